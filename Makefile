@@ -34,9 +34,10 @@ test:  ## all checks and all tests
 tests: $(READY) browser packages  ## all tests
 	@$(MAKE) --no-print-directory pytest
 
+# Three processes for two cores: many tests wait for servers, timers and browsers.
 pytest: $(READY)
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Debian's Chromium, for the tests of the lab page. Only root can install it.
 browser:
@@ -83,6 +84,12 @@ $(MUTATION)/.ready: tests/mutation/requirements.txt
 
 mutate: $(MUTATION)/.ready  ## change the scheduler in SAMPLE=200 ways; a test must fail each time; takes 15 minutes
 	$(MUTATION)/bin/python tests/mutation/mutate.py --sample $(SAMPLE) $(OPTIONS)
+
+test-gemma: $(READY)  ## compare gemma3-270m with transformers; downloads 238 MB
+	HEADWAY_TEST_GEMMA=1 $(BIN)/python -m pytest tests/end_to_end/test_gemma_weights.py
+
+test-deploy: $(READY)  ## the fleet on Ray, also from a config file and updated by `headway deploy`
+	HEADWAY_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/fleet/test_ray.py
 
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON names a Python with CUDA torch and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch finds no GPU')"
@@ -132,5 +139,5 @@ clean:  ## remove environments, caches and build output
 	rm -rf $(VENV) $(CLIENTS) $(MUTATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test browser packages tests pytest test-fast test-clients mutate test-gpu sanitize $(SANITIZED) check format bench \
+.PHONY: help run demo test browser packages tests pytest test-fast test-clients mutate test-deploy test-gemma test-gpu sanitize $(SANITIZED) check format bench \
   picture page dist clean

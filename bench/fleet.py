@@ -3,16 +3,20 @@
     python bench/fleet.py kills --rounds 100
     python bench/fleet.py late_restart
     python bench/fleet.py hang
-    python bench/fleet.py overhead
+    python bench/fleet.py ttft --rounds 20
+    python bench/fleet.py throughput
     python bench/fleet.py messages
     python bench/fleet.py moves
 
 kills: one of two replicas is killed while 32 streams run that use seeds, n = 2, a JSON schema, log
 probabilities and stop strings; every stream must equal the same request alone. late_restart: the
 same, but Ray starts the new replica only after the round, so that it takes no CPU from the streams.
-hang: a replica is stopped with SIGSTOP. overhead: a server with one replica against a plain one,
-request by request. messages: frames from the replica per step with 1 to 256 streams. moves: the
-gateway's own time to move requests. Prints one JSON object; times are seconds on this machine.
+hang: a replica is stopped with SIGSTOP. In these three, `resume` is the time from sending a moved
+request to another replica until its next token, `added` what else its pause has, and `others` the
+pauses of streams that did not move. ttft, throughput: a server with one replica against a plain
+one, in turns; the processes of the other server are stopped meanwhile. messages: frames from the
+replica per step with 1 to 256 streams. moves: the gateway's own time to move requests. Prints one
+JSON object; times are seconds on this machine.
 """
 
 from __future__ import annotations
@@ -26,8 +30,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,21 +40,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.fleet_streams import (
     MODEL,
     FleetServer,
+    Pauses,
     Stream,
     all_streams,
     bodies,
+    descendants,
     fleet_server,
     once_after,
     one_by_one,
+    percentile,
+    served,
+    stopped,
 )
 
 NUM_STREAMS = 32
-NUM_ALONE, WARM_UP = 200, 5  # requests one after the other, for the time to the first token
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+NUM_IN_TURN = 10  # requests one after the other, for the time to the first token
 
 
 def lost_after(
@@ -76,41 +79,26 @@ def compare(streams: list[Stream], alone: list[Stream]) -> dict[str, int]:
     }
 
 
-@contextmanager
-def stopped(pids: list[int]) -> Iterator[None]:
-    """Processes that do nothing meanwhile."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-
 def faults(number: int, rounds: int, max_tokens: int, late: bool = False) -> dict[str, Any]:
     """Send a signal to one of two replicas in every round, while all streams run.
 
     `late`: Ray does not replace the replica before the end of the round.
     """
     sent, moments, noticed = bodies(NUM_STREAMS, max_tokens), list[float](), list[float]()
-    gaps, pauses, back = list[float](), list[float](), list[float]()
+    pauses, back = Pauses(), list[float]()
     totals = {"failed": 0, "different": 0}
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
-    flags = ("--replicas", "2", "--route", "round_robin", "--log-level", "warning")
-    with fleet_server(*flags) as server:
+    with fleet_server("--replicas", "2", "--route", "round_robin") as server:
         alone = asyncio.run(one_by_one(server.url, sent))
         control = asyncio.run(all_streams(server.url, sent))
         for place in range(rounds):
-            victim = server.replica_pids()[place % 2]
+            victim, known = server.replica_pids()[place % 2], len(server.lines)
             work = partial(lost_after, server, number, victim, moments, noticed)
             with stopped(server.ray_pids("ServeController") if late else []):
                 streams = asyncio.run(all_streams(server.url, sent, once_after(100, work)))
             for name, count in compare(streams, alone).items():
                 totals[name] += count
-            gaps += [stream.longest_gap for stream in streams]
-            found = [stream.pause_at(moments[-1]) for stream in streams]
-            pauses += [pause for pause in found if pause is not None]
+            pauses.add(streams, moments[-1], server.lines[known:])
             if number == signal.SIGSTOP:
                 os.kill(victim, signal.SIGCONT)
             back.append(server.wait_for_replicas(2))
@@ -122,9 +110,7 @@ def faults(number: int, rounds: int, max_tokens: int, late: bool = False) -> dic
         "rounds": rounds, "streams": NUM_STREAMS * rounds, **totals, "moves": int(moves),
         "resumed_tokens": int(resumed), "control": compare(control, alone),
         "noticed_p50": statistics.median(noticed), "noticed_max": max(noticed),
-        "pause_p50": statistics.median(pauses), "pause_p99": percentile(pauses, 0.99),
-        "longest_gap_p50": statistics.median(gaps), "longest_gap_p99": percentile(gaps, 0.99),
-        "longest_gap_p99_without_fault": percentile(usual, 0.99),
+        "pause": pauses.summary(), "longest_gap_p99_without_fault": percentile(usual, 0.99),
         "replica_back_p50": statistics.median(back),
     }  # fmt: skip
 
@@ -155,34 +141,50 @@ def _throughput(server: FleetServer, number: int, max_tokens: int) -> float:
     return number * max_tokens / (time.perf_counter() - start)
 
 
-def overhead(rounds: int, max_tokens: int) -> dict[str, Any]:
-    """One replica behind the gateway against a plain server, in turns on the same machine."""
+Measure = Callable[[FleetServer], list[float]]
+
+
+def in_turns(measure: Measure, rounds: int, model: str) -> dict[str, list[float]]:
+    """What is measured of a plain server and of one with one replica, in turns on this machine.
+
+    The processes of the other server do nothing meanwhile. The first turn of each warms up.
+    """
     quiet = ("--log-level", "warning", "--threads", str(os.cpu_count() or 1))
-    with fleet_server(*quiet) as plain, fleet_server("--replicas", "1", *quiet) as fleet:
+    server = partial(fleet_server, *quiet, program=served(model))
+    with server() as plain, server("--replicas", "1") as fleet:
         servers = {"plain": plain, "fleet": fleet}
-        ttft: dict[str, list[float]] = {name: [] for name in servers}
-        speed: dict[str, list[float]] = {name: [] for name in servers}
-        for place in range(NUM_ALONE + WARM_UP):
+        trees = {"fleet": _processes(plain), "plain": _processes(fleet)}  # of the other server
+        found: dict[str, list[float]] = {name: [] for name in servers}
+        for place in range(-1, rounds):
             for name in sorted(servers, reverse=bool(place % 2)):  # neither is always first
-                ttft[name].append(_first(servers[name]))
-        for _ in range(rounds + 1):
-            for name, server in servers.items():
-                speed[name].append(_throughput(server, NUM_STREAMS, max_tokens))
-                print(f"{name}: {speed[name][-1]:.1f} tokens per second", file=sys.stderr)
-    medians = {
-        name: {
-            "ttft": statistics.median(ttft[name][WARM_UP:]),
-            "ttft_p10": percentile(ttft[name][WARM_UP:], 0.1),
-            "tokens_per_second": statistics.median(speed[name][1:]),
-        }
-        for name in servers
-    }
-    usual, other = medians["plain"], medians["fleet"]
+                with stopped(trees[name]):
+                    values = measure(servers[name])
+                print(f"{name}: {statistics.median(values):.4f}", file=sys.stderr)
+                found[name] += values if place >= 0 else []
+    return found
+
+
+def ttft(rounds: int, max_tokens: int, model: str = MODEL) -> dict[str, Any]:
+    """Seconds to the first token of requests alone, ten in each turn."""
+    del max_tokens
+    found = in_turns(lambda server: [_first(server) for _ in range(NUM_IN_TURN)], rounds, model)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    p10 = {name: percentile(values, 0.1) for name, values in found.items()}
     return {
-        "requests": NUM_ALONE, **medians, "added_ttft": other["ttft"] - usual["ttft"],
-        "added_ttft_p10": other["ttft_p10"] - usual["ttft_p10"],
-        "throughput_ratio": other["tokens_per_second"] / usual["tokens_per_second"],
+        "requests": rounds * NUM_IN_TURN, "p50": medians, "p10": p10,
+        "added_p50": medians["fleet"] - medians["plain"], "added_p10": p10["fleet"] - p10["plain"],
     }  # fmt: skip
+
+
+def throughput(rounds: int, max_tokens: int, model: str = MODEL) -> dict[str, Any]:
+    """Tokens per second of many streams."""
+    found = in_turns(lambda server: [_throughput(server, NUM_STREAMS, max_tokens)], rounds, model)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {**found, "ratio": medians["fleet"] / medians["plain"]}
+
+
+def _processes(server: FleetServer) -> list[int]:
+    return [server.process.pid, *descendants(server.process.pid)]
 
 
 def messages(rounds: int, max_tokens: int) -> dict[str, Any]:
@@ -241,7 +243,8 @@ PARTS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "kills": lambda rounds, tokens: faults(signal.SIGKILL, rounds, tokens),
     "late_restart": lambda rounds, tokens: faults(signal.SIGKILL, rounds, tokens, late=True),
     "hang": lambda rounds, tokens: faults(signal.SIGSTOP, rounds, tokens),
-    "overhead": overhead,
+    "ttft": ttft,
+    "throughput": throughput,
     "messages": messages,
     "moves": moves,
 }
@@ -254,8 +257,14 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--model", default=MODEL, help="for ttft and throughput")
     given = parser.parse_args()
-    results = {name: PARTS[name](given.rounds, given.max_tokens) for name in given.parts}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let stopped processes continue
+    parts = {
+        **PARTS, "ttft": partial(ttft, model=given.model),
+        "throughput": partial(throughput, model=given.model),
+    }  # fmt: skip
+    results = {name: parts[name](given.rounds, given.max_tokens) for name in given.parts}
     print(json.dumps(results, indent=2))
 
 

@@ -10,13 +10,14 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
+SERVE = ("-m", "headway", "serve")
+CONTINUES = re.compile(r"request (\S+) continues on replica \S+ after (\S+) s")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -59,22 +62,23 @@ class Stream:
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
     error: str | None = None
+    id: str = ""
 
     @property
     def longest_gap(self) -> float:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
-    def pause_at(self, moment: float) -> float | None:
-        """Seconds between the events before and after a moment; None if one is missing."""
-        before = [time for time in self.times if time <= moment]
-        after = [time for time in self.times if time > moment]
-        return after[0] - before[-1] if before and after else None
+    def pause_after(self, moment: float) -> float | None:
+        """The longest gap that ends after a moment, when events may be on their way; None if none."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return max((b - a for a, b in pairs if b > moment), default=None)
 
     def add(self, event: dict[str, Any], now: float) -> None:
         if "error" in event:
             self.error = json.dumps(event["error"])
             return
         self.times.append(now)
+        self.id = event["id"]
         for choice in event["choices"]:
             found = self.choices.setdefault(
                 choice["index"], {"text": "", "finish": None, "logprobs": []}
@@ -83,6 +87,43 @@ class Stream:
             found["finish"] = choice["finish_reason"] or found["finish"]
             if choice.get("logprobs"):
                 found["logprobs"] += choice["logprobs"]["token_logprobs"]
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@dataclass
+class Pauses:
+    """What happened to the streams of all rounds at the moment of a fault, in seconds."""
+
+    moved: list[float] = field(default_factory=list)
+    resume: list[float] = field(default_factory=list)
+    added: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    def add(self, streams: list[Stream], moment: float, lines: list[str]) -> None:
+        """Add a round; `lines` of the gateway's log say when moved requests continued."""
+        found = [match for line in lines if (match := CONTINUES.search(line))]
+        resumed = {match[1]: float(match[2]) for match in found}
+        for stream in streams:
+            if (pause := stream.pause_after(moment)) is None:
+                continue
+            seconds = [value for id, value in resumed.items() if id.startswith(stream.id)]
+            if seconds:
+                self.moved.append(pause)
+                self.resume.append(max(seconds))
+                self.added.append(pause - max(seconds))
+            else:
+                self.others.append(pause)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            name: {"p50": statistics.median(values), "p99": percentile(values, 0.99)}
+            for name, values in asdict(self).items()
+            if values
+        }
 
 
 OnEvent = Callable[[], None]
@@ -173,12 +214,28 @@ class FleetServer:
         return time.perf_counter() - start
 
 
-SERVE = ("-m", "headway", "serve", MODEL, "--port", "0", "--grace", "0")
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """Processes that do nothing meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def served(model: str) -> tuple[str, ...]:
+    """The program that serves a model under the name MODEL."""
+    return (*SERVE, model, "--served-model-name", MODEL, "--port", "0", "--grace", "0")
 
 
 @contextmanager
 def fleet_server(
-    *flags: str, program: Sequence[str] = SERVE, environment: Mapping[str, str] | None = None
+    *flags: str,
+    program: Sequence[str] = served(MODEL),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[FleetServer]:
     """A server with these flags on a free port; stopped by a signal at the end."""
     process = subprocess.Popen(

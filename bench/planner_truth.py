@@ -7,8 +7,7 @@ Measures a profile first, or takes one with --profile. Then runs every pair of w
 in real time, and simulates the same requests with the same settings. `pairs` has the relative error
 of each figure, positive if the prediction is too high. `grid` ranks settings by output tokens per
 second: rank correlation, and how far the predicted best is from the measured best. Measured figures
-are medians of --repeat runs, after one warm-up run on a GPU. bfloat16 on a GPU, random weights with
---shape.
+are medians of --repeat runs. bfloat16 on a GPU, random weights with --shape.
 """
 
 from __future__ import annotations
@@ -117,8 +116,6 @@ class Runner:
 
     def measured(self, requests: list[WorkloadRequest], config: Config) -> tuple[Figures, Figures]:
         """Medians over the runs, and their spread: (largest - smallest) / median."""
-        if self.is_on_gpu:
-            run_workload(self.llm, requests, config)
         runs = [figures(run_workload(self.llm, requests, config)) for _ in range(self.repeat)]
         middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         spread = {

@@ -42,7 +42,7 @@ def error_by_kind(logs: Logs, found: Profile) -> dict[str, dict[str, Any]]:
         plain = seen.select(seen.is_plain)
         tokens, samples, *_ = plain.passes.T
         for count, is_decode, seconds, predicted in zip(
-            tokens, tokens == samples, plain.seconds, predict(found.unit_costs, plain), strict=True
+            tokens, tokens == samples, plain.seconds, predict(found, plain), strict=True
         ):
             size = 2 ** int(np.ceil(np.log2(count)))
             what = "decodes" if is_decode else "tokens, with prompts"

@@ -8,8 +8,8 @@ all rules, and under an oracle that sends a request to the longest cached prefix
 
 hits           share of prompt tokens found in a cache, and as a share of the oracle's
 balance        largest busy time and largest number of computed tokens of a replica, by the mean
-decision_us    one decision for an 8,192-token prompt with 8 full pools, half of it cached on one:
-               match and rule; keys: the hashes of the prompt's blocks, which the gateway also needs
+decision_us    one decision for an 8,192-token prompt, of which all of 8 full pools hold the same part;
+               submit: all that the gateway does with a request, from a list of tokens to a message
 Prints one JSON object. Times of requests are simulated seconds; decision_us is measured here.
 """
 
@@ -18,7 +18,9 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser
+from array import array
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -27,9 +29,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from headway.fleet.router import ReplicaLoad, Router
+from headway.engine.clock import VirtualClock
+from headway.engine.messages import LoadReport, Submit
+from headway.fleet.dispatcher import Dispatcher
+from headway.fleet.replica import Replica
+from headway.fleet.router import Router
 from headway.fleet.routing import ROUTES, ReplicaView, RouteRequest, RouteRule, parse_route
-from headway.kv.prefix_index import extend_keys
+from headway.fleet.settings import FleetSettings
+from headway.kv.prefix_index import PromptKeys, extend_keys
 from headway.lab.cluster import simulate_replicas
 from headway.lab.cost import load_profile
 from headway.lab.settings import config_for
@@ -115,22 +122,63 @@ def compare(name: str, requests: list[WorkloadRequest]) -> dict[str, Any]:
     return {"requests": len(requests), "rules": found}
 
 
-def decision_us(num_tokens: int = 8192, block_size: int = 16) -> dict[str, float]:
-    """Medians over many decisions, in microseconds; pools hold 27,000 keys each."""
+def decision_us(num_tokens: int = 8192, block_size: int = 16) -> dict[str, dict[str, float]]:
+    """Medians over many decisions, in microseconds; pools hold 27,000 other keys each."""
     prompt = Request("p", range(num_tokens), RequestParams(max_tokens=1))
-    keys: list[bytes] = []
-    extend_keys(keys, prompt, block_size)
-    router = Router(parse_route("prefix_load"), block_size)
-    loads = []
-    for place in range(NUM_REPLICAS):
-        full = [place.to_bytes(8, "big") + number.to_bytes(8, "big") for number in range(27_000)]
-        router.tracker.apply(str(place), full, [], True)
-        loads.append(ReplicaLoad(str(place), 100 * place, place, place, 1000, 28_000))
-    router.tracker.apply("3", keys[: len(keys) // 2], [])
+    keys = list(PromptKeys(prompt, block_size))
+    held = {"nothing": 0, "half": len(keys) // 2, "everything": len(keys)}
     return {
-        "choose": _median_us(lambda: router.choose("p", num_tokens, keys, "", loads)),
-        "keys": _median_us(lambda: extend_keys([], prompt, block_size)),
+        f"{name} cached": _decision_us(prompt, block_size, keys[:count])
+        for name, count in held.items()
     }
+
+
+def _decision_us(prompt: Request, block_size: int, held: list[bytes]) -> dict[str, float]:
+    """With all replicas holding these keys."""
+    router = Router(parse_route("prefix_load"), block_size)
+    clock, dropped = VirtualClock(), lambda *_: None
+    dispatcher = Dispatcher(router, FleetSettings(), clock, dropped, dropped)
+    for place in range(NUM_REPLICAS):
+        replica = Replica(NullLink(str(place)))
+        dispatcher.add(replica)
+        other = [place.to_bytes(8, "big") + number.to_bytes(8, "big") for number in range(27_000)]
+        replica.report(LoadReport(1, 100 * place, place, place, 1000, 28_000))
+        router.tracker.apply(replica.name, [*other, *held], [], True)
+    loads = [replica.router_load() for replica in dispatcher.replicas.values()]
+    keys, submit = PromptKeys(prompt, block_size), Submit("p", list(prompt.prompt), prompt.params)
+
+    def submitted() -> None:
+        dispatcher.submit(submit)
+        request = dispatcher.requests.pop("p")
+        replica = dispatcher.replicas[request.replica or ""]
+        replica.open.clear()
+        replica._outgoing.clear()
+        replica._unreported.clear()
+
+    def route() -> None:
+        keys = PromptKeys(prompt, block_size)
+        router.choose("p", prompt.num_prompt, keys, "", loads)
+
+    return {
+        "rule and match": _median_us(
+            lambda: router.choose("p", prompt.num_prompt, keys, "", loads)
+        ),
+        "hashes, match and rule": _median_us(route),
+        "submit": _median_us(submitted),
+        "tokens to an array": _median_us(lambda: array("i", submit.prompt)),
+        "all hashes": _median_us(lambda: extend_keys([], prompt, block_size)),
+    }
+
+
+class NullLink:
+    """A link to a replica that does not exist."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def open(self, on_messages: object, on_lost: object) -> None: ...
+    def send(self, messages: list[Any]) -> None: ...
+    async def close(self) -> None: ...
 
 
 def _median_us(work: Any) -> float:
@@ -145,7 +193,8 @@ def _median_us(work: Any) -> float:
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", nargs="?", help="a Mooncake .jsonl; without it, the others only")
-    parser.add_argument("--limit", type=int, help="use only the first N requests of the trace")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first N requests")
+    parser.add_argument("--limit", type=int, help="use only the first N of the other requests")
     parser.add_argument("--only", default="trace,hot,unshared,decision", help="parts to run")
     given = parser.parse_args()
     parts, results = given.only.split(","), dict[str, Any]()
@@ -156,7 +205,7 @@ def main() -> None:
     if "unshared" in parts:
         results["unshared"] = compare("unshared", unshared())
     if given.trace and "trace" in parts:
-        requests = adjust(read_workload(given.trace), given.limit, 1.0)
+        requests = adjust(islice(read_workload(given.trace), given.skip, None), given.limit, 1.0)
         results[Path(given.trace).stem] = compare("trace", requests)
     print(json.dumps(results, indent=2))
 

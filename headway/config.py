@@ -125,3 +125,20 @@ class Config(Checked):
     num_blocks: int = count(4096, 1, 1 << 26)
     num_host_blocks: int = count(0, 0, 1 << 26)
     max_model_len: int = count(1 << 20, 2, (1 << 31) - 1)  # prompt and output together
+    # For models with sliding-window layers: tokens that such a layer sees (0: there are no such
+    # layers), and its blocks, which are a pool of their own.
+    sliding_window: int = count(0, 0, (1 << 31) - 1)
+    num_window_blocks: int = count(0, 0, 1 << 26)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.sliding_window) != bool(self.num_window_blocks):
+            raise ConfigError(
+                f"sliding_window is {self.sliding_window} and num_window_blocks is "
+                f"{self.num_window_blocks}; both must be 0, or both above 0"
+            )
+        if self.sliding_window and self.num_host_blocks:
+            raise ConfigError(
+                f"num_host_blocks is {self.num_host_blocks}; it must be 0 for a model with "
+                "sliding-window layers, which cannot be swapped"
+            )

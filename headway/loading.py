@@ -14,6 +14,7 @@ from typing import Any
 from headway.checks import number_problem, one_of
 from headway.config import Config
 from headway.errors import ConfigError
+from headway.kv.window import most_useful_window_blocks
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.model.devices import (
@@ -156,7 +157,8 @@ def load(
             num_ranks=options.tensor_parallel_size,
         )  # fmt: skip
     ends = decoder.config.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
-    kv_bytes = config.num_blocks * config.block_size * decoder.config.kv_bytes(itemsize)
+    full, windowed = _block_bytes(decoder.config, config, itemsize)
+    kv_bytes = config.num_blocks * full + config.num_window_blocks * windowed
     return Loaded(
         path=path, device=str(device), precision=precision, decoder=decoder, tokenizer=tokenizer,
         eos_ids=ends, config=config, kv_bytes=kv_bytes, ranks=ranks,
@@ -232,7 +234,9 @@ def fit(
     changes["max_model_len"] = _max_model_len(model, settings)
     _set_limits(changes, preset_name, is_gpu=room is not None)
     config = preset(preset_name, **changes)
-    block = config.block_size * model.kv_bytes(itemsize)
+    if model.windowed_layers:
+        return _fit_windowed(model, itemsize, config, kv_memory, is_given="num_blocks" in changes)
+    block, _ = _block_bytes(model, config, itemsize)
     host_block = num_ranks * block
     if room is None:
         block = host_block
@@ -247,6 +251,43 @@ def fit(
     config = preset(preset_name, **changes)
     _check_memory(config.num_blocks * block, config.num_host_blocks * host_block, room)
     return config
+
+
+def _block_bytes(model: ModelConfig, config: Config, itemsize: int) -> tuple[int, int]:
+    """Bytes of a KV block of the layers that see all tokens, and of the sliding-window layers."""
+    full, windowed = (model.layers_of_kind(windowed=kind) for kind in (False, True))
+    return config.block_size * full.kv_bytes(itemsize), config.block_size * windowed.kv_bytes(
+        itemsize
+    )
+
+
+def _fit_windowed(
+    model: ModelConfig,
+    itemsize: int,
+    config: Config,
+    kv_memory: int | str | None,
+    *,
+    is_given: bool,
+) -> Config:
+    """Divide the memory among both kinds of blocks; num_blocks `is_given`, or chosen here.
+
+    Sliding-window layers get as many blocks as the others, but no more than they can use.
+    """
+    assert model.sliding_window is not None
+    full, windowed = _block_bytes(model, config, itemsize)
+    num_blocks = config.num_blocks
+    most = most_useful_window_blocks(model.sliding_window, config)
+    if not is_given:
+        num_blocks = _num_blocks(config, full + windowed, kv_memory, None)
+        usable = config.max_num_seqs * -(-config.max_model_len // config.block_size)
+        num_spare = max(0, num_blocks - most) * windowed // full
+        num_blocks = max(num_blocks, min(usable, num_blocks + num_spare))
+    num_window_blocks = min(num_blocks, most)
+    _check_memory(num_blocks * full + num_window_blocks * windowed, 0, None)
+    return replace(
+        config, num_blocks=num_blocks, sliding_window=model.sliding_window,
+        num_window_blocks=num_window_blocks,
+    )  # fmt: skip
 
 
 def _max_model_len(model: ModelConfig, settings: Mapping[str, Any]) -> Any:

@@ -24,6 +24,7 @@ Column = npt.NDArray[np.intc] | Sequence[int]
 Reason = Literal[
     "max_num_seqs", "reserved_rows", "token_budget", "blocks", "headroom", "back_off",
     "just_preempted", "after_preemption", "parent", "behind_blocked", "not_reached",
+    "window_blocks",
 ]  # fmt: skip
 
 
@@ -83,6 +84,14 @@ class NotConsidered(NamedTuple):
     num_requests: int
 
 
+class WindowBlocks(NamedTuple):
+    """New entries of a request's block table for the sliding-window layers, from `first` on."""
+
+    request: Request
+    first: int
+    blocks: tuple[int, ...]
+
+
 class Copy(NamedTuple):
     """Copy one block between the pools; `source` and `target` are block numbers."""
 
@@ -119,6 +128,7 @@ class Plan:
     num_steps: int = 1  # decode steps that the device runs without the host
     decode_context: int = 0  # cached tokens that the first decode step reads, of all decodes
     new_blocks: list[tuple[Request, int]] = field(default_factory=list)  # blocks for decodes
+    window_blocks: list[WindowBlocks] = field(default_factory=list)  # for decodes and chunks
     deferred: list[Request] = field(default_factory=list)  # decodes left out by the token budget
     chunks: list[Chunk] = field(default_factory=list)
     copies_out: list[Copy] = field(default_factory=list)  # device to host

@@ -110,12 +110,22 @@ class HostCopy:
 
 
 @dataclass(slots=True, eq=False)
+class WindowAllocation:
+    """Blocks [first, first + len(blocks)) of a request in the sliding-window layers."""
+
+    first: int
+    blocks: list[int]
+    num_reserved: int  # the most blocks that it may hold
+
+
+@dataclass(slots=True, eq=False)
 class KVAllocation:
     """A request's part of the KV cache; only headway.kv writes it."""
 
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # prefix keys of its full blocks, as known
     host: HostCopy | None = None
+    window: WindowAllocation | None = None  # of a running request, if the model has such layers
 
 
 @dataclass(slots=True, eq=False)

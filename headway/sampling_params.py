@@ -60,6 +60,23 @@ class Sampling:
         """True if only temperature, top_k, top_p and min_p are set."""
         return not self.edits_logits and self.logprobs is None and self.prompt_logprobs is None
 
+    def seed_of(self, sample: int) -> int:
+        """The seed of one of n samples, as 64 bits."""
+        return (self.seed + sample) % 2**64
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def sampling_of(id: str, given: object) -> Sampling:
+    """The content of `RequestParams.sampling`, greedy if None; InvalidRequest for other values."""
+    sampling = GREEDY if given is None else given
+    if not isinstance(sampling, Sampling):
+        raise InvalidRequest(
+            f"request {id!r}: sampling is {sampling!r}; it must be a Sampling or None"
+        )
+    return sampling
+
 
 class TokenLogprobs(NamedTuple):
     """The log probability of one token under the raw logits, and those of the top alternatives."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel; set before torch is imported
 if shutil.which("nvidia-smi") is None:  # checked without torch, before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control ran `pytest &`
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `make test-fast` leaves these out: they load the model, start processes or simulate long runs.
 SLOW = (
@@ -53,6 +56,7 @@ SLOW = (
     "scheduler/test_output_lengths.py",
     "text/test_tokenizer.py",
 )
+LONGEST = "fleet/test_ray.py"  # two minutes, mostly of waiting
 DECODERS: dict[tuple[Path, str], Decoder] = {}  # see shared_weights
 
 
@@ -79,6 +83,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.as_posix().endswith(SLOW):
             item.add_marker("slow")
+    _move_longest(items)
+
+
+def _move_longest(items: list[pytest.Item]) -> None:
+    """Let the longest tests begin early, between two files.
+
+    Processes start with equal parts of the list, and then take tests from the ends of other parts.
+    A long test that begins last is waited for by all.
+    """
+    longest = [item for item in items if item.path.as_posix().endswith(LONGEST)]
+    others = [item for item in items if item not in longest]
+    place = (
+        len(others) * 2 // 5
+    )  # in the part of the second of three processes, after its first tests
+    while 0 < place < len(others) and others[place].path == others[place - 1].path:
+        place += 1
+    items[:] = [*others[:place], *longest, *others[place:]]
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headway.config import Config
-from headway.engine.engine import Engine
+from headway.engine.engine import Engine, Observer
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ConfigError, ExecutorError
 from headway.lab.workload.request import WorkloadRequest
@@ -42,6 +42,7 @@ def run_workload(
     config: Config,
     *,
     async_scheduling: bool | None = None,
+    observers: Iterable[Observer] = (),
     progress: Callable[[int], None] | None = None,
 ) -> RunStats:
     """Run all requests at their arrival times with a new scheduler on the loaded model.
@@ -53,7 +54,7 @@ def run_workload(
     is_async = llm.engine.async_scheduling if async_scheduling is None else async_scheduling
     engine = Engine(Scheduler(config), llm.executor, llm.engine.clock, async_scheduling=is_async)
     stats, ends = RunStats(header(config, is_async)), Ends(engine)
-    engine.observers += [stats, ends]
+    engine.observers += [stats, ends, *observers]
     if progress:
         engine.observers.append(lambda report: progress(len(report.finished)))
     coming = sorted(requests, key=lambda request: request.arrival)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headway import errors
 from headway.engine.asyncio_bridge import EventLoopBridge, RequestStream
 from headway.engine.engine import Engine
-from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.loop import EngineLoop
 from headway.engine.messages import (
     Cancel,
     EngineStopped,
@@ -37,6 +37,7 @@ from headway.engine.messages import (
 )
 from headway.engine.outputs import OutputBuilder, RequestOutput
 from headway.engine.preparation_queue import PreparationQueue
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded
 from headway.request import RequestParams
 from headway.sampling_params import SamplingParams

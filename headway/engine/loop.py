@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from headway.engine.engine import Engine, Observer
@@ -28,7 +28,8 @@ from headway.engine.messages import (
     ToLoop,
     refusal_of,
 )
-from headway.errors import ExecutorError, Overloaded, PolicyError, RequestError
+from headway.engine.queue_limits import QueueLimiter, QueueLimits
+from headway.errors import ExecutorError, PolicyError, RequestError
 from headway.plan import StepReport
 from headway.request import Request
 
@@ -39,15 +40,6 @@ Value = TypeVar("Value")
 READ_SECONDS = 0.05  # a batch of thousands of requests must not delay the next step for longer
 LOCK_SECONDS = 0.05  # how long a reader waits for the scheduler to release the engine's lock
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """Queue limits above which new requests are refused with Overloaded; None: no limit."""
-
-    max_waiting: int | None = None
-    max_waiting_tokens: int | None = None
-    max_per_client: int | None = None  # running and waiting requests of one client
 
 
 class CachedReader(Generic[Value]):
@@ -82,7 +74,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, deliver: Deliver, limits: QueueLimits | None = None) -> None:
         self.engine = engine
-        self.limits = limits or QueueLimits()
+        self._limiter = QueueLimiter(engine, limits or QueueLimits())
         why = CachedReader(engine, engine.why)
         self.step_queries: dict[str, Answer] = {  # called between two steps
             "reset_prefix_cache": lambda _: engine.scheduler.reset_cache(),
@@ -105,7 +97,6 @@ class EngineLoop:
         self._updates = StepUpdates(engine.clock)
         self._load_reporter = LoadReporter(deliver)
         self._outbox: list[FromLoop] = []
-        self._waiting_tokens: int | None = None  # counted at most once between two steps
         engine.observers.append(self._observe)
         engine.on_observer_error = self._remove_observer
 
@@ -176,7 +167,7 @@ class EngineLoop:
 
     def _read(self) -> None:
         """Process messages in order, for at most READ_SECONDS; the rest waits for the next step."""
-        self._waiting_tokens = None
+        self._limiter.begin_step()
         ends_at = time.perf_counter() + READ_SECONDS
         while self._inbox and time.perf_counter() < ends_at:
             with self._wake:
@@ -195,7 +186,7 @@ class EngineLoop:
     def _submit(self, message: Submit) -> None:
         try:
             if not message.outputs:  # the fleet has accepted a continued request before
-                self._check_limits(message)
+                self._limiter.check(message)
             requests = self._add(message)
         except (RequestError, PolicyError, ExecutorError) as error:
             self._outbox.append(refusal_of(message.id, error))
@@ -203,8 +194,7 @@ class EngineLoop:
         self._updates.add(requests)
         for notify in self.on_submit:
             notify(message, requests)
-        if self._waiting_tokens is not None:
-            self._waiting_tokens += len(requests) * requests[0].num_prompt
+        self._limiter.count(requests)
 
     def _add(self, message: Submit) -> list[Request]:
         """Add a request to the engine; times that are relative to now become absolute."""
@@ -213,46 +203,6 @@ class EngineLoop:
             params = replace(params, deadline=now + message.deadline_in)
         arrival = now - message.age if message.age else None
         return self.engine.add(message.id, message.prompt, params, arrival, message.outputs)
-
-    def _check_limits(self, message: Submit) -> None:
-        """Overloaded if the queue is full, or the client has too many open requests.
-
-        Each of n samples counts. An empty queue takes any request, or it could never run.
-        """
-        scheduler, limits = self.engine.scheduler, self.limits
-        num_waiting, n = len(scheduler.queue), message.params.n
-        num_samples = n if isinstance(n, int) else 1  # the engine refuses any other n
-        if limits.max_waiting is not None and _exceeds(
-            num_waiting, num_samples, limits.max_waiting
-        ):
-            raise Overloaded(
-                f"queue is full: {num_waiting} requests waiting (limit {limits.max_waiting})"
-                f"{_and_samples(num_samples)}"
-            )
-        if limits.max_waiting_tokens is not None:
-            waiting = self._num_waiting_tokens()
-            # The engine refuses a prompt that has no length.
-            num_prompt = len(message.prompt) if isinstance(message.prompt, Sized) else 0
-            if num_waiting and waiting + num_samples * num_prompt > limits.max_waiting_tokens:
-                raise Overloaded(
-                    f"queue is full: {waiting} tokens waiting, and this prompt has {num_prompt} "
-                    f"(limit {limits.max_waiting_tokens}){_and_samples(num_samples)}"
-                )
-        if limits.max_per_client is not None:
-            client = message.params.client
-            num_open = sum(r.params.client == client for r in scheduler.requests.values())
-            if _exceeds(num_open, num_samples, limits.max_per_client):
-                raise Overloaded(
-                    f"client {client!r} has {num_open} open requests "
-                    f"(limit {limits.max_per_client}){_and_samples(num_samples)}"
-                )
-
-    def _num_waiting_tokens(self) -> int:
-        """Tokens of all waiting requests; may include requests aborted since the latest step."""
-        if self._waiting_tokens is None:
-            waiting = self.engine.scheduler.queue  # unsorted: the queue policy is not called
-            self._waiting_tokens = sum(request.num_known for request in waiting)
-        return self._waiting_tokens
 
     def _cancel(self, message: Cancel) -> None:
         if message.sample is None:
@@ -297,12 +247,3 @@ class EngineLoop:
         if self.report_load:
             self._outbox.append(self._load_reporter.report(self.engine.scheduler))
         self._flush()
-
-
-def _exceeds(num_present: int, num_new: int, limit: int) -> bool:
-    """Whether more requests exceed a limit; a first request with many samples does not."""
-    return num_present >= limit or (num_present > 0 and num_present + num_new > limit)
-
-
-def _and_samples(num_samples: int) -> str:
-    return f", and this request has {num_samples} samples" if num_samples > 1 else ""

@@ -43,11 +43,19 @@ class CpuExecutor:
     ) -> None:
         size = config.block_size
         self.decoder = decoder
-        self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
+        model, window = decoder.config, config.sliding_window or None
+        wanted = model.sliding_window if model.windowed_layers else None
+        assert window == wanted, f"sliding_window is {window}, that of the model {wanted}"
+        make, num_blocks = decoder.backend.kv_blocks, config.num_blocks
+        self.device_blocks = make(model.layers_of_kind(windowed=False), num_blocks, size)
+        self.window_blocks: Tensor | None = None
+        if window is not None:
+            num_blocks = config.num_window_blocks
+            self.window_blocks = make(model.layers_of_kind(windowed=True), num_blocks, size)
         self.host_blocks = torch.empty(
             (config.num_host_blocks, *self.device_blocks.shape[1:]), dtype=self.device_blocks.dtype
         )
-        self.rows = RowTable(config.max_num_seqs, size, config.max_model_len)
+        self.rows = RowTable(config.max_num_seqs, size, config.max_model_len, window)
         self.sampler = Sampler(
             config.max_num_seqs, decoder.config.vocab_size, self.device_blocks.device
         )
@@ -84,7 +92,7 @@ class CpuExecutor:
             return
         batch = self.rows.batch(plan.rows, chunks)
         begun = time.perf_counter()
-        hidden = self.decoder.forward(batch, self.device_blocks)
+        hidden = self.decoder.forward(batch, self.device_blocks, window_blocks=self.window_blocks)
         logits = self.decoder.logits(hidden[batch.sampled_n]) if len(batch.sampled_n) else None
         self.model_seconds += time.perf_counter() - begun
         last = [chunk for chunk in chunks if chunk.is_last]

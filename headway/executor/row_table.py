@@ -6,6 +6,8 @@ plus a few array operations over the rows that take part.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -17,10 +19,15 @@ from headway.request import Request
 class RowTable:
     """Arrays indexed by row; block indices and positions start at 0."""
 
-    def __init__(self, num_rows: int, block_size: int, max_model_len: int) -> None:
-        self.block_size = block_size
+    def __init__(
+        self, num_rows: int, block_size: int, max_model_len: int, window: int | None = None
+    ) -> None:
+        """`window` is that of the model's sliding-window layers; None if it has no such layers."""
+        self.block_size, self.window = block_size, window
         width = -(-max_model_len // block_size)
         self.tables = np.zeros((num_rows, width), dtype=np.int32)
+        # Entries before the window of a row are outdated; nothing reads them.
+        self.window_tables = np.zeros((num_rows, width if window else 0), dtype=np.int32)
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.lengths = np.zeros(num_rows, dtype=np.int64)  # tokens computed
         self.limits = np.zeros(num_rows, dtype=np.int64)  # maximum of `lengths`
@@ -35,6 +42,8 @@ class RowTable:
     def grow(self, plan: Plan) -> None:
         for request, block in plan.new_blocks:
             self.grow_one(request.row, block)
+        for request, first, blocks in plan.window_blocks:
+            self.window_tables[request.row, first : first + len(blocks)] = blocks
 
     def grow_one(self, row: int, block: int) -> None:
         self.tables[row, self.num_blocks[row]] = block
@@ -60,7 +69,7 @@ class RowTable:
         row_ids = _joined(rows, [chunk.request.row for chunk in chunks], np.intp)
         width = -(-int(ends.max(initial=1)) // size)
         is_sampled = [True] * len(rows) + [chunk.is_last for chunk in chunks]
-        return ForwardBatch(
+        batch = ForwardBatch(
             tokens_t=torch.from_numpy(tokens),
             positions_t=torch.from_numpy(all_positions),
             slots_t=torch.from_numpy(all_slots),
@@ -70,6 +79,25 @@ class RowTable:
             sampled_n=torch.from_numpy(
                 starts[1:][np.array(is_sampled, dtype=bool)].astype(np.int64) - 1
             ),
+        )
+        if self.window is not None:
+            batch.windowed = self._windowed(batch, row_ids, np.repeat(row_ids, counts))
+        return batch
+
+    def _windowed(
+        self, batch: ForwardBatch, row_ids: np.ndarray, row_of_token: np.ndarray
+    ) -> ForwardBatch:
+        """The batch with slots and tables of the sliding-window layers."""
+        positions, width = batch.positions_t.numpy(), batch.tables_sw.shape[1]
+        size = self.block_size
+        slots = self.window_tables[row_of_token, positions // size].astype(np.int64) * size
+        slots += positions % size
+        slots[batch.slots_t.numpy() < 0] = -1
+        return replace(
+            batch,
+            slots_t=torch.from_numpy(slots),
+            tables_sw=torch.from_numpy(self.window_tables[row_ids, :width]),
+            window=self.window,
         )
 
     def _chunk(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

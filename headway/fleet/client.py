@@ -143,7 +143,7 @@ class FleetClient:
         dispatcher = self.dispatcher
         return {
             **asdict(dispatcher.counters), "num_open": len(dispatcher.requests),
-            "num_without_replica": len(dispatcher.waiting),
+            "num_without_replica": len(dispatcher.table.waiting),
             "replicas": [each.describe() for each in dispatcher.replicas.values()],
         }  # fmt: skip
 

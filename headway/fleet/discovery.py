@@ -64,7 +64,7 @@ class DiscoveredFleet:
             task.cancel()
         await self.client.close()
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """What has happened since the fleet started, by the names of `merge.FLEET_TEXTS`."""
         found = asdict(self.client.dispatcher.counters)
         named = {name.removeprefix("num_"): value for name, value in found.items()}

@@ -26,13 +26,13 @@ from headway.engine.messages import (
     TokenBatch,
     refusal_of,
 )
-from headway.errors import ExecutorError, PolicyError, RequestError
-from headway.fleet.open_requests import OpenRequest
+from headway.errors import PolicyError, RequestError
+from headway.fleet.open_requests import OpenRequest, RequestTable
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.settings import FleetCounters, FleetSettings
-from headway.kv.prefix_index import extend_keys
+from headway.kv.prefix_index import PromptKeys
 
 OnGone = Callable[[Replica], None]
 log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class Dispatcher:
         self.router, self.settings, self.clock = router, settings, clock
         self.counters = FleetCounters()
         self.replicas: dict[str, Replica] = {}
-        self.requests: dict[str, OpenRequest] = {}
-        self.waiting: dict[OpenRequest, None] = {}  # for a replica
+        self.table = RequestTable(clock, self.counters, emit)
+        self.requests = self.table.open
         self.queries = FleetQueries(self.replicas, emit)
         self._emit, self._on_gone = emit, on_gone
 
@@ -80,7 +80,7 @@ class Dispatcher:
         elif message.sample < len(request.samples):
             request.samples[message.sample].is_stopping = True
         if request.replica is None:
-            self._end_requested(request)
+            self.table.end_requested(request)
         else:
             self.replicas[request.replica].post(Cancel(request.replica_id, message.sample))
 
@@ -97,7 +97,7 @@ class Dispatcher:
         if (before := self.replicas.get(replica.name)) is not None:
             self.lose(before, "it has connected again")
         self.replicas[replica.name] = replica
-        for request in list(self.waiting):
+        for request in list(self.table.waiting):
             self._place(request)
 
     def receive(self, replica: Replica, messages: list[FromLoop]) -> None:
@@ -157,10 +157,7 @@ class Dispatcher:
         for replica in list(self.replicas.values()):
             if problem := replica.tick(self.settings):
                 self.lose(replica, problem)
-        now, limit = self.clock.now(), self.settings.no_replica_seconds
-        for request in list(self.waiting):
-            if now - request.waits_since >= limit:
-                self._fail(request, f"no replica was available for {limit:g} s")
+        self.table.expire(self.settings.no_replica_seconds)
 
     # One request.
 
@@ -169,45 +166,37 @@ class Dispatcher:
         ready = [each for each in self.replicas.values() if each.takes_requests]
         replicas = [each for each in ready if each.name not in request.avoids] or ready
         if not replicas:
-            if request not in self.waiting:
-                request.waits_since = self.clock.now()
-            self.waiting[request] = None
+            self.table.wait(request)
             return
-        known, keys = request.known(), list[bytes]()
-        if known.params.reads_cache:
-            extend_keys(keys, known, self.router.block_size)
+        known = request.known()
+        keys = PromptKeys(known, self.router.block_size) if known.params.reads_cache else ()
         loads, client = [each.router_load() for each in replicas], known.params.client
         try:
             place, view = self.router.choose(request.id, known.num_known, keys, client, loads)
         except PolicyError as error:
-            self._refuse(request, refusal_of(request.id, error))
+            self.table.refuse(request, refusal_of(request.id, error))
             return
-        self.waiting.pop(request, None)
+        self.table.waiting.pop(request, None)
         request.num_sent += 1
+        request.sent_at = now = self.clock.now()
         replicas[place].board(request, view.num_new)
-        replicas[place].post(request.message(self.clock.now()))
+        replicas[place].post(request.message(now))
 
     def _move(self, request: OpenRequest, reason: str, *, is_death: bool = False) -> None:
         """Continue a request elsewhere; it fails if it has reached a limit."""
         request.avoids = {request.replica or ""}
         request.replica = None
-        self._end_requested(request)
+        self.table.end_requested(request)
         if request.is_ended:
             return
-        settings = self.settings
         request.num_deaths += is_death
-        if request.num_deaths >= settings.max_deaths:
-            text = f"it was on board when replicas failed {request.num_deaths} times"
-            limit = f"limit {settings.max_deaths}: the request may be the cause"
-            self._fail(request, f"{text} ({limit}); the latest failure: {reason}")
-        elif request.num_moves >= settings.max_moves:
-            text = f"it has moved {request.num_moves} times (limit {settings.max_moves})"
-            self._fail(request, f"{text} and cannot stay: {reason}")
-        else:
-            request.num_moves += 1
-            self.counters.num_moves += 1
-            self.counters.num_resumed_tokens += request.num_tokens
-            self._place(request)
+        if problem := request.move_problem(self.settings, reason):
+            self.table.fail(request, problem)
+            return
+        request.num_moves += 1
+        self.counters.num_moves += 1
+        self.counters.num_resumed_tokens += request.num_tokens
+        self._place(request)
 
     def _take_tokens(self, replica: Replica, batch: TokenBatch) -> None:
         ids, tokens, now = list[str](), list[list[int]](), self.clock.now()
@@ -215,12 +204,22 @@ class Dispatcher:
             request = replica.open.get(id)
             if request is not None:
                 request.samples[0].tokens += gained
-                if request.first_token is None:
-                    request.first_token = now
+                if request.sent_at is not None:
+                    self._first_token(request, now - request.sent_at)
                 ids.append(request.id)
                 tokens.append(gained)
         if ids:
             self._emit(TokenBatch(ids, tokens))
+
+    def _first_token(self, request: OpenRequest, seconds: float) -> None:
+        """The first token from a replica arrives, `seconds` after the request was sent to it."""
+        request.sent_at = None
+        if request.first_token is None:
+            request.first_token = self.clock.now()
+        if request.num_moves:
+            self.counters.resume_seconds += seconds
+            text = "request %s continues on replica %s after %.3f s"
+            log.info(text, request.id, request.replica, seconds)
 
     def _take_update(self, replica: Replica, update: SampleUpdate) -> None:
         request = replica.open.get(update.id)
@@ -231,8 +230,10 @@ class Dispatcher:
         is_dropped = end is not None and end.reason == "abort" and not request.is_cancelled
         if has_failed or is_dropped:
             update = update._replace(end=None)
+        if update.tokens and request.sent_at is not None:
+            self._first_token(request, self.clock.now() - request.sent_at)
         if update.end or update.tokens or update.prompt_logprobs:
-            passed = request.apply(update, self.clock.now())
+            passed = request.apply(update)
             if passed is not None:
                 self._emit(passed)
         if has_failed or is_dropped:
@@ -242,7 +243,7 @@ class Dispatcher:
             self._move(request, reason, is_death=has_failed)
         elif request.is_ended:
             del replica.open[request.replica_id]
-            self._forget(request)
+            self.table.forget(request)
 
     def _take_refusal(self, replica: Replica, message: Refusal) -> None:
         request = replica.open.get(message.id)
@@ -260,40 +261,7 @@ class Dispatcher:
                 self._place(request)
                 return
         text = message.message.replace(message.id, request.id)
-        self._refuse(request, message._replace(id=request.id, message=text))
-
-    def _refuse(self, request: OpenRequest, refusal: Refusal) -> None:
-        """Refuse a new request; one that has begun ends with the same text as its error."""
-        if request.has_begun:
-            self._fail(request, f"it could not be continued: {refusal.message}")
-        else:
-            self._forget(request)
-            self._emit(refusal)
-
-    def _fail(self, request: OpenRequest, problem: str) -> None:
-        """End a request with an error; a new one is refused."""
-        self.counters.num_failed += 1
-        now, text = self.clock.now(), f"request {request.id!r} failed: {problem}"
-        if not request.has_begun:
-            self._refuse(request, refusal_of(request.id, ExecutorError(text)))
-            return
-        for number, _ in list(request.open_samples()):
-            self._emit(request.end(number, "error", now, text))
-        self._forget(request)
-
-    def _end_requested(self, request: OpenRequest) -> None:
-        """End the samples whose end was requested, for a request that no replica has."""
-        now = self.clock.now()
-        for number, sample in list(request.open_samples()):
-            if sample.is_stopping or request.is_cancelled:
-                reason = "stop" if sample.is_stopping else "abort"
-                self._emit(request.end(number, reason, now))
-        if request.is_ended:
-            self._forget(request)
-
-    def _forget(self, request: OpenRequest) -> None:
-        self.waiting.pop(request, None)
-        del self.requests[request.id]
+        self.table.refuse(request, message._replace(id=request.id, message=text))
 
     def _release(self, replica: Replica, reason: str) -> list[OpenRequest]:
         """Take a replica out of the fleet; returns the requests on board."""

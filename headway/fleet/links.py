@@ -10,8 +10,8 @@ from typing import Protocol
 
 from headway.engine.async_engine import EngineClient, ThreadClient
 from headway.engine.engine import Engine
-from headway.engine.loop import QueueLimits
 from headway.engine.messages import EngineStopped, FromLoop, ToLoop
+from headway.engine.queue_limits import QueueLimits
 
 OnBatch = Callable[[list[FromLoop]], None]
 OnLost = Callable[[str], None]

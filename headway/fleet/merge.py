@@ -24,6 +24,7 @@ FLEET_TEXTS = {
     "deaths": "Replicas that were lost or did not respond.",
     "drains": "Replicas whose requests were moved before they stopped.",
     "resumed_tokens": "Tokens that moved requests had already generated.",
+    "resume_seconds": "Seconds from sending moved requests to their next tokens, added up.",
     "failed": "Requests that no replica could continue.",
     "frames": "Messages received from replicas, each with the tokens of all requests of a step.",
 }

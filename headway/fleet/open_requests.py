@@ -1,11 +1,22 @@
-"""What a fleet keeps of an open request, so that another replica can continue it."""
+"""What a fleet keeps of its open requests, so that other replicas can continue them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from headway.engine.messages import FinishInfo, SampleUpdate, Submit
+from headway.checks import token_array
+from headway.engine.clock import Clock
+from headway.engine.messages import (
+    FinishInfo,
+    FromLoop,
+    Refusal,
+    SampleUpdate,
+    Submit,
+    refusal_of,
+)
+from headway.errors import ExecutorError
+from headway.fleet.settings import FleetCounters, FleetSettings
 from headway.request import Request
 
 
@@ -28,6 +39,7 @@ class OpenRequest:
     replica: str | None = None  # None: it waits for a replica
     waits_since: float = 0.0  # while it waits for a replica
     num_sent: int = 0  # replicas that it was sent to
+    sent_at: float | None = None  # to its replica; None once that has sent a token
     num_moves: int = 0
     num_deaths: int = 0  # replicas that were lost with this request on board
     first_token: float | None = None
@@ -37,10 +49,11 @@ class OpenRequest:
 
     @classmethod
     def of(cls, submit: Submit, now: float) -> OpenRequest:
-        """The open request for a valid Submit."""
+        """The open request for a valid Submit; RequestError if its prompt is malformed."""
+        prompt = token_array(f"request {submit.id!r}: prompt", submit.prompt)
         outputs = submit.outputs or ((),) * submit.params.n
         samples = [OpenSample(list(each or ()), is_ended=each is None) for each in outputs]
-        return cls(submit, now - submit.age, samples)
+        return cls(replace(submit, prompt=prompt), now - submit.age, samples)
 
     @property
     def id(self) -> str:
@@ -69,6 +82,18 @@ class OpenRequest:
     def open_samples(self) -> Iterator[tuple[int, OpenSample]]:
         return ((i, each) for i, each in enumerate(self.samples) if not each.is_ended)
 
+    def move_problem(self, settings: FleetSettings, reason: str) -> str | None:
+        """Why it cannot move once more; None if it can. `reason` is why it cannot stay."""
+        if self.num_deaths >= settings.max_deaths:
+            return (
+                f"it was on board when replicas failed {self.num_deaths} times (limit "
+                f"{settings.max_deaths}: the request may be the cause); the latest failure: {reason}"
+            )
+        if self.num_moves >= settings.max_moves:
+            limit = f"limit {settings.max_moves}"
+            return f"it has moved {self.num_moves} times ({limit}) and cannot stay: {reason}"
+        return None
+
     def known(self) -> Request:
         """Its first open sample, with the tokens so far; RequestError if it is malformed."""
         _, sample = next(self.open_samples())
@@ -85,14 +110,12 @@ class OpenRequest:
             deadline_in=None if deadline is None else deadline - now,
         )  # fmt: skip
 
-    def apply(self, update: SampleUpdate, now: float) -> SampleUpdate | None:
+    def apply(self, update: SampleUpdate) -> SampleUpdate | None:
         """Keep what a sample gained; returns the update for the caller, None if it has ended."""
         sample = self.samples[update.sample]
         if sample.is_ended:
             return None
         sample.tokens += update.tokens
-        if update.tokens and self.first_token is None:
-            self.first_token = now
         scores, end = update.prompt_logprobs, update.end
         if scores:  # a replica that continues the request computes the prompt again
             scores = [each for each in scores if each[0] > self.num_scored] or None
@@ -116,3 +139,59 @@ class OpenRequest:
             return end
         first = self.first_token - self.arrived
         return end._replace(queue=min(end.queue, first), first_token=first)
+
+
+class RequestTable:
+    """All open requests of a fleet, and how they end without a replica."""
+
+    def __init__(
+        self, clock: Clock, counters: FleetCounters, emit: Callable[[FromLoop], None]
+    ) -> None:
+        self.open: dict[str, OpenRequest] = {}  # by id
+        self.waiting: dict[OpenRequest, None] = {}  # for a replica
+        self._clock, self._counters, self._emit = clock, counters, emit
+
+    def wait(self, request: OpenRequest) -> None:
+        """Keep a request until there is a replica for it."""
+        if request not in self.waiting:
+            request.waits_since = self._clock.now()
+            self.waiting[request] = None
+
+    def expire(self, limit: float) -> None:
+        """End the requests that have waited for a replica for `limit` seconds."""
+        for request in list(self.waiting):
+            if self._clock.now() - request.waits_since >= limit:
+                self.fail(request, f"no replica was available for {limit:g} s")
+
+    def refuse(self, request: OpenRequest, refusal: Refusal) -> None:
+        """Refuse a new request; one that has begun ends with the same text as its error."""
+        if request.has_begun:
+            self.fail(request, f"it could not be continued: {refusal.message}")
+        else:
+            self.forget(request)
+            self._emit(refusal)
+
+    def fail(self, request: OpenRequest, problem: str) -> None:
+        """End a request with an error; a new one is refused."""
+        self._counters.num_failed += 1
+        now, text = self._clock.now(), f"request {request.id!r} failed: {problem}"
+        if not request.has_begun:
+            self.refuse(request, refusal_of(request.id, ExecutorError(text)))
+            return
+        for number, _ in list(request.open_samples()):
+            self._emit(request.end(number, "error", now, text))
+        self.forget(request)
+
+    def end_requested(self, request: OpenRequest) -> None:
+        """End the samples whose end was requested, for a request that no replica has."""
+        now = self._clock.now()
+        for number, sample in list(request.open_samples()):
+            if sample.is_stopping or request.is_cancelled:
+                reason = "stop" if sample.is_stopping else "abort"
+                self._emit(request.end(number, reason, now))
+        if request.is_ended:
+            self.forget(request)
+
+    def forget(self, request: OpenRequest) -> None:
+        self.waiting.pop(request, None)
+        del self.open[request.id]

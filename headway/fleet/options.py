@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = {
     "AUTOSCALER_UPDATE_INTERVAL_S": "600",
     "REPORTER_UPDATE_INTERVAL_MS": "600000",
 }
+ADDRESS = re.compile(r"auto|[^/]+:\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class FleetOptions:
     route: str = "prefix_load"
     name: str = ""  # of the application; empty: one that no other has
     start_seconds: float = 600.0  # for all replicas to become ready
+    upscale_seconds: float = 3.0  # of load that needs another replica, until it is started
+    downscale_seconds: float = 30.0  # of load that needs one replica less, until one is drained
     id: str = field(default_factory=lambda: secrets.token_hex(8))  # of this deployment
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
@@ -52,16 +56,11 @@ class FleetOptions:
                 f"--max-replicas must be at least --replicas ({self.replicas}), not "
                 f"{self.max_replicas}"
             )
-        if self.address is not None and "://" in self.address:
+        if self.address is not None and not ADDRESS.fullmatch(self.address):
             raise ConfigError(
                 f"--ray-address {self.address}: give host:port of the cluster's GCS, or auto on a "
                 "machine of the cluster; Ray Client addresses cannot carry the replicas' streams"
             )
-
-    @property
-    def most(self) -> int:
-        """The largest number of replicas."""
-        return self.max_replicas or self.replicas
 
 
 def environment(address: str | None) -> dict[str, str]:

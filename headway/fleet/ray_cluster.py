@@ -5,28 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray import serve
 from ray._private import node
+from ray.serve.context import _get_global_client as get_client
+from ray.serve.exceptions import RayServeException
 
 from headway.errors import ConfigError
 from headway.fleet.options import FleetOptions
+from headway.fleet.ray_directory import NAMESPACE, RayDirectory
 from headway.fleet.ray_serve import (
-    NAMESPACE,
     QUIET,
-    RayDirectory,
     application,
     gateway_engine,
+    num_running,
     replica_deployment,
+    shared,
     wait_until_ready,
 )
+from headway.fleet.reaper import reaper
 from headway.fleet.sockets import Identity
 from headway.server.http.connection_table import Listener
 from headway.server.process.serve import (
@@ -45,13 +51,21 @@ def connected(options: FleetOptions) -> Iterator[None]:
     """Connect to a Ray, or start one that ends with this context and with this process."""
     with ExitStack() as stack:
         if options.address is None:
-            _start(stack.enter_context(TemporaryDirectory(**FOLDER)))
+            folder = stack.enter_context(TemporaryDirectory(**FOLDER))
+            stack.enter_context(reaper(folder))
+            _start(folder)
         else:
             _connect(options.address)
         stack.callback(ray.shutdown)
+        signal.signal(signal.SIGTERM, _exit)  # Ray's own handler prints a stack trace
         logging.setLogRecordFactory(logging.LogRecord)  # Ray's adds a field to every line
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    """End this process as an exception does, so that all that was started ends."""
+    sys.exit(128 + number)
 
 
 def _start(folder: str) -> None:
@@ -97,17 +111,19 @@ def _connect(address: str) -> None:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"no Ray cluster answers at --ray-address {address}: {reason}; start one with `ray "
-            "start --head`, or leave --ray-address out to start a local one"
+            "start --head`, set RAY_AUTH_MODE=token if it has a token, or leave --ray-address out"
         ) from None
 
 
 def _check_resources(options: FleetOptions) -> None:
-    """ConfigError if the replicas do not fit into what is free now."""
-    have, total = ray.available_resources(), ray.cluster_resources()
+    """ConfigError if the replicas do not fit into what is free, or those of their app have."""
+    total = ray.cluster_resources()
+    is_update = options.name in serve.status().applications
+    have = total if is_update else ray.available_resources()
     for what, each in (("GPU", options.num_gpus), ("CPU", options.num_cpus)):
         needed, free = each * options.replicas, have.get(what, 0.0)
         if needed > free + 1e-6:
-            flag = "--threads or --replicas" if what == "CPU" else "--replicas"
+            flag = "--threads or --replicas" if what == "CPU" else "--replicas or use --device cpu"
             raise ConfigError(
                 f"--replicas {options.replicas} needs {needed:g} {what}s ({each:g} each), but Ray "
                 f"has {free:g} free of {total.get(what, 0.0):g}; lower {flag}"
@@ -124,24 +140,39 @@ def running_replicas(
     the number of replicas that are ready, each time it changes.
     """
     _check_resources(options)
-    was_running = _serve_is_running()
-    serve.start(proxy_location="Disabled", logging_config=QUIET)
-    directory = RayDirectory(options.id)
-    app = replica_deployment(factory, options)
-    serve.run_many(
-        [serve.RunTarget(app, name=options.name, route_prefix=None)],
-        wait_for_applications_running=False,
-    )
+    directory, was_running = RayDirectory.of(options), _serve_is_running()
     try:
-        info, identity = wait_until_ready(directory, options, on_ready)
+        serve.start(proxy_location="Disabled", logging_config=QUIET)
+        _run(replica_deployment(factory, options), options, route_prefix=None)
+        num_ready = directory.num_announced
+        info, identity = wait_until_ready(directory, options, num_ready, on_ready)
         yield directory, info, identity
     finally:
         if options.address is not None:  # a local Ray ends anyway
-            with suppress(Exception):
-                serve.delete(options.name)
-                directory.clear()
-                if not was_running:
-                    serve.shutdown()
+            _remove(directory, stops_serve=not was_running)
+
+
+def _run(app: Any, options: FleetOptions, route_prefix: str | None) -> None:
+    """Start or update an application; ConfigError if another one is in its place."""
+    target = serve.RunTarget(app, options.name, route_prefix, QUIET)
+    try:
+        serve.run_many([target], wait_for_applications_running=False)
+    except RayServeException as error:
+        reason = str(error).strip().splitlines()[-1].partition("Exception: ")[2]
+        raise ConfigError(
+            f"--name {options.name} cannot be deployed: {reason or error} Use the name of the other "
+            "application to update it, or stop it with --delete"
+        ) from None
+
+
+def _remove(directory: RayDirectory, *, stops_serve: bool) -> None:
+    """Delete an application; `stops_serve`: also Serve, unless it has other applications by now."""
+    with suppress(Exception):  # it may not be there yet
+        serve.delete(directory.app)
+    with suppress(Exception):
+        directory.clear()
+        if stops_serve and not serve.status().applications:
+            serve.shutdown()
 
 
 def _serve_is_running() -> bool:
@@ -160,8 +191,19 @@ def serve_fleet(
     on_ready: Callable[[int], None],
 ) -> int:
     """Serve in this process over replicas on Ray until a signal; return the exit status."""
-    with connected(options), running_replicas(factory, options, on_ready) as found:
-        directory, info, identity = found
+    with connected(options):
+        return serve_connected(factory, bound, ready, options, on_ready)
+
+
+def serve_connected(
+    factory: ServerFactory,
+    bound: socket.socket,
+    ready: Ready,
+    options: FleetOptions,
+    on_ready: Callable[[int], None],
+) -> int:
+    """The same on a Ray that this process is connected to."""
+    with running_replicas(factory, options, on_ready) as (directory, info, identity):
         engine = gateway_engine(directory, identity, options)
         listener = Listener(fileno=bound.detach())
         serving = serve_http(
@@ -173,20 +215,51 @@ def serve_fleet(
 
 
 def deploy(
-    factory: ServerFactory, options: FleetOptions, *, host: str, port: int, num_gateways: int
+    factory: ServerFactory,
+    options: FleetOptions,
+    on_ready: Callable[[int], None],
+    *,
+    host: str,
+    port: int,
+    num_gateways: int,
 ) -> tuple[Any, str]:
     """Deploy replicas and gateways on an existing Ray; the model info and the URL.
 
-    They stay when this process ends. `host` and `port` are those of Serve's proxies, and have no
-    effect if Serve already runs.
+    They stay when this process ends. An application of the same name is updated. `host` and `port`
+    are those of Serve's proxies; ConfigError if Serve already runs with others.
     """
     with connected(options):
         _check_resources(options)
-        serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
-        app = application(factory, options, num_gateways)
-        serve.run(app, name=options.name, route_prefix="/", logging_config=QUIET)
-        info, _ = wait_until_ready(RayDirectory(options.id), options)
-        return info, f"http://{host}:{port}"
+        was_running, is_new = _serve_is_running(), options.name not in serve.status().applications
+        if not was_running:
+            serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+        options = shared(options)
+        directory = RayDirectory.of(options)
+        try:
+            url = _proxy_url(host, port)
+            _run(application(factory, options, num_gateways), options, route_prefix="/")
+            info, _ = wait_until_ready(directory, options, partial(num_running, options), on_ready)
+        except BaseException:
+            if is_new:
+                _remove(directory, stops_serve=not was_running)
+            raise
+        return info, url
+
+
+def _proxy_url(host: str, port: int) -> str:
+    """The URL of Serve's proxies; ConfigError if it has none, or others than asked for."""
+    found = get_client().http_config
+    if not serve.status().proxies:
+        raise ConfigError(
+            "Serve runs on this cluster without HTTP proxies, so gateways cannot be reached; stop "
+            "it with `serve shutdown` first, or use `headway serve --ray-address`"
+        )
+    if (found.host, found.port) != (host, port):
+        raise ConfigError(
+            f"--host {host} --port {port}: Serve runs on this cluster with its proxies at "
+            f"{found.host}:{found.port}; give these, or stop Serve with `serve shutdown` first"
+        )
+    return f"http://{host}:{port}"
 
 
 def delete(options: FleetOptions) -> None:
@@ -197,3 +270,4 @@ def delete(options: FleetOptions) -> None:
             known = ", ".join(found) or "none"
             raise ConfigError(f"no application {options.name!r} is deployed; deployed: {known}")
         serve.delete(options.name)
+        RayDirectory.of(options).clear()

@@ -9,18 +9,15 @@ number of gateways read it; an entry outlives a restart of either side.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import pickle
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import ray
 from ray import serve
-from ray.experimental import internal_kv
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
@@ -31,6 +28,7 @@ from headway.fleet.client import FleetClient
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.merge import merge_metrics, merge_snapshots
 from headway.fleet.options import FleetOptions
+from headway.fleet.ray_directory import RayDirectory
 from headway.fleet.routing import parse_route
 from headway.fleet.scaling import ScalingLoad, replicas_needed
 from headway.fleet.sockets import Identity, ReplicaServer
@@ -38,59 +36,24 @@ from headway.server.process.serve import (
     ServerFactory,
 )
 
-NAMESPACE = "headway"
 ANNOUNCE_SECONDS = 5.0  # an entry that was dropped by mistake comes back after this time
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RayDirectory:
-    """The replicas of one application, in Ray's key-value store."""
-
-    app: str
-
-    def addresses(self) -> dict[str, tuple[str, int]]:
-        prefix = f"{self.app}/replica/"
-        found: dict[str, tuple[str, int]] = {}
-        for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE):
-            value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
-            if value is not None:
-                host, port = json.loads(value)
-                found[key.decode().removeprefix(prefix)] = (host, port)
-        return found
-
-    def forget(self, name: str) -> None:
-        internal_kv._internal_kv_del(f"{self.app}/replica/{name}", namespace=NAMESPACE)
-
-    def announce(self, name: str, address: tuple[str, int]) -> None:
-        self.put(f"replica/{name}", json.dumps(address).encode())
-
-    def put(self, key: str, value: bytes) -> None:
-        internal_kv._internal_kv_put(f"{self.app}/{key}", value, namespace=NAMESPACE)
-
-    def get(self, key: str) -> bytes | None:
-        value = internal_kv._internal_kv_get(f"{self.app}/{key}", namespace=NAMESPACE)
-        return cast("bytes | None", value)
-
-    def clear(self) -> None:
-        internal_kv._internal_kv_del(f"{self.app}/", del_by_prefix=True, namespace=NAMESPACE)
 
 
 class Replica:
     """One engine. Announces itself when it is ready, and drains before it stops."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, factory: ServerFactory, id: str, key: bytes
+        self, factory: ServerFactory, options: FleetOptions
     ) -> None:
-        """`id` and `key` are those of the fleet. Serve restarts all replicas if an argument changes."""
-        self._directory = RayDirectory(id)
+        self._directory = RayDirectory.of(options)
         self._server: ReplicaServer | None = None
         try:
-            await self._start(factory, key)
+            await self._start(factory, options.key)
         except Exception as error:  # the process that waits for the replicas reports it
             kind = "" if isinstance(error, HeadwayError) else f"{type(error).__name__}: "
-            self._directory.put("error", f"{kind}{error}".encode())
+            self._directory.put_error(f"{kind}{error}")
             raise
 
     async def _start(self, factory: ServerFactory, key: bytes) -> None:
@@ -105,7 +68,7 @@ class Replica:
             model=served.model_info.identity,
             block_size=served.engine.scheduler.config.block_size,
         )
-        self._directory.put("info", pickle.dumps((served.model_info, identity)))
+        self._directory.put_info(served.model_info, identity)
         server = ReplicaServer(client, identity, key)
         await server.start(ray.util.get_node_ip_address())
         self._announcing = asyncio.create_task(self._announce(server))
@@ -165,7 +128,8 @@ def replica_deployment(factory: ServerFactory, options: FleetOptions) -> Any:
         count = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=options.replicas, max_replicas=options.max_replicas, policy=policy,
-                metrics_interval_s=1.0, look_back_period_s=2.0, upscale_delay_s=3.0, downscale_delay_s=30.0,
+                metrics_interval_s=1.0, look_back_period_s=2.0, upscale_delay_s=options.upscale_seconds,
+                downscale_delay_s=options.downscale_seconds,
             )
         }  # fmt: skip
     deployment = serve.deployment(
@@ -174,32 +138,42 @@ def replica_deployment(factory: ServerFactory, options: FleetOptions) -> Any:
         health_check_period_s=2.0, health_check_timeout_s=5.0, graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=10.0, max_constructor_retry_count=3, logging_config=QUIET,
     )  # fmt: skip
-    return deployment.bind(factory, options.id, options.key)
+    return deployment.bind(factory, options)
 
 
 def wait_until_ready(
     directory: RayDirectory,
     options: FleetOptions,
+    num_ready: Callable[[], int],
     on_ready: Callable[[int], None] = lambda _: None,
 ) -> tuple[Any, Identity]:
-    """Model info and identity once all replicas are announced; ExecutorError if one fails."""
-    ends_at, num_ready = time.monotonic() + options.start_seconds, -1
-    while num_ready < options.replicas:
-        if (now_ready := len(directory.addresses())) != num_ready:
-            num_ready = now_ready
-            on_ready(num_ready)
-        if (error := directory.get("error")) is not None:
-            raise ExecutorError(f"a replica cannot start: {error.decode()}")
+    """Model info and identity once `num_ready` replicas are all; ExecutorError if one fails."""
+    ends_at, known = time.monotonic() + options.start_seconds, -1
+    while True:
+        if (now_ready := num_ready()) != known:
+            known = now_ready
+            on_ready(known)
+        if known >= options.replicas and (found := directory.info) is not None:
+            return found
+        if (error := directory.error) is not None:
+            raise ExecutorError(f"a replica cannot start: {error}")
         if time.monotonic() > ends_at:
             raise ExecutorError(
-                f"{num_ready} of {options.replicas} replicas became ready within "
+                f"{known} of {options.replicas} replicas became ready within "
                 f"{options.start_seconds:g} s; {_status(options.name)}"
             )
         time.sleep(0.1)
-    stored = directory.get("info")
-    assert stored is not None, "a replica stores it before it is announced"
-    info, identity = pickle.loads(stored)
-    return info, identity
+
+
+def num_running(options: FleetOptions) -> int:
+    """Replicas of an application that Serve has started; all once the gateways run, too."""
+    found = serve.status().applications.get(options.name)
+    if found is None or found.status == "DEPLOY_FAILED":
+        raise ExecutorError(f"{options.name!r} could not be deployed: {_status(options.name)}")
+    if found.status == "RUNNING":
+        return options.replicas
+    states = found.deployments["Replica"].replica_states if found.deployments else {}
+    return min(int(states.get("RUNNING", 0)), options.replicas - 1)
 
 
 def _status(app: str) -> str:
@@ -229,8 +203,11 @@ class Gateway:
         self, factory: ServerFactory, options: FleetOptions, replicas: Any
     ) -> None:
         """`replicas` is unused; it makes Serve start the replicas with the gateway."""
-        directory = RayDirectory(options.id)
-        info, identity = await asyncio.to_thread(wait_until_ready, directory, options)
+        directory = RayDirectory.of(options)
+        async with asyncio.timeout(options.start_seconds):
+            while (found := await asyncio.to_thread(lambda: directory.info)) is None:
+                await asyncio.sleep(0.1)
+        info, identity = found
         self._engine = gateway_engine(directory, identity, options)
         await self._engine.start()
         self._app = factory.make_app(self._engine, info)
@@ -241,6 +218,14 @@ class Gateway:
     async def __del__(self) -> None:
         if (engine := getattr(self, "_engine", None)) is not None:
             await engine.close()
+
+
+def shared(options: FleetOptions) -> FleetOptions:
+    """The options with the key that all deployments of the same application have.
+
+    The gateways of one deployment can then use the replicas of another.
+    """
+    return replace(options, key=RayDirectory.of(options).shared_key(options.key))
 
 
 def application(factory: ServerFactory, options: FleetOptions, num_gateways: int = 1) -> Any:

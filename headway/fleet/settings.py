@@ -37,4 +37,5 @@ class FleetCounters:
     num_deaths: int = 0  # replicas that were lost or hung
     num_drains: int = 0
     num_resumed_tokens: int = 0  # tokens that moved requests had already generated
+    resume_seconds: float = 0.0  # from sending moved requests to their next tokens, added up
     num_failed: int = 0  # requests that no replica could continue

@@ -175,6 +175,7 @@ WRITERS: dict[type[Any], Callable[[bytearray, Any], None]] = {
     float: lambda out, value: out.extend(b"d" + FLOAT.pack(value)),
     str: _write_text,
     bytes: _write_bytes,
+    array: lambda out, value: _write_bytes(out, value.tobytes(), b"al"),  # of type i
     list: lambda out, value: _write_items(out, value, b"l"),
     tuple: lambda out, value: _write_items(out, value, b"t"),
     frozenset: lambda out, value: _write_items(out, value, b"S"),

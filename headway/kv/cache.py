@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from headway.kv.pool import BlockPool
 from headway.kv.prefix_index import extend_keys
+from headway.kv.window import WindowCache
 from headway.plan import Copy
 from headway.request import HostCopy, Request
 
@@ -21,13 +22,21 @@ class AdmissionCost(NamedTuple):
     num_blocks: int  # for all known tokens
     num_computed: int  # tokens found in cache and host copy together
     uses_host: bool
+    num_window_blocks: int = 0  # to reserve for the sliding-window layers
 
 
 class KVCache:
     """Blocks on the device, blocks on the host, and their content."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        window: WindowCache | None = None,
+    ) -> None:
         self.block_size = block_size
+        self.window = window  # None: the model has no sliding-window layers
         self.pool = BlockPool(num_blocks)
         self.host = BlockPool(num_host_blocks)
         self._leaving_host: list[int] = []
@@ -35,6 +44,21 @@ class KVCache:
     @property
     def num_free(self) -> int:
         return self.pool.num_free
+
+    @property
+    def num_window_free(self) -> int:
+        """Blocks of the sliding-window layers that no running request has reserved."""
+        return 0 if self.window is None else self.window.num_unreserved
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no request holds or reserves a block, on the device or on the host."""
+        pools = [self.pool, self.host]
+        if self.window is not None:
+            pools.append(self.window.pool)
+            if self.window.num_unreserved < self.window.pool.num_blocks:
+                return False
+        return all(pool.num_free == pool.num_blocks for pool in pools)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -44,16 +68,25 @@ class KVCache:
         kv, num_tokens = request.kv, request.num_known
         if len(kv.keys) < num_tokens // self.block_size:
             extend_keys(kv.keys, request, self.block_size)
-        num_hits = self.pool.index.match(kv.keys)
+        keys = kv.keys
         if not request.params.reads_cache:  # tokens that it computed itself may still be read
-            num_hits = min(num_hits, request.history.max_num_computed // self.block_size)
+            keys = keys[: request.history.max_num_computed // self.block_size]
+        num_hits = self._match(keys)
         num_computed, host = num_hits * self.block_size, kv.host
         uses_host = host is not None and host.first <= num_hits and host.num_tokens > num_computed
         if host is not None and uses_host:
             num_computed = host.num_tokens
         # The last token is computed even after a full hit: the next one is sampled from it.
         num_computed = min(num_computed, num_tokens - 1)
-        return AdmissionCost(num_hits, self.blocks_for(num_tokens), num_computed, uses_host)
+        num_window = self.window.num_needed(request, num_computed) if self.window else 0
+        return AdmissionCost(
+            num_hits, self.blocks_for(num_tokens), num_computed, uses_host, num_window
+        )
+
+    def _match(self, keys: list[bytes]) -> int:
+        """The longest prefix that all layers have."""
+        num_hits = self.pool.index.match(keys)
+        return num_hits if self.window is None else self.window.num_usable(keys, num_hits)
 
     def num_blocks_needed(self, request: Request, cost: AdmissionCost) -> int:
         """Free blocks that the admission uses up: new blocks, and hits without a holder."""
@@ -68,6 +101,8 @@ class KVCache:
         pool.share(hits)  # before taking blocks, so that no hit is evicted for its own request
         kv.blocks += hits
         kv.blocks += pool.take(cost.num_blocks - cost.num_hits)
+        if self.window is not None:
+            self.window.allocate(request, cost.num_hits, cost.num_computed)
         copies: list[Copy] = []
         if kv.host is not None:
             if cost.uses_host:
@@ -88,6 +123,8 @@ class KVCache:
         """Make blocks [start, end) of a request matchable; they are full once the plan has run."""
         kv = request.kv
         self.pool.index.add(kv.blocks[start:end], kv.keys[start:end])
+        if self.window is not None:
+            self.window.publish(request, start, end)
 
     def release(self, request: Request) -> None:
         """Free all blocks of a request; full blocks of known tokens stay matchable."""
@@ -101,6 +138,14 @@ class KVCache:
         self.publish(request, first, num_known)
         self.pool.drop(reversed(kv.blocks))  # tail first, so that a prefix outlives its tail
         kv.blocks.clear()
+        if self.window is not None:
+            self.window.release(request)
+
+    def forget_all(self) -> None:
+        """Forget the content of all blocks on the device."""
+        self.pool.forget_all()
+        if self.window is not None:
+            self.window.pool.forget_all()
 
     def import_prefix(self, request: Request) -> None:
         """Cache the full blocks of a prompt that was computed elsewhere, as far as blocks are free."""
@@ -149,7 +194,7 @@ class KVCache:
     def blocks_of(self, request: Request) -> list[int]:
         """Blocks that a running request holds, or that a waiting one finds in the cache."""
         keys, index = request.kv.keys, self.pool.index
-        return request.kv.blocks or [index.block_of[key] for key in keys[: index.match(keys)]]
+        return request.kv.blocks or [index.block_of[key] for key in keys[: self._match(keys)]]
 
     def num_private_blocks(self, request: Request) -> int:
         """Blocks that become free if the request leaves."""

@@ -20,12 +20,19 @@ from headway.lab.cost import Profile
 from headway.lab.fit import observations, predict
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
+from headway.lab.workload.recorded import known_tokens
 from headway.lab.workload.request import WorkloadRequest
 from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line, header, unpack_tokens
+from headway.observe.trace import Line, header, num_packed, unpack_tokens
 
-Wave = list[tuple[int, int]]  # prompt and output lengths of requests that arrive together
 MIN_TOKENS = 64  # prompt and output of a request
+
+
+class Wave(NamedTuple):
+    """Requests that arrive together."""
+
+    lengths: list[tuple[int, int]]  # of prompt and output
+    max_num_seqs: int  # how many run at a time, at most; the others follow as some end
 
 
 class WaveSpec(NamedTuple):
@@ -35,6 +42,7 @@ class WaveSpec(NamedTuple):
     min_prompt: int  # lowered to half of max_prompt where the model allows no more
     max_prompt: int
     outputs: range
+    max_num_seqs: int
 
 
 class CalibrationSpec(NamedTuple):
@@ -44,34 +52,41 @@ class CalibrationSpec(NamedTuple):
     held_out: WaveSpec
 
 
-def _fitted(outputs: range, *waves: tuple[int, int, int]) -> tuple[WaveSpec, ...]:
-    return tuple(WaveSpec(count, low, high, outputs) for count, low, high in waves)
+def _fitted(outputs: range, *waves: tuple[int, ...]) -> tuple[WaveSpec, ...]:
+    """Waves of a number of requests, shortest and longest prompt, and how many run at a time."""
+    return tuple(
+        WaveSpec(count, low, high, outputs, *most or [count]) for count, low, high, *most in waves
+    )
 
 
 CPU_CALIBRATION = CalibrationSpec(
     _fitted(range(8, 25), (1, 512, 1024), (32, 16, 64), (2, 16, 700), (16, 16, 96), (4, 16, 512),
             (8, 16, 256)),
-    WaveSpec(40, 16, 400, range(4, 41)),
+    WaveSpec(40, 16, 400, range(4, 41), 40),
 )  # fmt: skip
 QUICK_CPU_CALIBRATION = CalibrationSpec(
     _fitted(range(6, 15), (1, 128, 256), (12, 16, 32), (3, 16, 128)),
-    WaveSpec(14, 16, 150, range(4, 17)),
+    WaveSpec(14, 16, 150, range(4, 17), 14),
 )
 # More requests than the default max_num_seqs of 256: the last ones are admitted one by one as
-# others end. Half of the held-out requests wait through several steps of prompts.
+# others end. So are those of the waves with a limit, as with requests that arrive one by one: a few
+# decodes and one prompt in a step. Half of the held-out requests wait through several steps of
+# prompts.
 GPU_CALIBRATION = CalibrationSpec(
     _fitted(range(16, 65), (1, 4096, 16384), (320, 16, 512), (2, 16, 8192), (128, 16, 1024),
             (4, 16, 4096), (64, 16, 2048), (8, 16, 2048), (32, 16, 4096), (16, 16, 1024),
-            (192, 256, 1024), (240, 512, 3072)),
-    WaveSpec(400, 400, 1100, range(32, 257)),
+            (192, 256, 1024), (240, 512, 3072), (24, 16, 2048, 3), (60, 16, 1024, 12),
+            (100, 16, 1024, 40), (200, 16, 512, 110)),
+    WaveSpec(400, 400, 1100, range(32, 257), 400),
 )  # fmt: skip
 # The fixed time of a pass hides reading and computing in small steps. So the quick run, too, has
 # batches with long contexts, which show the bandwidth, and steps full of prompt tokens, which show
 # the arithmetic.
 QUICK_GPU_CALIBRATION = CalibrationSpec(
     _fitted(range(8, 33), (1, 4096, 16384), (280, 16, 256), (2, 16, 4096), (8, 16, 2048),
-            (128, 512, 2048), (32, 16, 1024), (64, 16, 512)),
-    WaveSpec(300, 200, 800, range(16, 129)),
+            (128, 512, 2048), (32, 16, 1024), (64, 16, 512), (40, 16, 1024, 12),
+            (90, 16, 1024, 40)),
+    WaveSpec(300, 200, 800, range(16, 129), 300),
 )  # fmt: skip
 
 
@@ -101,7 +116,8 @@ def make_calibration(
 
 
 def _wave(source: random.Random, wave: WaveSpec, max_tokens: int) -> Wave:
-    return [_lengths(source, wave, max_tokens) for _ in range(wave.num_requests)]
+    lengths = [_lengths(source, wave, max_tokens) for _ in range(wave.num_requests)]
+    return Wave(lengths, wave.max_num_seqs)
 
 
 def _lengths(source: random.Random, wave: WaveSpec, max_tokens: int) -> tuple[int, int]:
@@ -128,7 +144,7 @@ def held_out_error(
     """The error on the log of a held-out run with this config."""
     seen = observations(lines)
     plain = seen.select(seen.is_plain)
-    ratios = predict(profile.unit_costs, plain) / plain.seconds
+    ratios = predict(profile, plain) / plain.seconds
     real, simulated = compare_with_simulation(lines, config, profile, async_scheduling)
     return HeldOutError(
         median=float(np.median(np.abs(ratios - 1))),
@@ -165,18 +181,21 @@ def _align_arrivals(lines: Sequence[Line]) -> list[Line]:
 
 
 def requests_of(lines: Sequence[Line]) -> list[WorkloadRequest]:
-    """The requests of a log, with the lengths of their outputs."""
+    """The requests of a log, with the lengths of their outputs.
+
+    Tokens that another engine had generated before belong to the prompt.
+    """
     outputs = {
-        end["id"]: len(unpack_tokens(end["output"]))
-        for line in lines
-        for end in line.get("finished", ())
+        end["id"]: num_packed(end["output"]) for line in lines for end in line.get("finished", ())
     }
     added = [each for line in _align_arrivals(lines) for each in line.get("added", ())]
     start = min((each["arrival"] for each in added), default=0.0)
-    return [
-        WorkloadRequest(
-            id=each["id"], pieces=(unpack_tokens(each["prompt"]),), num_output=outputs[each["id"]],
-            max_tokens=each["max_tokens"], arrival=each["arrival"] - start,
-        )
-        for each in added
-    ]  # fmt: skip
+    found = []
+    for each in added:
+        num_resumed = num_packed(each.get("output", ()))
+        found.append(WorkloadRequest(
+            id=each["id"], pieces=(unpack_tokens(known_tokens(each)),),
+            num_output=outputs[each["id"]] - num_resumed,
+            max_tokens=each["max_tokens"] - num_resumed, arrival=each["arrival"] - start,
+        ))  # fmt: skip
+    return found

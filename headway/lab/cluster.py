@@ -25,7 +25,7 @@ from headway.engine.engine import Observer
 from headway.errors import ConfigError, InvalidRequest, PolicyError, RequestError
 from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, format_route, prefix_load
-from headway.kv.prefix_index import extend_keys
+from headway.kv.prefix_index import PromptKeys
 from headway.lab.cost import Profile
 from headway.lab.replica import SimulatedReplica
 from headway.lab.simulate import Progress, with_profile
@@ -119,8 +119,8 @@ class Pool:
 
     def choose(self, request: WorkloadRequest, now: float) -> tuple[SimulatedReplica, int]:
         """The replica for a request, and the prompt tokens that it will compute."""
-        prompt, keys = request.request(), list[bytes]()
-        extend_keys(keys, prompt, self.config.block_size)
+        prompt = request.request()
+        keys = PromptKeys(prompt, self.config.block_size)
         return self._choose(request, now, prompt.num_prompt, keys)
 
     def choose_for_output(
@@ -130,7 +130,7 @@ class Pool:
         return self._choose(request, now, 1, [])
 
     def _choose(
-        self, request: WorkloadRequest, now: float, num_prompt: int, keys: list[bytes]
+        self, request: WorkloadRequest, now: float, num_prompt: int, keys: Sequence[bytes]
     ) -> tuple[SimulatedReplica, int]:
         loads = [replica.load(now) for replica in self.replicas]
         try:

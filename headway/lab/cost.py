@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from headway.checks import number, one_of, text, whole_number
 from headway.errors import ConfigError, FormatError
+from headway.lab.corrections import Corrections, factors
 from headway.plan import Plan
 from headway.scheduler.policies import hold_tbt, swap_if_cheaper
 from headway.step_cost import UnitCosts, work_of
@@ -71,6 +72,7 @@ class Machine:
     link_bandwidth: float = 0.0  # to other devices, per device and direction; 0: no link
     link_seconds: float = 0.0  # per all-reduce or transfer over the link
     prompt_seconds: float = 0.0  # per forward pass that computes prompts, besides fixed_seconds
+    corrections: Corrections = ()  # measured time over that of the formula, by rows of a decode pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,7 @@ class Profile:
                 seconds += self.copy_seconds(len(copies) * block_size)
         num_rows, context = len(plan.decodes), plan.decode_context
         if num_rows or plan.chunks:
-            seconds += self.unit_costs.seconds(*work_of(plan))
+            seconds += self.pass_seconds(*work_of(plan))
         if plan.num_steps > 1 and num_rows:
             for _ in range(1, plan.num_steps):
                 context += num_rows
@@ -143,7 +145,17 @@ class Profile:
 
     def pass_seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:
         """Time of a forward pass: tokens computed, sampled and read, and attended pairs."""
-        return self.unit_costs.seconds(tokens, samples, reads, pairs)
+        seconds = self.unit_costs.seconds(tokens, samples, reads, pairs)
+        if tokens > samples or not self.machine.corrections:
+            return seconds
+        if tokens not in self._factors:
+            self._factors[tokens] = float(factors(self.machine.corrections, tokens))
+        return seconds * self._factors[tokens]
+
+    @cached_property
+    def _factors(self) -> dict[int, float]:
+        """The corrections so far, by rows."""
+        return {}
 
     def prefill_seconds(self, num_tokens: int) -> float:
         """Time to compute a whole prompt in a step of its own."""
@@ -263,6 +275,8 @@ def _value(name: str, value: Any, where: str) -> Any:
         return value and one_of(shown, value, [each for each in SOURCES if each])
     if name == "held_out":
         return _held_out(value)
+    if name == "corrections":
+        return _corrections(shown, value)
     if name in ("kv_tokens", "max_model_len", "num_devices", "all_reduces"):
         return whole_number(shown, value, 0 if name == "all_reduces" else 1)
     if name.endswith("_seconds") or name in OPTIONAL_RATES:
@@ -280,6 +294,19 @@ def _held_out(values: Any) -> dict[str, float]:
     for name, value in values.items():
         number(f"held_out.{one_of('an error of held_out', name, HELD_OUT)}", value, low=-1)
     return dict(values)
+
+
+def _corrections(shown: str, values: Any) -> Corrections:
+    """Pairs of rows and factor, ascending."""
+    is_list = isinstance(values, list)
+    if not is_list or not all(isinstance(each, list) and len(each) == 2 for each in values):
+        raise ValueError(f"{shown} must be a list of pairs: a number of rows and a factor")
+    for rows, factor in values:
+        number(f"rows of {shown}", rows, low=1)
+        number(f"a factor of {shown}", factor, above=0)
+    if values != sorted(values):
+        raise ValueError(f"{shown} must be in the order of rows")
+    return tuple((rows, factor) for rows, factor in values)
 
 
 # Fields that may be 0 although they do not end in _seconds.

@@ -105,6 +105,7 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
         "max_num_seqs": _scale(config, "max_num_seqs", 2),
         "token_budget": _scale(config, NUM_TOKENS, 2),
         "blocks": "add KV blocks (a larger GPU or a smaller model) or lower max_tokens of the requests",
+        "window_blocks": "add KV memory: the sliding-window layers have too few blocks",
         "headroom": "add KV blocks or use a less cautious headroom",
         "back_off": "add KV blocks: back_off delays admission after preemptions",
         "just_preempted": "add KV blocks: preempted requests wait until the next step",

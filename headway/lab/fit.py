@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import ConfigError
+from headway.lab.corrections import Corrections, factors, fit_corrections
 from headway.lab.cost import Machine, Model, Profile
 from headway.observe.trace import Line
 from headway.step_cost import UnitCosts
@@ -115,8 +116,15 @@ def _gaps(steps: list[Line]) -> list[float]:
     return gaps
 
 
-def predict(costs: UnitCosts, seen: Observations) -> Numbers:
+def predict(profile: Profile, seen: Observations) -> Numbers:
     """Seconds of every step without copies, as `Profile.step_seconds` but for a whole log."""
+    tokens, samples, *_ = seen.passes.T
+    corrected = np.where(tokens > samples, 1.0, factors(profile.machine.corrections, tokens))
+    return _sums(seen, _pass_seconds(profile.unit_costs, seen) * corrected)
+
+
+def _pass_seconds(costs: UnitCosts, seen: Observations) -> Numbers:
+    """[pass], without corrections."""
     tokens, samples, reads, pairs = seen.passes.T
     dense = tokens * costs.token + samples * costs.sample
     read, pair, exposed = reads * costs.read, pairs * costs.pair, 1 - costs.overlap
@@ -124,7 +132,8 @@ def predict(costs: UnitCosts, seen: Observations) -> Numbers:
     attention = np.maximum(read, pair) + exposed * np.minimum(read, pair)
     seconds = costs.fixed + linear + np.maximum(attention, costs.min_attention)
     seconds += (tokens > samples) * costs.prompt
-    return _sums(seen, seconds + tokens * costs.exchange)
+    found: Numbers = seconds + tokens * costs.exchange
+    return found
 
 
 def _sums(seen: Observations, of_passes: Numbers) -> Numbers:
@@ -142,12 +151,13 @@ def fit(seen: Observations, model: Model, block_size: int = 16) -> Fit:
     weights /= weights.sum()
 
     def loss(point: Numbers) -> float:
-        errors = np.log(predict(_costs(_machine(point), model), plain) / plain.seconds)
+        errors = np.log(predict(_profile(_machine(point), model), plain) / plain.seconds)
         return float(weights @ np.sqrt(errors**2 + EXACT**2))
 
     point, warnings = _limit_undetermined(loss, minimize(loss, _starts(plain, model)))
     machine = _machine(point)
-    rest = seen.seconds - predict(_costs(machine, model), seen)
+    machine = replace(machine, corrections=_corrections(_profile(machine, model), plain))
+    rest = seen.seconds - predict(_profile(machine, model), seen)
     bandwidth, start = _copying(seen, rest, block_size * model.kv_bytes, machine.bandwidth)
     host = float(np.median(seen.gaps)) if len(seen.gaps) else 0.0
     machine = replace(machine, host_seconds=host, copy_bandwidth=bandwidth, copy_seconds=start)
@@ -194,8 +204,17 @@ def _machine(point: Numbers) -> Machine:
     )  # fmt: skip
 
 
-def _costs(machine: Machine, model: Model) -> UnitCosts:
-    return Profile(name="", description="", kv_tokens=1, model=model, machine=machine).unit_costs
+def _profile(machine: Machine, model: Model) -> Profile:
+    return Profile(name="", description="", kv_tokens=1, model=model, machine=machine)
+
+
+def _corrections(profile: Profile, plain: Observations) -> Corrections:
+    """Those of the steps with one decode pass; several passes are not timed one by one."""
+    is_single = np.bincount(plain.step_of, minlength=len(plain.seconds)) == 1
+    single = plain.select(is_single)
+    rows, samples, *_ = single.passes.T
+    ratios = single.seconds / predict(profile, single)
+    return fit_corrections(rows[rows == samples], ratios[rows == samples])
 
 
 def _starts(plain: Observations, model: Model) -> list[Numbers]:

@@ -156,7 +156,7 @@ def _fitted(recording: Recording, model: Model) -> tuple[Profile, dict[str, Any]
         kv_tokens=config["num_blocks"] * config["block_size"], model=model, machine=found.machine,
     )  # fmt: skip
     others = seen.select(seen.is_plain & (places % (2 * stride) == stride))
-    ratios = predict(costs.unit_costs, others) / others.seconds
+    ratios = predict(costs, others) / others.seconds
     return costs, {
         "source": "fitted", "steps": int(is_fitted.sum()), "warnings": found.warnings,
         "median_error": float(np.median(np.abs(ratios - 1))) if len(ratios) else None,

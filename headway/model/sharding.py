@@ -192,6 +192,11 @@ def divided(count: int, size: int, unit: int = 1) -> list[range]:
 
 def check_size(model: ModelConfig, size: int) -> None:
     """ConfigError unless every rank of `size` gets heads and a part of the MLP."""
+    if size > 1 and model.plain_only:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but {model.plain_only}, which runs on one rank; use "
+            "--tensor-parallel-size 1"
+        )
     most = min(model.num_heads, model.intermediate_size // gcd(model.intermediate_size, UNIT))
     sizes = [each for each in range(1, most + 1) if _is_divisible(model, each)]
     if size not in sizes:

@@ -24,6 +24,7 @@ NEXT_STEP = "the next step considers it"
 BLOCKED = {
     "token_budget": "it needs {need} tokens of the step's budget; {have} left",
     "blocks": "it needs {need} free KV blocks; {have} available",
+    "window_blocks": "it needs {need} free KV blocks of the sliding-window layers; {have} available",
     "headroom": "it needs {need} free KV blocks including headroom; {have} available",
     "back_off": "after recent preemptions it needs {need} free KV blocks; {have} available",
     "reserved_rows": "it needs {need} free rows; {have} are free and reserved for "

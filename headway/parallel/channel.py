@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 MEMORY = Path("/dev/shm")  # in memory if the system has it
-NUM_COUNTERS = 512  # 64-bit numbers: written, and for each rank read and beats
-WRITTEN, READ, BEATS = 0, 1, 256  # their places; positions in bytes since the start
+NUM_COUNTERS = 768  # 64-bit numbers: written, and for each rank read, beats and position
+WRITTEN, READ, BEATS, POSITION = 0, 1, 256, 512  # their places; what is written and read in bytes
 MAX_RANKS = BEATS - READ
 MAX_REPORT = 1000  # bytes that a rank can leave to say why it ended
 REPORTS = 8 * NUM_COUNTERS
@@ -80,6 +80,13 @@ class Channel:
 
     def beats(self, rank: int) -> int:
         return int(self._counters[BEATS + rank])
+
+    def publish(self, position: int) -> None:
+        """Show how far this rank is; see progress.py."""
+        self._counters[POSITION + self._rank] = position
+
+    def position(self, rank: int) -> int:
+        return int(self._counters[POSITION + rank])
 
     def report(self, text: str) -> None:
         """Leave the reason for which this rank ends."""

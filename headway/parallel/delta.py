@@ -14,16 +14,14 @@ from array import array
 import numpy as np
 
 from headway.config import Config
-from headway.errors import InvalidRequest
 from headway.plan import Admission, Chunk, Copy, Plan, Rows
 from headway.request import Request, RequestParams
-from headway.sampling_params import Sampling
+from headway.sampling_params import Sampling, sampling_of
 
 HEADER = struct.Struct("<B7I")  # see PlanEncoder.encode
 ADMISSION = struct.Struct("<IIIIB")  # row, prompt tokens, limit, blocks, is scored
 CHUNK = struct.Struct("<IIIIB")  # row, start, end, store_from, is_last
 SAMPLING = struct.Struct("<dqddQB")  # temperature, top_k, top_p, min_p, seed, needs_host
-GREEDY = Sampling(temperature=0.0)
 
 
 def row_type(num_rows: int) -> np.dtype[np.unsignedinteger]:
@@ -86,17 +84,11 @@ def _chunk(chunk: Chunk) -> bytes:
 
 def _sampling(request: Request, num_known: int) -> bytes:
     """What a device needs to sample a row; `num_known` tokens are known."""
-    sampling = request.params.sampling
-    if sampling is None:
-        sampling = GREEDY
-    if not isinstance(sampling, Sampling):
-        raise InvalidRequest(
-            f"request {request.id!r}: sampling is {sampling!r}; it must be a Sampling or None"
-        )
+    sampling = sampling_of(request.id, request.params.sampling)
     has_processor = (
         sampling.edits_logits or num_known - request.num_prompt < request.params.min_tokens
     )
-    seed = (sampling.seed + request.sample) % 2**64
+    seed = sampling.seed_of(request.sample)
     return SAMPLING.pack(
         sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed,
         has_processor or sampling.logprobs is not None,

@@ -30,8 +30,12 @@ class ParallelStep:
     ranks: Ranks
 
     def wait(self) -> StepResult:
+        progress = self.ranks.progress
         with self.ranks.guard():
-            return self.own.wait()
+            progress.is_waiting = True
+            result = self.own.wait()
+            progress.is_waiting = False
+            return result
 
 
 class ParallelExecutor:
@@ -64,8 +68,11 @@ class ParallelExecutor:
         self.ranks.check()
         message = self._encoder.encode(plan)
         with uninterrupted(), self.ranks.guard():
+            self.ranks.progress.begin_plan()
             self.ranks.send_plan(message)
-            return ParallelStep(self.own.launch(plan), self.ranks)
+            own = self.own.launch(plan)
+            self.ranks.progress.end_plan()
+            return ParallelStep(own, self.ranks)
 
 
 @contextmanager

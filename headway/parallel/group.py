@@ -18,59 +18,84 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from headway.errors import ConfigError
+from headway.parallel.progress import Progress
 
-# Ranks that are dead or stopped are found in less than a second; see watch.py. These limits are for
-# a rank that is alive and never joins a collective. Between GPUs, one may still compile kernels.
+# Ranks that are dead, stopped or stuck are found in less than a second; see watch.py. These limits
+# are for collectives that all ranks have joined and that do not end.
 TIMEOUT, NCCL_TIMEOUT = timedelta(seconds=120), timedelta(seconds=600)
 
 
 class Group:
     """Collectives over a process group of torch; see model.sharding.Collectives."""
 
-    def __init__(self, process_group: Any, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        process_group: Any,
+        rank: int,
+        size: int,
+        progress: Progress | None = None,
+        file: int | None = None,
+    ) -> None:
+        """`progress` counts the collectives; `file` is that of the store."""
         self.rank, self.size = rank, size
-        self._group = process_group
+        self._group, self._file = process_group, file
+        self._progress = progress or Progress()
         self._gather, self._sum = c10d.AllgatherOptions(), c10d.AllreduceOptions()
         self._broadcast = c10d.BroadcastOptions()
         self._broadcast.rootRank = 0
         for options in (self._gather, self._sum, self._broadcast):
             options.asyncOp = False  # NCCL then runs on the current stream
 
+    def __del__(self) -> None:
+        """Close the file, if there is one, after its last user, which is the store of the group."""
+        self._group = None
+        if self._file is not None:
+            os.close(self._file)
+
     def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         num_rows, most = len(x), max(widths)
         if x.shape[1] < most:
             x = F.pad(x, (0, most - x.shape[1]))
         out = x.new_empty((self.size * num_rows, most))
-        _finish(self._group._allgather_base(out, x.contiguous(), self._gather))
+        self._finish(self._group._allgather_base(out, x.contiguous(), self._gather))
         parts = out.view(self.size, num_rows, most)
         if min(widths) == most:
             return parts.transpose(0, 1).reshape(num_rows, -1)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def sum(self, x: Tensor) -> None:
-        _finish(self._group.allreduce([x], self._sum))
+        self._finish(self._group.allreduce([x], self._sum))
 
     def broadcast(self, x: Tensor) -> None:
-        _finish(self._group.broadcast([x], self._broadcast))
+        self._finish(self._group.broadcast([x], self._broadcast))
 
     def abort(self) -> None:
         """End collectives that wait for another rank, on any thread; the group is unusable then."""
         if dist.is_nccl_available() and isinstance(self._group, dist.ProcessGroupNCCL):
             self._group.abort()  # gloo's collectives end with the connection to a dead process
 
+    def _finish(self, work: Any) -> None:
+        """Wait for a collective; NCCL's are done in the order of the stream, and may return None."""
+        self._progress.enter()
+        if work is not None:
+            work.wait()
+        self._progress.leave()
 
-def _finish(work: Any) -> None:
-    """Wait for a collective; NCCL's are done in the order of the stream, and may return None."""
-    if work is not None:
-        work.wait()
 
-
-def connect(file: int, rank: int, size: int, device: torch.device) -> Group:
+def connect(
+    file: int, rank: int, size: int, device: torch.device, progress: Progress | None = None
+) -> Group:
     """Join the group; blocks until all ranks have. `file` is an open file that all ranks share."""
+    # The store writes to its path once more when it is destroyed: until then, the number must not
+    # become that of another file. After a failure it stays open, as the error may keep the store.
+    file = os.dup(file)
     store = dist.FileStore(f"/dev/fd/{file}", size)
     store.set_timeout(TIMEOUT)
     make: Callable[..., Any] = _nccl if device.type == "cuda" else _gloo
-    group = Group(make(store, rank, size), rank, size)
+    process_group = make(store, rank, size)
+    del store
+    group = Group(process_group, rank, size, progress, file)
+    del process_group
     group.sum(torch.zeros(1, device=device))  # NCCL connects at the first call
     return group
 

@@ -27,6 +27,7 @@ from headway.model.sharding import Shard
 from headway.parallel.channel import Channel, anonymous_file
 from headway.parallel.delta import largest_delta
 from headway.parallel.group import Group, connect
+from headway.parallel.progress import Progress
 from headway.parallel.spec import RankSpec, config_sizes
 from headway.parallel.watch import INTERVAL, RankProcess, Watch
 
@@ -44,7 +45,8 @@ class Ranks:
         channel = Channel(self._files[1], 0, spec.size, 0)
         processes = [self._start(rank) for rank in range(1, spec.size)]
         self.channel, self._processes = channel, processes
-        self.watch = Watch(processes, channel)
+        self.progress = Progress()
+        self.watch = Watch(processes, channel, self.progress)
         self.close = finalize(self, _close, self.watch, self._files, os.getpid())
         self._send({"spec": spec.as_json()})
 
@@ -71,7 +73,7 @@ class Ranks:
             try:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)  # of this thread
-                found.append(connect(self._files[0], 0, self.spec.size, device))
+                found.append(connect(self._files[0], 0, self.spec.size, device, self.progress))
             except Exception as error:
                 found.append(error)
 

@@ -1,8 +1,11 @@
-"""Finds ranks that died or stopped, on a thread of rank 0, and ends the group then.
+"""Finds ranks that died, stopped or are stuck, on a thread of rank 0, and ends the group then.
 
 A rank that is stopped (by a debugger, SIGSTOP or a frozen container) no longer advances its counter.
-It is killed, because a collective that waits for it returns only when the connection breaks. Time is
-counted in looks of this thread, so that a pause of all processes is no failure.
+A rank that is stuck (in a lock, an endless loop or a call that never returns) does, but it stays
+behind rank 0, which waits for it. It has several times as long as rank 0 needed for the same part of
+the plan, so a long step is no failure. Ranks are killed, because a collective that waits for them
+returns only when the connection breaks. Time is counted in looks of this thread, so that a pause of
+all processes is no failure.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from headway.parallel.channel import Channel
+from headway.parallel.progress import Progress
 
 INTERVAL = 0.04  # seconds between two looks
 MAX_MISSED = 13  # looks without progress while plans run; about 0.5 s
+MAX_LATE = 16  # looks at a rank that stays behind; longer, so that a stopped rank is named as such
+MAX_SLOWER = 4  # times what rank 0 needed, if that is more than MAX_LATE looks
 MAX_MISSED_LOADING = 750  # while weights are loaded: importing and packing hold Python's lock
 
 
@@ -35,12 +41,14 @@ class RankProcess(NamedTuple):
 class Watch:
     """The processes of a group, and the reason for which it ended."""
 
-    def __init__(self, ranks: list[RankProcess], channel: Channel) -> None:
+    def __init__(self, ranks: list[RankProcess], channel: Channel, progress: Progress) -> None:
+        """`progress` is that of rank 0."""
         self.failure: str | None = None
         self.end_collectives: Callable[[], None] | None = None  # of rank 0; on any thread
         self.is_loading = True
         self.channel = channel
-        self._ranks = ranks
+        self._ranks, self._progress = ranks, progress
+        self._late = (-1, -1, 0)  # positions of rank 0 and of the last rank, looks at them
         self._beats = dict.fromkeys((each.rank for each in ranks), (-1, 0))  # value, looks at it
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch ranks", daemon=True)
@@ -90,6 +98,8 @@ class Watch:
             reasons = [reason for each in self._ranks if (reason := self._death(each))]
             if not reasons:
                 reasons = [reason for each in self._ranks if (reason := self._stall(each))]
+            if not reasons and (reason := self._lateness()):
+                reasons = [reason]
             if reasons:
                 self.fail(min(reasons)[1])
 
@@ -112,6 +122,20 @@ class Watch:
         if missed < limit:
             return None
         return 0, f"rank {each.rank} did not run for {limit * INTERVAL:.1f} s"
+
+    def _lateness(self) -> tuple[int, str] | None:
+        """Whether the last rank stays where it is, and rank 0 waits for it."""
+        own, position = self._progress, self.channel.position
+        last = min((each.rank for each in self._ranks), key=position)
+        where = own.position, position(last)
+        *before, looks = self._late
+        is_late = own.is_waiting and not self.is_loading and where[1] < where[0]
+        looks = looks + 1 if is_late and where == (*before,) else 0
+        self._late = *where, looks
+        if looks < max(MAX_LATE, MAX_SLOWER * own.seconds / INTERVAL):
+            return None
+        seconds = f"{looks * INTERVAL:.1f} s"
+        return 0, f"rank {last} made no progress for {seconds} while rank 0 waited for it"
 
 
 def _is_stopped(pid: int) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import HeadwayError
 from headway.executor.base import Handle
 from headway.parallel.channel import Channel
+from headway.parallel.progress import Progress
 from headway.parallel.spec import RankSpec, config_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Worker:
         self._store, self._memory = store, memory
         self._commands = self.control.makefile("rb")
         self.channel = Channel(memory, rank, rank + 1, 0)
+        self.progress = Progress(self.channel.publish)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
@@ -81,7 +83,7 @@ class Worker:
         spec = RankSpec(**command["spec"])
         use_threads(spec.threads)
         device = use_device(spec.device(self.rank))
-        group = connect(self._store, self.rank, spec.size, device)
+        group = connect(self._store, self.rank, spec.size, device, self.progress)
         checkpoint = open_weights(Path(spec.path), spec.load_format, device)
         kv_dtype = kv_dtype_for(spec.kv_cache_dtype, device)
         backend = choose_backend(
@@ -107,7 +109,9 @@ class Worker:
         self._reply(None)
         while self.control.recv(4096):
             while (message := self.channel.read()) is not None:
+                self.progress.begin_plan()
                 flight.append(executor.launch(plans.decode(message)))
+                self.progress.end_plan()
                 while len(flight) > MAX_IN_FLIGHT:
                     flight.popleft().wait()
 

@@ -40,7 +40,10 @@ ARGUMENTS = {"batching": "step", "chunk": "want left is_first"} | dict.fromkeys(
     ("queue", "headroom", "victim", "swap"), "request view"
 )
 PARTS: tuple[Any, ...] = (headroom.limit, headroom.learned)  # estimates, arguments of future_peak
-NUMBERS = tuple(f.name for f in fields(Config) if f.default is not MISSING)
+OF_MODEL = ("sliding_window", "num_window_blocks")  # set by the model that runs, not by users
+NUMBERS = tuple(
+    f.name for f in fields(Config) if f.default is not MISSING and f.name not in OF_MODEL
+)
 
 PRESETS: dict[str, dict[str, str | int]] = {
     "headway": {
@@ -83,7 +86,7 @@ def preset(name: str = DEFAULT, **changes: Any) -> Config:
     """The config of a preset, with any slot (a value or its text) or number replaced."""
     values: dict[str, Any] = {**policy_text.lookup("preset", name, PRESETS), **changes}
     for field in values:
-        policy_text.lookup("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS)))
+        policy_text.lookup("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS, *OF_MODEL)))
     return Config(**{k: slot(k, v) if k in SLOTS else v for k, v in values.items()})
 
 
@@ -127,9 +130,13 @@ def _by_name(policies: Iterable[Any]) -> dict[str, Any]:
 
 
 def describe(config: Config) -> dict[str, str | int]:
-    """All slots as text and all numbers; `preset(**describe(config))` restores the config."""
+    """All slots as text and all numbers; `preset(**describe(config))` restores the config.
+
+    Numbers of sliding-window layers are left out if there are no such layers.
+    """
     known = [policy for group in (*SLOTS.values(), PARTS) for policy in group]
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    hidden = () if config.sliding_window else OF_MODEL
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in hidden}
     if isinstance(config.queue, queues.custom) and not config.queue.max_overtakes:
         values["queue"] = config.queue.function
     return {k: policy_text.format_policy(v, known) if k in SLOTS else v for k, v in values.items()}

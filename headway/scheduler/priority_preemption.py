@@ -81,8 +81,10 @@ class Shortage:
     def __init__(self, request: Request, state: SchedulerState) -> None:
         kv, batch = state.kv, state.decode_batch
         self._request, self._state = request, state
-        needed = kv.num_blocks_needed(request, kv.admission_cost(request)) + len(batch.due())
+        cost = kv.admission_cost(request)
+        needed = kv.num_blocks_needed(request, cost) + len(batch.due())
         self._num_blocks = needed - kv.num_free
+        self._num_window_blocks = cost.num_window_blocks - kv.num_window_free
         self._num_rows = 1 + len(state.running) - state.config.max_num_seqs
         self._freed: dict[Request, int] = {}  # blocks that preempting a request would free
 
@@ -94,6 +96,9 @@ class Shortage:
             if request not in self._freed:
                 self._freed[request] = self._state.kv.num_private_blocks(request)
         if sum(self._freed[request] for request in preempted) < self._num_blocks:
+            return False
+        reserved = sum(r.kv.window.num_reserved for r in preempted if r.kv.window is not None)
+        if reserved < self._num_window_blocks:
             return False
         streak = self._state.prefill_streak
         return bool(DryRun(self._request, self._state, set(preempted), streak).num_granted)

@@ -26,6 +26,11 @@ from headway.scheduler.state import SchedulerState
 from headway.scheduler.step_builder import StepBuilder
 from headway.scheduler.validate import validate_request
 
+SIZES = (
+    "max_num_seqs", "block_size", "num_blocks", "num_host_blocks", "max_model_len",
+    "sliding_window", "num_window_blocks",
+)  # fmt: skip
+
 
 class Scheduler:
     """Decides every step: add, abort, schedule, complete."""
@@ -60,8 +65,7 @@ class Scheduler:
     def is_idle(self) -> bool:
         """True if no request is queued, running or in flight, and all blocks are free."""
         held = (self.requests, self.running, self.queue, self.swapped, self.in_flight)
-        blocks = self.kv.num_free, self.kv.host.num_free
-        return not any(held) and blocks == (self.config.num_blocks, self.config.num_host_blocks)
+        return not any(held) and self.kv.is_unused
 
     def add(self, *requests: Request) -> None:
         """Queue requests, all or none; RequestError or PolicyError if one cannot be queued."""
@@ -177,7 +181,7 @@ class Scheduler:
         for request in reversed(self.running.copy()):
             self.state.preempt(request, may_swap=False)
         self.state.preempted_in_flight.clear()
-        self.kv.pool.forget_all()
+        self.kv.forget_all()
         events, before = self.state.events, self.state.events.reset
         is_all = before is not None and before.is_all
         events.reset = CacheReset(len(events.preempted), is_all)
@@ -186,16 +190,12 @@ class Scheduler:
     def reconfigure(self, config: Config) -> None:
         """Use other policies and another token budget from the next plan on.
 
-        Sizes must not change: ConfigError names a number that does. The waiting queue is sorted
-        again if its rule changes.
+        Sizes must not change, nor the budget of a model with sliding-window layers, whose blocks
+        are reserved by it: ConfigError names a number that does. The waiting queue is sorted again
+        if its rule changes.
         """
-        for name in (
-            "max_num_seqs",
-            "block_size",
-            "num_blocks",
-            "num_host_blocks",
-            "max_model_len",
-        ):
+        fixed = SIZES if not self.config.sliding_window else (*SIZES, "max_num_batched_tokens")
+        for name in fixed:
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(f"{name} cannot change while the scheduler runs")
         if config.queue is not self.config.queue:

@@ -13,7 +13,8 @@ from typing import Any
 
 from headway.config import Config
 from headway.kv.cache import AdmissionCost, KVCache
-from headway.plan import Admission, Plan, Preemption, StepEvents
+from headway.kv.window import WindowCache
+from headway.plan import Admission, Plan, Preemption, StepEvents, WindowBlocks
 from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.fairness import group_of
@@ -29,7 +30,9 @@ class SchedulerState:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks)
+        self.kv = KVCache(
+            config.num_blocks, config.block_size, config.num_host_blocks, _window_cache(config)
+        )
         self.plan = Plan(-1)  # the latest plan
         self.view = StateView(self)
         self.queue = WaitingQueue(config.queue, self.view)
@@ -59,6 +62,10 @@ class SchedulerState:
         self.queue.remove(request)
         self.swapped.pop(request, None)
         self.plan.copies_in += self.kv.allocate(request, cost)
+        window = request.kv.window
+        if window is not None and window.blocks:
+            entries = WindowBlocks(request, window.first, tuple(window.blocks))
+            self.plan.window_blocks.append(entries)
         request.move(RequestState.PREFILL)
         request.computed_base, request.prefill_end = cost.num_computed, request.num_known
         request.row = self.free_rows.pop()
@@ -159,12 +166,23 @@ class SchedulerState:
     def start_decoding(self, request: Request) -> None:
         """All known tokens are planned: the next plan may decode."""
         request.move(RequestState.DECODING)
+        if self.kv.window is not None:
+            self.kv.window.end_prefill(request)
         if request.num_computed + 1 < request.limit:
             self.decode_batch.join(request)
         else:  # the token that this plan samples is its last
             if not self.plan.reaching_limit:
                 self.plan.reaching_limit.append([])
             self.plan.reaching_limit[0].append(request)
+
+
+def _window_cache(config: Config) -> WindowCache | None:
+    if not config.sliding_window:
+        return None
+    return WindowCache(
+        config.sliding_window, config.num_window_blocks, config.block_size,
+        config.max_num_batched_tokens,
+    )  # fmt: skip
 
 
 class StateView:

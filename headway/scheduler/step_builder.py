@@ -151,7 +151,17 @@ class StepBuilder:
         """One token for each decode, and blocks for the `due` ones."""
         if due:
             self.plan.new_blocks += self._state.kv.append_blocks(due)
+            if self._state.kv.window is not None:
+                for request in due:
+                    self._extend_window(request, request.num_computed, request.num_computed + 1)
         self.plan.reaching_limit.append(self._state.decode_batch.advance())
+
+    def _extend_window(self, request: Request, start: int, end: int) -> None:
+        """Give a request the blocks of sliding-window layers for tokens [start, end)."""
+        window = self._state.kv.window
+        new = None if window is None else window.extend(request, start, end)
+        if new is not None:
+            self.plan.window_blocks.append(new)
 
     def _advance_further(self) -> None:
         """More decode steps in one plan, while no request waits and none has to be preempted."""
@@ -215,6 +225,7 @@ class StepBuilder:
         is_stored = kv.pool.index.key_of[request.kv.blocks[start // size]] is not None
         is_last = end == request.prefill_end
         self.plan.chunks.append(Chunk(request, start, end, end if is_stored else start, is_last))
+        self._extend_window(request, start, end)
         kv.publish(request, start // size, end // size)
         history.num_recomputed += max(0, min(end, history.max_num_computed) - start)
         if is_last:
@@ -318,6 +329,9 @@ class StepBuilder:
             need = kv.num_blocks_needed(request, cost)
         if need > free:
             return Blocked(request, "blocks", need, free)
+        if cost.num_window_blocks > kv.num_window_free:
+            have = kv.num_window_free
+            return Blocked(request, "window_blocks", cost.num_window_blocks, have)
         is_alone = not (state.running or state.in_flight)
         if is_alone or request is self._preempted_for:
             return None

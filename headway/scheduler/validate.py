@@ -9,6 +9,7 @@ import numpy as np
 from headway.checks import number_problem
 from headway.config import Config
 from headway.errors import InvalidRequest, RequestTooLong, shorten
+from headway.kv.window import most_window_blocks
 from headway.request import Request, RequestState, check_pooling
 from headway.scheduler.policy_calls import call_chunk
 
@@ -78,9 +79,8 @@ def _final_length(request: Request, config: Config, name: str) -> int:
         length = max(length, request.num_prompt + 1)
     num_stored = length - 1  # the last token is sampled but never computed
     num_blocks = -(-num_stored // config.block_size)
-    advice = (
-        "shorten the prompt" if max_tokens is None else "lower max_tokens or shorten the prompt"
-    )
+    lower = "" if max_tokens is None else "lower max_tokens or "
+    advice = f"{lower}shorten the prompt"
     if num_blocks > config.num_blocks:
         settings_advice = ", or raise num_blocks"
         raise RequestTooLong(
@@ -90,6 +90,7 @@ def _final_length(request: Request, config: Config, name: str) -> int:
             limit=config.num_blocks,
             settings_advice=settings_advice,
         )
+    _check_window(config, name, length, advice)
     # A preempted request is computed again at any length up to the full one, so check that length.
     if call_chunk(config.chunk, num_stored, budget, True) < 1:
         settings_advice = ", raise max_num_batched_tokens, or use chunk split_any"
@@ -101,6 +102,23 @@ def _final_length(request: Request, config: Config, name: str) -> int:
             settings_advice=settings_advice,
         )
     return length
+
+
+def _check_window(config: Config, name: str, length: int, advice: str) -> None:
+    """RequestTooLong if the sliding-window layers have too few blocks."""
+    if not config.sliding_window:
+        return
+    at_once = min(config.max_num_batched_tokens, length - 1)
+    need = most_window_blocks(config.sliding_window, config.block_size, length - 1, at_once)
+    if need > config.num_window_blocks:
+        settings_advice = ", or raise num_blocks"
+        raise RequestTooLong(
+            f"{name} may grow to {length} tokens and needs {need} KV blocks of the sliding-window "
+            f"layers; num_window_blocks is {config.num_window_blocks}; {advice}{settings_advice}",
+            need=need,
+            limit=config.num_window_blocks,
+            settings_advice=settings_advice,
+        )
 
 
 def _check_tokens(request: Request, name: str) -> None:

@@ -1,6 +1,6 @@
 """Settings of a server: limits, timeouts, API keys, and the web pages that may call it.
 
-Limits on waiting requests are in `headway.engine.loop.QueueLimits`.
+Limits on waiting requests are in `headway.engine.queue_limits.QueueLimits`.
 """
 
 from __future__ import annotations

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from headway.cli.commands.deploy import app as deployed_app
 from headway.cli.main import app
+from headway.cli.options import fleet
+from headway.cli.options.model import ModelOptions
 from headway.errors import ConfigError, ExecutorError
 from headway.fleet.options import FleetOptions
+from headway.model import devices
 
 # Ray's own modules use old features of pydantic.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -35,8 +40,10 @@ def problem(*arguments: str) -> str:
         (("--replicas", "3", "--max-replicas", "2"), ("--max-replicas", "3", "2")),
         (("--replicas", "2", "--route", "nearest"), ("nearest", "prefix_load", "round_robin")),
         (("--replicas", "2", "--ray-address", "ray://host:1"), ("ray://host:1", "host:port")),
+        (("--replicas", "2", "--ray-address", "nowhere"), ("nowhere", "host:port")),
         (("--replicas", "2", "--api-server-count", "2"), ("--api-server-count", "--replicas 2")),
         (("--replicas", "2", "--engine-process"), ("--engine-process", "--replicas 2")),
+        (("--replicas", "2", "--trace-out", "t.jsonl"), ("--trace-out t.jsonl", "replicas")),
     ],
 )
 def test_wrong_flags_are_refused_in_one_sentence(
@@ -44,6 +51,11 @@ def test_wrong_flags_are_refused_in_one_sentence(
 ) -> None:
     said = problem("serve", "--device", "cpu", *flags)
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("flags", [("--port", "0"), ("--engine-process",)])
+def test_flags_without_meaning_behind_proxies_are_refused(flags: tuple[str, ...]) -> None:
+    assert " ".join(flags) in problem("deploy", *flags)
 
 
 @pytest.mark.parametrize("command", [("serve", "--replicas", "2"), ("deploy",)])
@@ -55,6 +67,25 @@ def test_without_ray_the_command_says_how_to_install_it(
     assert "ray" in said and "pip install" in said
 
 
+@pytest.mark.parametrize(
+    ("files", "problem", "num_gpus"), [((), None, 0), (("nvidia0",), None, 2), (("kfd",), "old", 0)]
+)
+def test_a_replica_gets_gpus_where_torch_can_use_them(
+    files: tuple[str, ...],
+    problem: str | None,
+    num_gpus: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch is asked only if a driver has made its files."""
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(fleet, "DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "why_no_cuda", lambda: problem)
+    options = fleet.FleetFlags(replicas=1).options(ModelOptions(tensor_parallel_size=2))
+    assert options is not None and options.num_gpus == num_gpus
+
+
 def test_a_config_file_has_the_flags_that_were_given() -> None:
     flags = ["--replicas", "2", "--max-num-seqs", "8", "--port", "9000", "--name", "mine"]
     found = CliRunner().invoke(app, ["deploy", "qwen", *flags, "--print-config"])
@@ -63,8 +94,33 @@ def test_a_config_file_has_the_flags_that_were_given() -> None:
     (application,) = written["applications"]
     assert written["http_options"]["port"] == 9000 and application["name"] == "mine"
     assert application["args"] == {
-        "model": "qwen", "replicas": 2, "max_num_seqs": 8, "port": 9000,
+        "app_name": "mine", "model": "qwen", "replicas": 2, "max_num_seqs": 8, "port": 9000,
     }  # fmt: skip
+
+
+def test_replicas_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may run in another folder. Their config file is read as it was written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    flags = ["--chat-template", "chat.jinja", "--api-key-file", "keys"]
+    found = CliRunner().invoke(app, ["deploy", "tiny", *flags, "--print-config"])
+    (application,) = json.loads(found.output)["applications"]
+    args = application["args"]
+    assert args["model"] == str(tmp_path / "tiny")
+    assert args["chat_template"] == str(tmp_path / "chat.jinja")
+    (tmp_path / "keys").write_text("secret\n")
+    ray_serve = pytest.importorskip("headway.fleet.ray_serve")
+    monkeypatch.setattr(ray_serve, "shared", lambda options: options)
+    monkeypatch.setattr(ray_serve, "application", lambda factory, options, gateways: factory)
+    assert deployed_app(args).make_app.args[0].api_keys == ("secret",)
+
+
+def test_a_config_file_does_not_lose_the_key_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADWAY_API_KEY", "secret")
+    said = problem("deploy", "--print-config")
+    assert "HEADWAY_API_KEY" in said and "--api-key-file" in said and "secret" not in said
 
 
 def test_a_config_file_with_an_unknown_flag_is_refused() -> None:
@@ -72,34 +128,58 @@ def test_a_config_file_with_an_unknown_flag_is_refused() -> None:
         deployed_app({"model": "qwen", "replica_count": 2})
 
 
+@dataclass
 class NoReplicas:
     """A directory in which no replica is announced."""
 
-    def __init__(self, error: bytes | None = None) -> None:
-        self._error = error
-
-    def addresses(self) -> dict[str, Any]:
-        return {}
-
-    def get(self, key: str) -> bytes | None:
-        return self._error if key == "error" else None
+    error: str | None = None
+    info: None = None
 
 
 def test_replicas_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_serve = pytest.importorskip("headway.fleet.ray_serve")
     monkeypatch.setattr(ray_serve, "_status", lambda app: "waiting for 2 CPUs")
     options = FleetOptions(replicas=2, start_seconds=0.01)
-    with pytest.raises(ExecutorError, match="0 of 2 replicas.*0.01 s; waiting for 2 CPUs"):
-        ray_serve.wait_until_ready(NoReplicas(), options)
+    with pytest.raises(ExecutorError, match="1 of 2 replicas.*0.01 s; waiting for 2 CPUs"):
+        ray_serve.wait_until_ready(NoReplicas(), options, lambda: 1)
     with pytest.raises(ExecutorError, match="a replica cannot start: no model 'x'"):
-        ray_serve.wait_until_ready(NoReplicas(b"no model 'x'"), options)
+        ray_serve.wait_until_ready(NoReplicas("no model 'x'"), options, lambda: 0)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
-def test_an_address_without_ray_is_named(address: str) -> None:
-    ray_cluster = pytest.importorskip("headway.fleet.ray_cluster")
+def test_an_address_without_ray_is_named() -> None:
+    ray_cluster, address = pytest.importorskip("headway.fleet.ray_cluster"), "127.0.0.1:1"
     with (
         pytest.raises(ConfigError, match=f"--ray-address {address}: .*ray start"),
         ray_cluster.connected(FleetOptions(replicas=1, address=address)),
     ):
         pass
+
+
+def test_another_application_in_the_same_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_cluster = pytest.importorskip("headway.fleet.ray_cluster")
+
+    def refuse(*_: object, **__: object) -> None:
+        text = 'Prefix / is being used by application "old".'
+        raise ray_cluster.RayServeException(f"trace\nray.RayServeException: {text}")
+
+    monkeypatch.setattr(ray_cluster.serve, "run_many", refuse)
+    with pytest.raises(ConfigError, match=r'^--name new .*application "old"\. .*--delete$'):
+        ray_cluster._run(None, FleetOptions(replicas=1, name="new"), "/")
+
+
+@pytest.mark.parametrize(
+    ("proxies", "words"), [({}, ("without HTTP proxies",)), ({"node": 1}, ("8000", "9000"))]
+)
+def test_proxies_that_are_off_or_elsewhere_are_reported(
+    proxies: dict[str, int], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray_cluster = pytest.importorskip("headway.fleet.ray_cluster")
+    http = SimpleNamespace(host="127.0.0.1", port=9000)
+    monkeypatch.setattr(ray_cluster, "get_client", lambda: SimpleNamespace(http_config=http))
+    status = SimpleNamespace(proxies=proxies)
+    monkeypatch.setattr(ray_cluster.serve, "status", lambda: status)
+    with pytest.raises(ConfigError) as refused:
+        ray_cluster._proxy_url("127.0.0.1", 8000)
+    assert all(word in str(refused.value) for word in ("serve shutdown", *words))
+    status.proxies = {"node": 1}
+    assert ray_cluster._proxy_url("127.0.0.1", 9000) == "http://127.0.0.1:9000"

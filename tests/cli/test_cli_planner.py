@@ -99,6 +99,7 @@ def test_tune_prints_settings_reasons_and_commands(tmp_path: Path) -> None:
     assert again == run(*arguments, "--json", *FAST)
     found = json.loads(again)
     assert found["base"] == {"preset": "headway", "max_num_seqs": 4} and found["cost"] > 3
+    assert found["num_settings"] >= 2
 
 
 def test_capacity_prints_an_interval_and_replicas(tmp_path: Path) -> None:

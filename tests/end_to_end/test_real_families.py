@@ -23,6 +23,7 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend, why_not_native
 from headway.model.weights.checkpoint import open_checkpoint
+from tests.parallel import test_laws
 from tests.support import real
 
 VOCABULARY, LENGTH = 199, 256
@@ -44,6 +45,17 @@ class Family:
 
 
 TIED = {"tie_word_embeddings": True}
+FULL, WINDOWED = "full_attention", "sliding_attention"
+GEMMA: dict[str, Any] = TIED | {
+    "layer_types": [WINDOWED, WINDOWED, FULL, WINDOWED], "num_hidden_layers": 4, "sliding_window": 20,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 24,
+}  # fmt: skip
+GLOBAL = {  # as the larger models have it
+    "rope_parameters": {
+        FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
 FAMILIES = {
     "qwen2": Family("Qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1} | TIED),
     "qwen3": Family("Qwen3", {"head_dim": 32}),
@@ -61,8 +73,11 @@ FAMILIES = {
     "mistral": Family("Mistral", {"sliding_window": None, "head_dim": 32}),
     "bfloat16": Family("Llama", dtype=torch.bfloat16),
     "tied bfloat16 in shards": Family("Qwen2", TIED, torch.bfloat16, "20KB"),
+    "gemma3": Family("Gemma3Text", GEMMA),
+    "gemma3 in shards": Family("Gemma3Text", {**GEMMA, **GLOBAL}, torch.bfloat16, "60KB"),
     "odd heads": Family("Llama", {"head_dim": 10, "intermediate_size": 150}),
 }  # fmt: skip
+PLAIN_ONLY = ("gemma3", "gemma3 in shards", "odd heads")
 FITTING = [name for name in FAMILIES if name != "odd heads"]
 BACKENDS: dict[str, Callable[[], Backend]] = {"native": NativeBackend, "plain": PlainBackend}
 
@@ -78,7 +93,7 @@ def save(family: Family, folder: Path) -> None:
         "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, **family.numbers,
     }  # fmt: skip
     config = getattr(transformers, f"{family.kind}Config")(**numbers)
-    model = getattr(transformers, f"{family.kind}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(5)
     for name, value in model.named_parameters():
         noise = torch.randn(value.shape, generator=generator)
@@ -139,10 +154,26 @@ def check_against_transformers(model: Decoder, reference: Any) -> None:
 def test_logits_and_tokens_equal_transformers(saved: Saved, name: str, backend: str) -> None:
     if backend == "native" and (reason := why_not_native()):
         pytest.skip(reason)
+    if backend == "native" and name in PLAIN_ONLY:
+        pytest.skip("the native kernels do not support this family")
     folder, reference = saved(name)
     is_sharded = (folder / "model.safetensors.index.json").exists()
     assert is_sharded == ("shards" in name), "the model's size no longer gives several shards"
     check_against_transformers(Decoder(open_checkpoint(folder), BACKENDS[backend]()), reference)
+
+
+def test_the_reference_of_the_tests_with_ranks_equals_transformers(tmp_path: Path) -> None:
+    """By induction: at every position, the token is the most probable one after those before."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        test_laws.write_model(tmp_path), dtype=torch.float32
+    )
+    parts = [(prompt, test_laws.REFERENCE[name]) for name, prompt in test_laws.prompts().items()]
+    for (_, output), logits in zip(parts, real.batched_logits(model.eval(), parts), strict=True):
+        best = logits.topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > real.TIE, "a tie: use another seed"
+        assert logits.argmax(-1).tolist() == output and len(output) == test_laws.NUM_TOKENS
 
 
 def test_sizes_that_the_kernels_do_not_support_run_on_torch(saved: Saved) -> None:

@@ -24,7 +24,6 @@ from headway.engine.outputs import OutputBuilder, RequestOutput
 from headway.errors import ConfigError, FormatError, InvalidRequest, RequestError, RequestTooLong
 from headway.lab.replay import check_replay
 from headway.loading import free_memory, parse_size
-from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.observe.trace import read_trace
 from tests.support import real
@@ -152,11 +151,11 @@ class FailingDecoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
-    def forward(self, batch: ForwardBatch, blocks: Tensor) -> Tensor:
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
         self._left -= 1
         if self._left == 0:
             raise self._error
-        return self._decoder.forward(batch, blocks)
+        return self._decoder.forward(*arguments, **options)
 
 
 def fail_once(llm: LLM, error: BaseException, calls: int) -> None:

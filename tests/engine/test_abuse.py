@@ -20,8 +20,9 @@ from headway import LLM, RequestOutput, SamplingParams
 from headway.checks import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
-from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.loop import EngineLoop
 from headway.engine.messages import EngineStopped, FromLoop, Refusal, Submit, TokenBatch
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import (
     ConfigError,
     HeadwayError,

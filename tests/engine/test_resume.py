@@ -11,7 +11,7 @@ import pytest
 
 from headway import LLM
 from headway.engine.engine import Engine
-from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.loop import EngineLoop
 from headway.engine.messages import (
     Cancel,
     FromLoop,
@@ -21,6 +21,7 @@ from headway.engine.messages import (
     Submit,
     TokenBatch,
 )
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import InvalidRequest
 from headway.lab.film.builder import FilmBuilder
 from headway.lab.replay import check_replay

@@ -132,6 +132,22 @@ def test_a_moved_request_keeps_its_arrival_and_the_rest_of_its_deadline(world: W
     assert moved.outputs == (tuple(expected_tokens("d", 0, 1)),)
 
 
+def test_the_time_from_a_move_to_the_next_token_is_counted(world: World) -> None:
+    """Time before the loss, and without a replica, is not part of it."""
+    single, several = world.submit(), world.submit(n=2)
+    world.step()
+    world.clock.advance_to(2.0)
+    lost(world, "a")
+    world.clock.advance_to(5.0)
+    world.add("b")
+    world.clock.advance_to(5.5)
+    world.step()
+    assert world.fleet.counters.resume_seconds == 2 * 0.5
+    assert {len(tokens) for id in (single, several) for tokens in world.tokens[id]} == {2}
+    finish(world)
+    assert world.fleet.counters.resume_seconds == 2 * 0.5
+
+
 def test_an_error_of_the_request_itself_does_not_move_it(world: World) -> None:
     id = world.submit()
     end = end_of("error", "the grammar cannot be followed")._replace(error_code="grammar")

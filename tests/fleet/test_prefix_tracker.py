@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.engine.messages import CacheDelta
 from headway.fleet.prefix_tracker import PrefixTracker
 from headway.kv.cache import KVCache
 from headway.request import Request, RequestParams
+from tests.support.scripted_fleet import World
 
 PREFIXES = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 ACTIONS = st.one_of(
@@ -100,3 +104,36 @@ def test_a_journal_that_is_not_read_stays_as_small_as_the_pool() -> None:
     assert journal is not None
     added, removed, _ = journal.drain()
     assert len(added) + len(removed) <= 2 * pool.num_blocks
+
+
+def test_memory_stays_that_of_the_pools_however_often_they_change() -> None:
+    """Other content fills both pools forty times, and one replica connects again each time."""
+    tracker, sizes = PrefixTracker(), list[int]()
+    pools = [Pool(name, tracker, num_blocks=400) for name in ("a", "b")]
+    for number in range(40):
+        for pool in pools:
+            for place in range(4):
+                pool.run([number, place, *range(98)])
+                pool.end([])
+            if pool.name == "b":
+                pool.act("reconnect", [])
+            pool.drain()
+        sizes.append(sum(sys.getsizeof(held) for held in tracker._held.values()))
+        assert set(tracker._held) == {"a", "b"} and tracker.num_keys <= 800
+    assert max(sizes) <= 2 * sizes[1]
+
+
+def test_a_fleet_forgets_the_keys_of_replicas_that_left() -> None:
+    """Replicas that start again have other names, and late messages change nothing."""
+    world = World()
+    tracker = world.fleet.router.tracker
+    for number in range(50):
+        world.add(f"replica-{number}")
+        replica = world.fleet.replicas[f"replica-{number}"]
+        keys = [bytes([number, place]) for place in range(20)]
+        world.fleet.receive(replica, [CacheDelta(keys, [], True)])
+        assert tracker.keys_of(replica.name) == set(keys)
+        leave = (world.fleet.remove, lambda each: world.fleet.lose(each, "killed"))[number % 2]
+        leave(replica)
+        world.fleet.receive(replica, [CacheDelta(keys, [], True)])
+        assert not tracker._held

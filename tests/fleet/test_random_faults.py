@@ -148,11 +148,11 @@ class FleetMachine(RuleBasedStateMachine):
     @rule()
     def wait(self) -> None:
         self.world.clock.advance_to(self.world.clock.now() + SETTINGS.no_replica_seconds)
-        waiting = [request.id for request in self.fleet.waiting]
+        waiting = [request.id for request in self.fleet.table.waiting]
         for replica in self.fleet.replicas.values():
             replica.quiet_ticks = 0
         self.fleet.tick()
-        assert not self.fleet.waiting and all(
+        assert not self.fleet.table.waiting and all(
             self.world.ends[id] or id in self.world.refused for id in waiting
         )
 
@@ -161,8 +161,8 @@ class FleetMachine(RuleBasedStateMachine):
         """A request is in one place, and the tracker knows the keys that were delivered."""
         fleet = self.fleet
         placed = [r for replica in fleet.replicas.values() for r in replica.open.values()]
-        assert len(placed) == len(set(placed)) and not fleet.waiting.keys() & set(placed)
-        assert {*placed, *fleet.waiting} == {*fleet.requests.values()}
+        assert len(placed) == len(set(placed)) and not fleet.table.waiting.keys() & set(placed)
+        assert {*placed, *fleet.table.waiting} == {*fleet.requests.values()}
         for replica in fleet.replicas.values():
             link = self.world.link(replica)
             if not link.outbox:
@@ -180,7 +180,7 @@ class FleetMachine(RuleBasedStateMachine):
             world.add("d")
         for _ in range(20):
             world.step()
-        assert not self.fleet.requests and not self.fleet.waiting
+        assert not self.fleet.requests and not self.fleet.table.waiting
         for id, samples in world.tokens.items():
             assert (id in world.refused) != (len(world.ends[id]) == len(samples))
             for sample, end in world.ends[id].items():

@@ -1,24 +1,34 @@
 """Replicas on a real Ray: kills, hangs, scaling, monitoring, and what is left at the end.
 
-One test, because it starts Ray once. The engines have no model, so that a replica starts in few
-seconds; `model_on_the_same_ray` is the exception. bench/fleet.py repeats it with a model.
+One test, because it starts Ray once. Most engines have no model, so that a replica starts in few
+seconds; the others have a small one. bench/fleet.py repeats the kills with SmolLM2.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from typer.testing import CliRunner
 
 from bench.fleet_streams import (
+    ROOT,
     FleetServer,
     Stream,
     all_streams,
@@ -28,10 +38,17 @@ from bench.fleet_streams import (
     fleet_server,
     once_after,
     one_by_one,
+    served,
+    stopped,
 )
+from headway.cli.main import app
 from headway.fleet.options import environment
+from tests.support import real
+from tests.support.letters_fleet import NUM_REPLICAS
 
-pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'headway[ray]'")
+pytestmark = pytest.mark.skipif(  # without an import, which takes a second of every collection
+    find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
+)
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
 NUM_KILLS = 10
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -86,13 +103,13 @@ def kills(server: FleetServer) -> None:
     Ray starts new replicas meanwhile.
     """
     for _ in range(NUM_KILLS):
-        server.wait_for_replicas(2, 3)
+        server.wait_for_replicas(*range(2, NUM_REPLICAS + 1))
         moves = server.metric("headway_fleet:moves_total")
         victim = server.replica_pids()[0]
         run_with(server, letter_bodies(), partial(os.kill, victim, signal.SIGKILL))
         assert server.metric("headway_fleet:moves_total") > moves
     assert server.metric("headway_fleet:deaths_total") == NUM_KILLS
-    server.wait_for_replicas(3)
+    server.wait_for_replicas(NUM_REPLICAS)
 
 
 def hang(server: FleetServer) -> None:
@@ -109,19 +126,24 @@ def hang(server: FleetServer) -> None:
 
     run_with(server, letter_bodies(), stop)
     assert noticed[0] <= 2.5, "2 s, and some time for a machine that runs other tests"
-    server.wait_for_replicas(3)
+    server.wait_for_replicas(NUM_REPLICAS)
+
+
+def update(server: FleetServer, **options: float) -> None:
+    """Replace the replicas by those of other options."""
+    assert server.process.stdin is not None, "a pipe was asked for"
+    server.process.stdin.write(json.dumps(options) + "\n")
+    server.process.stdin.flush()
 
 
 def redeploy(server: FleetServer) -> None:
-    """Three replicas are replaced by one; they hand their long streams over and end at once."""
+    """All replicas are replaced by one; they hand their long streams over and end at once."""
     moves, deaths = (server.metric(f"headway_fleet:{name}_total") for name in ("moves", "deaths"))
     known, old = len(server.lines), server.replica_pids()
     drained, ended = list[float](), list[float]()
 
-    def scale() -> None:
-        assert server.process.stdin is not None, "a pipe was asked for"
-        server.process.stdin.write("1\n")
-        server.process.stdin.flush()
+    def replace() -> None:
+        update(server, replicas=1, max_replicas=2, upscale_seconds=0.5, downscale_seconds=1.0)
         while len(ended) < len(old):
             time.sleep(0.02)
             now = time.perf_counter()
@@ -129,7 +151,7 @@ def redeploy(server: FleetServer) -> None:
             drained.extend([now] * (num_drained - len(drained)))
             ended.extend([now] * (sum(not command(pid) for pid in old) - len(ended)))
 
-    run_with(server, letter_bodies(8, 200), scale)
+    run_with(server, letter_bodies(8, 200), replace)
     server.wait_for_replicas(1)
     seconds = [end - start for start, end in zip(drained, ended, strict=True)]
     assert max(seconds) <= 2.0, "a replica that stops is free within 2 s"
@@ -139,13 +161,24 @@ def redeploy(server: FleetServer) -> None:
     assert server.metric("headway_fleet:failed_total") == 0
 
 
+def autoscaling(server: FleetServer) -> None:
+    """A queue adds a replica; when it is gone, one replica hands its long streams over and ends."""
+    drains = server.metric("headway_fleet:drains_total")
+    run_with(server, letter_bodies(150, 150), partial(server.wait_for_replicas, 2, seconds=25))
+    moves = server.metric("headway_fleet:moves_total")
+    run_with(server, letter_bodies(8, 250), partial(server.wait_for_replicas, 1, seconds=25))
+    assert server.metric("headway_fleet:drains_total") == drains + 1
+    assert server.metric("headway_fleet:moves_total") > moves
+    assert server.metric("headway_fleet:failed_total") == 0
+
+
 def monitoring(server: FleetServer) -> None:
     """Every replica is in the metrics and on the live page, and the sums are sums."""
     assert server.client.get("/health").json() == {"status": "ok"}
     text = server.client.get("/metrics").text
     each = re.findall(r'^headway:generation_tokens_total\{.*replica="(.+)"\} (\S+)$', text, re.M)
     total = re.search(r"^headway_fleet:generation_tokens_total\{.*\} (\S+)$", text, re.M)
-    assert len({name for name, _ in each}) == 3 and total is not None
+    assert len({name for name, _ in each}) == NUM_REPLICAS and total is not None
     assert sum(float(value) for _, value in each) == float(total[1])
     rows = server.client.get("/live").json()["replicas"]
     assert sorted(row["name"] for row in rows) == sorted(name for name, _ in each)
@@ -159,31 +192,91 @@ def processes(server: FleetServer) -> None:
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in server.replica_pids()} == {usual}
 
 
-def model_on_the_same_ray(server: FleetServer, given: dict[str, str]) -> None:
+def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Path) -> None:
     """`headway serve --ray-address`: a killed replica, then a signal that ends only its own app."""
-    address = next(line.split()[1] for line in server.lines if line.startswith("ray "))
-    flags = ("--replicas", "2", "--threads", "1", "--device", "cpu", "--ray-address", address)
+    # In turn, so that the replica that is killed has streams.
+    flags = (
+        "--replicas", "2", "--threads", "1", "--device", "cpu", "--route", "round_robin",
+        "--ray-address", said(server, "ray"),
+    )  # fmt: skip
     before = set(server.replica_pids())
-    with fleet_server(*flags, environment=given) as real:
-        sent = bodies(6, 8)
-        alone = asyncio.run(one_by_one(real.url, sent))
+    with fleet_server(*flags, program=served(str(model)), environment=given) as other:
+        sent = bodies(6, 1500)  # the model is quick: outputs must be longer than the way to here
+        alone = asyncio.run(one_by_one(other.url, sent))
         victim = max(set(server.replica_pids()) - before)
         kill = partial(os.kill, victim, signal.SIGKILL)
-        streams = asyncio.run(all_streams(real.url, sent, once_after(10, kill)))
+        with stopped(server.ray_pids("ServeController")):  # a new replica would only take CPU time
+            streams = asyncio.run(all_streams(other.url, sent, once_after(1, kill)))
         assert [stream.error for stream in streams if stream.error] == []
         assert [s.choices for s in streams] == [s.choices for s in alone]
+        assert other.metric("headway_fleet:moves_total") > 0
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
 
 
-def test_a_fleet_on_ray() -> None:
-    given = environment(None)
+def said(server: FleetServer, name: str) -> str:
+    """What the server has printed after a name."""
+    return next(line.split()[1] for line in server.lines if line.startswith(f"{name} "))
+
+
+def run(*arguments: str, environment: dict[str, str]) -> str:
+    """The standard output of a program that must succeed."""
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def deployments(server: FleetServer, given: dict[str, str], model: Path) -> None:
+    """An application from a config file is updated by `headway deploy` while it answers."""
+    ray, port = ("--ray-address", said(server, "ray")), ("--port", said(server, "proxies"))
+    flags = (str(model), "--device", "cpu", "--threads", "1", *port)
+    config = CliRunner().invoke(app, ["deploy", *flags, "--print-config"])
+    (model / "app.json").write_text(config.output)
+    serve = ("-m", "ray.serve.scripts", "run", "--non-blocking", "--address", ray[1])
+    run(*serve, str(model / "app.json"), environment=given)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port[1]}", timeout=60) as client:
+        wait_until_served(client)
+        body = {
+            "model": model.name, "prompt": [1, 2, 3], "max_tokens": 500, "temperature": 0,
+            "ignore_eos": True,
+        }  # fmt: skip
+        alone = client.post("/v1/completions", json=body)
+        deploy = ("-m", "headway", "deploy", *flags, *ray, "--json")
+        with ThreadPoolExecutor(1) as pool:
+            updated, answers = pool.submit(run, *deploy, environment=given), [alone]
+            while not updated.done():  # one request is always open
+                answers.append(client.post("/v1/completions", json=body))
+        assert [each.json()["choices"] for each in answers] == [alone.json()["choices"]] * len(
+            answers
+        )
+        assert json.loads(updated.result())["url"] == str(client.base_url).rstrip("/")
+        run("-m", "headway", "deploy", "--delete", *ray, environment=given)
+        assert client.get("/health").status_code == 404
+
+
+def wait_until_served(client: httpx.Client) -> None:
+    for _ in range(300):
+        with suppress(httpx.HTTPError):
+            if client.get("/health").is_success:
+                return
+        time.sleep(0.1)
+    pytest.fail("the application does not answer after 30 s")
+
+
+def test_a_fleet_on_ray(tmp_path: Path) -> None:
+    given, model = environment(None), real.write_tiny(tmp_path, max_position_embeddings=4096)
     with fleet_server(program=LETTERS, environment=given) as server:
         monitoring(server)
         processes(server)
         kills(server)
         hang(server)
-        model_on_the_same_ray(server, given)
+        model_on_the_same_ray(server, given, model)
         redeploy(server)
+        autoscaling(server)
+        if os.environ.get("HEADWAY_TEST_DEPLOY"):  # half a minute; see `make test-deploy`
+            deployments(server, given, model)
         started = descendants(server.process.pid)
     deadline = time.perf_counter() + 10
     while left := [command(pid) for pid in started if command(pid)]:

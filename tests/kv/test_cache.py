@@ -10,7 +10,7 @@ import pytest
 
 from headway.kv.cache import KVCache
 from headway.kv.pool import BlockPool
-from headway.kv.prefix_index import PrefixIndex, extend_keys
+from headway.kv.prefix_index import GROUP, PrefixIndex, PromptKeys, extend_keys, num_leading
 from headway.request import Request, RequestParams
 
 SIZE = 4
@@ -176,6 +176,32 @@ def test_existing_keys_are_kept_when_keys_are_extended() -> None:
     extend_keys(keys, longer, SIZE)
     assert all(now is then for now, then in zip(keys, first, strict=False))
     assert keys == keys_of(range(16))
+
+
+LONG = 2 * GROUP * SIZE + 9  # tokens: two groups, and two full blocks
+
+
+def test_keys_do_not_depend_on_the_steps_in_which_they_are_extended() -> None:
+    whole = keys_of(range(LONG))
+    assert len(set(whole)) == len(whole) == 2 * GROUP + 2
+    for cut in range(0, LONG, 3):
+        keys = keys_of(range(cut))
+        extend_keys(keys, request(range(LONG)), SIZE)
+        assert keys == whole
+    for place in range(0, LONG - 1, 7):  # one other token changes all keys from its block on
+        other = keys_of([-5 if each == place else each for each in range(LONG)])
+        same = [one == two for one, two in zip(whole, other, strict=True)]
+        assert same == [each < place // SIZE for each in range(len(whole))]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 9, GROUP * SIZE - 1, GROUP * SIZE, LONG])
+def test_keys_that_are_computed_when_read_are_the_same(num_tokens: int) -> None:
+    known, whole = request(range(num_tokens), salt="s"), keys_of(range(num_tokens), salt="s")
+    assert list(PromptKeys(known, SIZE)) == whole == PromptKeys(known, SIZE)[:]
+    assert PromptKeys(known, SIZE)[-2:] == whole[-2:]
+    for length in range(len(whole) + 1):
+        assert num_leading(PromptKeys(known, SIZE), set(whole[:length])) == length
+        assert num_leading(whole, set(whole[:length])) == length
 
 
 def test_match_returns_the_longest_prefix() -> None:

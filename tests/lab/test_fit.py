@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 
 from headway.errors import ConfigError, FormatError
+from headway.executor.simulated import Script
 from headway.lab.calibration import (
     CPU_CALIBRATION,
     GPU_CALIBRATION,
     QUICK_CPU_CALIBRATION,
     QUICK_GPU_CALIBRATION,
     CalibrationSpec,
+    Wave,
     compare_with_simulation,
     held_out_error,
     make_calibration,
@@ -26,7 +29,7 @@ from headway.lab.calibration import (
 )
 from headway.lab.cost import Machine, Model, Profile, load_profile, save_profile
 from headway.lab.fit import RATES, Fit, fit, minimize, missing_coverage, observations, predict
-from headway.lab.simulate import simulate
+from headway.lab.simulate import SimulatedEngine, simulate
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.trace import Line, describe_step
 from headway.plan import Chunk, Copy, Plan, StepReport, StepResult
@@ -54,6 +57,7 @@ MACHINES = {
     "slow arithmetic": replace(SLOW, flops=1.2e10),
     "slower with prompts": replace(SLOW, prompt_seconds=0.02),
 }
+Lengths = list[tuple[int, int]]
 
 
 def profile_of(machine: Machine, model: Model = SMALL) -> Profile:
@@ -61,18 +65,21 @@ def profile_of(machine: Machine, model: Model = SMALL) -> Profile:
 
 
 def log_of(
-    profile: Profile, waves: list[list[tuple[int, int]]], async_scheduling: int = 0, **changes: Any
+    profile: Profile, waves: Sequence[Wave | Lengths], async_scheduling: int = 0, **changes: Any
 ) -> list[Line]:
     """The log of these waves on the profile's machine."""
     lines: list[Line] = []
     for number, wave in enumerate(waves):
         space = TokenSpace()
+        lengths, most = wave if isinstance(wave, Wave) else (wave, len(wave))
         requests = [
             WorkloadRequest(id=f"{number}.{i}", pieces=(space.take(a),), num_output=b, max_tokens=b)
-            for i, (a, b) in enumerate(wave)
+            for i, (a, b) in enumerate(lengths)
         ]
+        config = replace(CONFIG, **changes)
+        config = replace(config, max_num_seqs=min(config.max_num_seqs, most))
         simulate(
-            requests, replace(CONFIG, **changes), profile, async_scheduling=async_scheduling,
+            requests, config, profile, async_scheduling=async_scheduling,
             observers=[lambda report: lines.append(describe_step(report))],
         )  # fmt: skip
     return lines
@@ -102,7 +109,7 @@ def logs(profile: Profile, **changes: Any) -> tuple[list[Line], list[Line]]:
 def step_errors(fitted: Machine, profile: Profile, lines: list[Line]) -> np.ndarray[Any, Any]:
     seen = observations(lines)
     after = replace(profile, machine=fitted)
-    return np.abs(predict(after.unit_costs, seen) / predict(profile.unit_costs, seen) - 1)
+    return np.abs(predict(after, seen) / predict(profile, seen) - 1)
 
 
 # Recovered machines.
@@ -152,7 +159,10 @@ def test_no_number_is_negative_and_every_profile_can_be_read_again(
     fitted, held_out = logs(profile_of(SLOW))
     lines = [{**line, "end": line["start"] + random.lognormvariate(-3, 2)} for line in fitted]
     machine = fit(observations(lines), SMALL).machine
-    assert all(0 <= value < np.inf for value in asdict(machine).values())
+    corrections = machine.corrections
+    assert all(0.5 <= factor <= 2 for _, factor in corrections)
+    values = asdict(replace(machine, corrections=())).values()
+    assert all(0 <= value < np.inf for value in values if value != ())
     assert machine.bandwidth > 0 and machine.flops > 0 and machine.overlap <= 1
     save_profile(profile_of(machine), tmp_path / "p.json")
     again = load_profile(tmp_path / "p.json")
@@ -162,14 +172,62 @@ def test_no_number_is_negative_and_every_profile_can_be_read_again(
     )
 
 
+def test_the_rest_of_a_continued_request_is_compared_with_a_simulation() -> None:
+    """Its log has one prefill of all known tokens, and then the tokens that were left."""
+    prompt, before = list(range(300)), [7] * 90
+    profile, lines = profile_of(SLOW), list[Line]()
+    simulated = SimulatedEngine(
+        CONFIG, profile, observers=[lambda r: lines.append(describe_step(r))]
+    )
+    params = RequestParams(max_tokens=100, sampling=Script(100, filler=7, end=0))
+    simulated.engine.add("a", prompt, params, 0.0, (tuple(before),))
+    simulated.engine.run()
+    (request,) = requests_of(lines)
+    assert list(request.prompt()) == prompt + before
+    assert (request.num_output, request.max_tokens) == (10, 10)
+    real, again = compare_with_simulation(lines, CONFIG, profile)
+    assert again["seconds"] == pytest.approx(real["seconds"]) and again["steps"] == real["steps"]
+
+
+def test_corrections_follow_a_machine_that_computes_in_tiles() -> None:
+    """Up to 8 rows a decode step takes its time, up to 16 a fifth more, then a tenth less."""
+    profile = profile_of(SLOW)
+
+    def tiled(lines: list[Line]) -> list[Line]:
+        changed = []
+        for line in lines:
+            rows = line["decodes"]
+            factor = 1.0 if rows <= 8 or line.get("chunks") else 1.2 if rows <= 16 else 0.9
+            end = line["start"] + factor * (line["end"] - line["start"])
+            changed.append({**line, "end": end})
+        return changed
+
+    fitted, held_out = (tiled(lines) for lines in logs(profile))
+    machine = fit(observations(fitted), SMALL).machine
+    plain = replace(machine, corrections=())
+    corrected = held_out_error(held_out, CONFIG, profile_of(machine))
+    formula = held_out_error(held_out, CONFIG, profile_of(plain))
+    assert corrected.p90 < 0.05 < 0.15 < formula.p90
+
+
+def test_a_correction_multiplies_the_time_of_a_pass_and_is_interpolated() -> None:
+    machine = replace(SLOW, corrections=((4, 1.0), (16, 1.21)))
+    profile, plain = profile_of(machine), profile_of(SLOW)
+    for tokens, samples, factor in (
+        (1, 1, 1.0), (4, 4, 1.0), (8, 8, 1.1), (16, 16, 1.21), (500, 500, 1.21), (16, 15, 1.0),
+    ):  # fmt: skip
+        work = (tokens, samples, 1000, 1000.0)
+        assert profile.pass_seconds(*work) == pytest.approx(factor * plain.pass_seconds(*work))
+
+
 def test_predictions_for_a_log_equal_the_step_times_of_its_plans() -> None:
     random = Random(0)
-    for machine in MACHINES.values():
+    for machine in (*MACHINES.values(), replace(SLOW, corrections=((2, 0.9), (64, 1.3)))):
         profile = profile_of(machine)
         plans = [random_plan(random) for _ in range(50)]
         seen = observations(line_of(plan) for plan in plans)
         expected = [profile.step_seconds(plan) for plan in plans]
-        assert predict(profile.unit_costs, seen) == pytest.approx(expected)
+        assert predict(profile, seen) == pytest.approx(expected)
 
 
 def random_plan(random: Random) -> Plan:
@@ -420,10 +478,13 @@ def test_a_calibration_covers_many_sizes_and_holds_out_another_workload(
 ) -> None:
     work = make_calibration(max_tokens, spec)
     waves = [*work.before, work.held_out, *work.after]
-    assert all(a >= 12 and b >= 1 and a + b <= max_tokens for wave in waves for a, b in wave)
-    sizes = [len(wave) for wave in work.before]
-    assert sorted(sizes) == sorted(len(wave) for wave in work.after) and len(set(sizes)) >= 3
-    assert len(work.held_out) not in sizes and work.before != work.after
+    assert all(
+        a >= 12 and b >= 1 and a + b <= max_tokens for wave in waves for a, b in wave.lengths
+    )
+    sizes = [len(wave.lengths) for wave in work.before]
+    after = [len(wave.lengths) for wave in work.after]
+    assert sorted(sizes) == sorted(after) and len(set(sizes)) >= 3
+    assert len(work.held_out.lengths) not in sizes and work.before != work.after
     assert work == make_calibration(max_tokens, spec)
     assert work.held_out != make_calibration(max_tokens, spec, seed=1).held_out
     if max_tokens > 100:

@@ -80,6 +80,15 @@ def test_a_simulated_run_replays(workload: str, name: str, async_scheduling: int
 
 
 @each_scheduling
+def test_a_run_of_a_model_with_sliding_windows_replays(async_scheduling: int) -> None:
+    changes = {"sliding_window": 10, "num_window_blocks": 26, "num_blocks": 99}
+    lines = record(WORKLOADS["shared prefixes"], async_scheduling, "vllm_v1", **changes)
+    assert lines[0]["config"].items() >= changes.items()
+    assert "window_blocks" in json.dumps(lines[1:])
+    check_replay(lines)
+
+
+@each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "vllm_v1", "minivllm"])
 def test_a_run_with_swaps_replays(name: str, async_scheduling: int) -> None:
     changes = {"swap": "swap", "num_host_blocks": 30, "headroom": "watermark(0.0)"}

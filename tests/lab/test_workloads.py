@@ -302,6 +302,22 @@ def test_ids_that_repeat_requests_without_limit_and_open_requests_are_read(tmp_p
     assert first.id != second.id
 
 
+@pytest.mark.parametrize("is_redacted", [False, True])
+def test_a_continued_request_generates_only_the_rest(tmp_path: Path, is_redacted: bool) -> None:
+    """It has 40 prompt tokens and 5 of 12 output tokens, of at most 20, from another engine."""
+    prompt, before, output = [[100, 40, 1]], [7, 8, [9, 3, 0]], [7, 8, [9, 3, 0], [1, 7, 0]]
+    packed: Any = num_packed if is_redacted else list
+    entry = {"id": "a", "arrival": 0.0, "prompt": packed(prompt), "max_tokens": 20}
+    path = save(
+        tmp_path, "a.jsonl", TRACE_HEADER,
+        {**STEP, "added": [{**entry, "output": packed(before)}]},
+        {**STEP, "finished": [{"id": "a", "output": packed(output)}]},
+    )  # fmt: skip
+    (found,) = read_workload(path)
+    assert (found.num_prompt, found.num_output, found.max_tokens) == (45, 7, 15)
+    assert is_redacted or list(found.prompt()[-5:]) == [7, 8, 9, 9, 9]
+
+
 @pytest.mark.parametrize(
     "entry", [{"id": "a"}, {"id": "a", "arrival": -1, "prompt": [5], "max_tokens": 1}, 7]
 )

@@ -100,7 +100,8 @@ def write_gguf(
         writer.add_uint32(key.replace("__", "."), value)
     for name, values in weights.items():
         stored, kind = encode(name, as_llama_cpp(config, name, values))
-        writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
+        own = gguf_name(name, has_output_norms=config.has_output_norms)
+        writer.add_tensor(own, stored, raw_dtype=kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from headway.errors import ModelError
 from headway.model.config import ModelConfig, Rope, from_gguf, from_hf, load_hf
 
 torch.set_num_threads(1)
+WINDOWED, FULL = "sliding_attention", "full_attention"
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -46,6 +48,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral": partial(config_of, "Mistral", sliding_window=None),
     "qwen2": partial(config_of, "Qwen2", tie_word_embeddings=True),
     "qwen3": partial(config_of, "Qwen3", head_dim=24),
+    "gemma3": partial(config_of, "Gemma3Text", head_dim=32, layer_types=[WINDOWED, WINDOWED, FULL]),
     "qwen3, biases": partial(config_of, "Qwen3", head_dim=16, attention_bias=True),
 }
 SLIDING: dict[str, Any] = {"sliding_window": 128, "use_sliding_window": True}
@@ -105,7 +108,7 @@ def test_tensors_equal_those_of_transformers(name: str) -> None:
 def test_sizes_equal_those_of_transformers(name: str) -> None:
     theirs = CONFIGS[name]()
     config = from_hf(theirs.to_dict(), name)
-    assert config.architecture == theirs.model_type
+    assert config.architecture == theirs.model_type.removesuffix("_text")
     assert config.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // 4)
     assert config.norm_eps == theirs.rms_norm_eps
     assert config.max_model_len == theirs.max_position_embeddings
@@ -405,8 +408,8 @@ def test_an_unsupported_gguf_is_rejected_by_name(changes: dict[str, Any], detail
 
 
 def test_an_unknown_gguf_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ModelError, match=r"'gemma3'.*llama, qwen2"):
-        from_gguf({**GGUF, "general.architecture": "gemma3"}, "m.gguf", tensors=())
+    with pytest.raises(ModelError, match=r"'gemma2'.*llama, qwen2, qwen3, gemma3"):
+        from_gguf({**GGUF, "general.architecture": "gemma2"}, "m.gguf", tensors=())
 
 
 @settings(max_examples=200, deadline=None)
@@ -416,3 +419,104 @@ def test_random_gguf_values_are_read_or_rejected(key: str, value: Any) -> None:
         assert from_gguf({**GGUF, key: value}, "m.gguf", tensors=()).num_params >= 0
     except ModelError as error:
         assert str(error).startswith("m.gguf: ")
+
+
+# Gemma 3.
+
+
+def gemma_values(**changes: Any) -> dict[str, Any]:
+    """A config.json of the form that the published models have, which older versions wrote."""
+    return {
+        **SMALL, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+        "num_hidden_layers": 12, "sliding_window": 64, "head_dim": 32, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 32, **changes,
+    }  # fmt: skip
+
+
+def gemma_metadata(**changes: Any) -> dict[str, Any]:
+    """The metadata of a GGUF file of the same model; `__` in a key stands for a dot."""
+    own = {
+        "block_count": 12, "context_length": 512, "embedding_length": 64,
+        "feed_forward_length": 112, "attention.head_count": 4, "attention.head_count_kv": 2,
+        "attention.key_length": 32, "attention.value_length": 32, "rope.freq_base": 1e6,
+        "attention.layer_norm_rms_epsilon": 1e-5, "attention.sliding_window": 64, "vocab_size": 96,
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }  # fmt: skip
+    return {"general.architecture": "gemma3", **{f"gemma3.{k}": v for k, v in own.items()}}
+
+
+def read_gemma(**changes: Any) -> ModelConfig:
+    return from_gguf(gemma_metadata(**changes), "m.gguf", tensors=[])
+
+
+def test_both_files_of_a_gemma_give_one_config() -> None:
+    found = from_hf(gemma_values(), "config.json")
+    assert found.windowed_layers == frozenset(range(12)) - {5, 11}
+    assert (found.rope.theta, found.window_rope) == (1e6, Rope(theta=1e4))
+    assert found.embedding_scale == 8.0 and found.attention_scale == 32**-0.5
+    assert found.tie_embeddings and found.has_output_norms and found.norm_offset == 1.0
+    stored = read_gemma()
+    assert stored.norm_offset == 0.0  # llama.cpp's converter adds the 1
+    assert replace(stored, norm_offset=1.0) == found
+
+
+def test_parameters_of_a_gemma_are_found_in_every_form() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    nested = {FULL: {"rope_theta": 5e5, **linear}, WINDOWED: {"rope_theta": 2e4}}
+    for changes, theta, local in (
+        ({"rope_scaling": linear}, 1e6, 1e4),
+        ({"rope_parameters": nested, "rope_theta": None}, 5e5, 2e4),
+    ):
+        found = from_hf(gemma_values(**changes), "config.json")
+        assert found.rope == Rope(theta=theta, kind="linear", factor=8.0)
+        assert found.window_rope == Rope(theta=local)
+    assert read_gemma(rope__scaling__factor=8.0).rope.factor == 8.0
+    kinds = [WINDOWED, FULL] * 6
+    assert from_hf(gemma_values(layer_types=kinds), "c").windowed_layers == set(range(0, 12, 2))
+    assert from_hf(gemma_values(sliding_window_pattern=3), "c").windowed_layers == {
+        n for n in range(12) if n % 3 != 2
+    }
+    pattern = [True, False] * 6
+    assert read_gemma(attention__sliding_window_pattern=pattern).windowed_layers == {
+        *range(0, 12, 2)
+    }
+    assert not read_gemma(attention__sliding_window=0).windowed_layers
+    largest = read_gemma(block_count=62)
+    assert largest.attention_scale == 16**-0.5  # hidden size over heads, not the head size
+    found = from_hf(gemma_values(architectures=None), "config.json")
+    assert found.architecture == "gemma3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        ({"architectures": None, "model_type": "gemma3"}, "model_type 'gemma3'"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"layer_types": [WINDOWED]}, "layer_types is .* 12 entries"),
+        ({"layer_types": ["linear_attention"] * 12}, "layer_types is"),
+        ({"layer_types": [WINDOWED] * 12}, "all 12 layers have a sliding window"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar is 'x'"),
+    ],
+)
+def test_an_unsupported_gemma_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=rf"config.json: .*{named}"):
+        from_hf(gemma_values(**changes), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"attention__sliding_window_pattern": [True]}, "has 1 entries for 12 layers"),
+        ({"attention__sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ({"block_count": 5}, "all 5 layers"),
+    ],
+)
+def test_an_unsupported_gemma_file_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=rf"m.gguf: .*{named}"):
+        read_gemma(**changes)

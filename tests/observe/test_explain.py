@@ -41,6 +41,7 @@ MIXES: list[dict[str, Any]] = [
     {"name": "minivllm", "num_blocks": 36},
     {"name": "minivllm", "num_blocks": 300, "max_num_batched_tokens": 5, "chunk": "split_any"},
     {"name": "static", "num_blocks": 60},
+    {"name": "vllm_v1", "num_blocks": 300, "sliding_window": 10, "num_window_blocks": 30},
 ]
 
 
@@ -93,6 +94,9 @@ class Checker:
             assert blocked.request.parent is not None
         elif blocked.reason == "reserved_rows":
             assert blocked.have == config.max_num_seqs - plan.events.num_running > 0
+        elif blocked.reason == "window_blocks":
+            assert "sliding-window" in text
+            assert blocked.have <= self.engine.scheduler.kv.num_window_free
         elif blocked.reason != "token_budget":
             is_later = bool(plan.events.preempted)  # a later preemption may free more blocks
             assert "block" in text and (is_later or blocked.have >= plan.events.num_free)

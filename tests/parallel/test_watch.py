@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from headway.parallel.channel import Channel, anonymous_file
-from headway.parallel.watch import MAX_MISSED, RankProcess, Watch
+from headway.parallel.progress import Progress
+from headway.parallel.watch import INTERVAL, MAX_LATE, MAX_MISSED, MAX_SLOWER, RankProcess, Watch
 
 
 class Group:
@@ -31,7 +32,8 @@ class Group:
             process = subprocess.Popen(["sleep", "60"])
             self.others.append(other)
             self.processes.append(RankProcess(rank, process, control, control.makefile("rb")))
-        self.watch = Watch(self.processes, self.channel)
+        self.progress = Progress()  # of rank 0
+        self.watch = Watch(self.processes, self.channel, self.progress)
 
     def wait(self, *, beating: list[int]) -> str:
         """The failure that is found while these ranks advance their counters."""
@@ -98,6 +100,73 @@ def test_while_weights_are_loaded_only_a_stopped_rank_is_ended() -> None:
             time.sleep(0.05)
         made.processes[1].process.send_signal(signal.SIGSTOP)
         assert "rank 2 did not run for" in made.wait(beating=[1])
+
+
+def test_a_rank_that_runs_but_stays_behind_is_ended() -> None:
+    with group(2) as made:
+        made.watch.is_loading = False
+        made.progress.begin_plan()
+        made.progress.enter()
+        made.own[0].publish(made.progress.position)
+        assert "rank 2 made no progress for 0.6 s" in made.wait(beating=[1, 2])
+
+
+def looks_until_late(made: Group, changed: Callable[[int], object] = lambda _: None) -> int:
+    """Looks after which a rank is late, at most 500; `changed` is called before each."""
+    made.watch._stopped.set()
+    made.watch._thread.join()
+    for look in range(500):
+        changed(look)
+        if made.watch._lateness():
+            return look
+    return 500
+
+
+def test_a_rank_has_several_times_as_long_as_rank_0_needed() -> None:
+    with group(1) as made:
+        made.watch.is_loading = False
+        made.progress.begin_plan()
+        made.progress.enter()
+        made.progress.seconds = 4.0
+        assert looks_until_late(made) >= MAX_SLOWER * 4.0 / INTERVAL
+        made.progress.leave()
+        made.progress.enter()  # quickly
+        assert looks_until_late(made) == MAX_LATE
+
+
+def test_no_rank_is_late_unless_rank_0_waits_for_it() -> None:
+    with group(1) as made:
+        progress, rank = made.progress, made.own[0]
+        progress.begin_plan()
+        progress.enter()
+        assert looks_until_late(made) == 500  # weights are loaded
+        made.watch.is_loading = False
+        assert looks_until_late(made, rank.publish) == 500  # it moves
+        rank.publish(progress.position)
+        assert looks_until_late(made) == 500  # a collective that all ranks have joined
+        rank.publish(0)
+        progress.leave()
+        assert looks_until_late(made) == 500  # rank 0 computes
+        progress.end_plan()
+        progress.is_waiting = True
+        assert looks_until_late(made) == MAX_LATE  # for a captured step
+
+
+def test_positions_of_equal_plans_are_equal_whatever_was_before() -> None:
+    found = [list[int](), list[int]()]
+    for each, num_warm_up in zip(found, (0, 7), strict=True):
+        progress = Progress(each.append)
+        for _ in range(num_warm_up):
+            progress.enter()
+            progress.leave()
+        each.clear()
+        for num_collectives in (3, 0):
+            progress.begin_plan()
+            for _ in range(num_collectives):
+                progress.enter()
+                progress.leave()
+            progress.end_plan()
+    assert found[0] == found[1] == sorted(set(found[0])) and len(found[0]) == 7
 
 
 def test_closing_waits_for_processes_and_closes_their_sockets() -> None:

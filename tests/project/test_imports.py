@@ -43,7 +43,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "observe.trace": (*TYPES, "scheduler", "observe"),
     "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "observe", "engine"),
     "parallel": (*TYPES, "executor", "model", "parallel"),
-    "loading": (*TYPES, "scheduler", "model", "text", "engine", "parallel"),
+    "loading": (*TYPES, "kv", "scheduler", "model", "text", "engine", "parallel"),
     "llm": (
         *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading",
         "parallel", "unsupported",
@@ -81,7 +81,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "triton": TORCH,
     "fastapi": ("server",),
     "starlette": ("server",),
-    "ray": ("fleet.ray_serve", "fleet.ray_cluster", "lab.planner"),
+    "ray": ("fleet.ray_serve", "fleet.ray_cluster", "fleet.ray_directory", "lab.planner"),
     "uvicorn": ("server", "cli"),
     "matplotlib": ("lab.plots",),
     "typer": ("cli",),

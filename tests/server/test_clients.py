@@ -17,7 +17,7 @@ import uvicorn
 from headway import LLM, SamplingParams
 from headway.cli.options.serve import ServeOptions
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.loop import QueueLimits
+from headway.engine.queue_limits import QueueLimits
 from headway.lab.loadgen import report as serve_report
 from headway.lab.loadgen.http_client import Address
 from headway.lab.loadgen.load import find_model, send

@@ -12,8 +12,9 @@ import pytest
 
 from headway import Engine, Scheduler, preset
 from headway.engine.input_processor import embedding_params
-from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.loop import EngineLoop
 from headway.engine.messages import FromLoop, SampleUpdate, Submit, TokenBatch
+from headway.engine.queue_limits import QueueLimits
 from headway.request import RequestParams
 from headway.server.process.ipc import FrameDecoder, frame
 from tests.server.test_http import error

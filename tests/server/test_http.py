@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from headway import VirtualClock
-from headway.engine.loop import QueueLimits
 from headway.engine.messages import Cancel, Submit
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
 from headway.server.anthropic.protocol import CountRequest, MessagesRequest
 from headway.server.generation.prepared_chat import OutputParser

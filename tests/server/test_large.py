@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from tokenizers import AddedToken
 
 from headway.engine.input_processor import InputProcessor
-from headway.engine.loop import QueueLimits
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import InvalidRequest, RequestTooLong
 from headway.sampling_params import Sampling, SamplingParams
 from headway.server.generation import request_fields

@@ -18,7 +18,7 @@ import pytest
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
-from headway.engine.loop import QueueLimits
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketClient

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from functools import cache
+from inspect import getmembers
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ def speed_up() -> None:
     core.dtype.__eq__ = equal_if_same(core.dtype)
     core.block_type.__init__ = described_once(core)
     core.tensor.__init__ = shaped_once(core.tensor)
+    interpreter.TensorHandle.__init__ = sized_once(interpreter._validate_np_data_size)
+    interpreter._patch_builtin = listed_once(interpreter, core.is_builtin)
     interpreter._get_np_dtype = looked_up_once(interpreter._get_np_dtype)
 
 
@@ -176,28 +179,63 @@ def described_once(core: Any) -> Any:
     describe, known = core.block_type.__init__, dict[Any, dict[str, Any]]()
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (str(element_ty), *(int(getattr(size, "value", size)) for size in shape))
-        if key not in known:
+        sizes = shape.values if type(shape) is core.tuple else shape
+        key = (
+            element_ty.name,
+            *[s if type(s) is int else int(getattr(s, "value", s)) for s in sizes],
+        )
+        if (found := known.get(key)) is None:
             describe(self, element_ty, shape)
-            known[key] = dict(self.__dict__)
-        self.__dict__.update(known[key])
-        self.element_ty = element_ty
+            known[key] = self.__dict__.copy()
+        else:
+            self.__dict__.update(found)
+            self.element_ty = element_ty
 
     return init
 
 
 def shaped_once(kind: Any) -> Any:
     """Cache a value's shape and number of elements, which follow from its type."""
-    shape, known = kind.__init__, dict[str, dict[str, Any]]()
+    shape, known = kind.__init__, dict[str, tuple[Any, Any]]()
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        key = str(type)
-        if key not in known:
+        if (found := known.get(type.name)) is None:
             shape(self, handle, type)
-            known[key] = {name: self.__dict__[name] for name in ("numel", "shape")}
-        self.__dict__.update(known[key], handle=handle, type=type, dtype=type.scalar)
+            known[type.name] = self.numel, self.shape
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.numel, self.shape = found
 
     return init
+
+
+def sized_once(is_valid: Any) -> Any:
+    """Compare the size of an element with its type once for every size and type."""
+    valid = set[tuple[int, str]]()
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if (key := (data.itemsize, dtype.name)) not in valid:
+            assert is_valid(data, dtype), f"{data.itemsize} bytes in a value of type {dtype}"
+            valid.add(key)
+
+    return init
+
+
+def listed_once(interpreter: Any, is_builtin: Any) -> Any:
+    """Cache the functions of a module of the language, which are replaced for every launch."""
+    known = dict[Any, list[tuple[str, Any]]]()
+
+    def patch(module: Any, builder: Any, scope: Any) -> None:
+        if module not in known:
+            members = [(name, member) for name, member in getmembers(module) if is_builtin(member)]
+            if not members:  # they are replaced already
+                return
+            known[module] = members
+        for name, member in known[module]:
+            interpreter._patch_attr(module, name, member, builder, scope)
+
+    return patch
 
 
 def looked_up_once(look_up: Any) -> Any:

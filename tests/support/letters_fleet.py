@@ -1,11 +1,13 @@
 """Replicas on Ray without a model: call `main`.
 
-Starts a local Ray, three replicas and a server, whose outputs are the prompts in capitals. Prints the
-addresses of Ray and of the server. A number on its standard input sets the number of replicas.
+Starts a local Ray, several replicas and a server, whose outputs are the prompts in capitals. Prints
+the addresses of Ray, of Serve's proxies and of the server. A line on its standard input has fields
+of FleetOptions, as JSON, with which the replicas are replaced.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -28,6 +30,7 @@ from headway.server.process.serve import ServedEngine, ServerFactory, bind
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 
 STEP_SECONDS = 0.02
+NUM_REPLICAS = 4  # so that several can be starting while a test goes on
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,10 @@ class Info:
 def make_engine() -> ServedEngine:
     executor = Capitals()
     executor.seconds = STEP_SECONDS
-    config = preset("headway", max_model_len=512, num_blocks=2048, block_size=16)
+    config = preset(
+        "headway", max_model_len=512, num_blocks=2048, block_size=16, max_num_seqs=64,
+        max_num_batched_tokens=256,
+    )  # fmt: skip
 
     def prepare(loop: EngineLoop) -> None:
         ServerMetrics(loop, MODEL)
@@ -69,29 +75,34 @@ def main() -> None:
     import ray
     from ray import serve
 
-    from headway.fleet.ray_cluster import serve_fleet
-    from headway.fleet.ray_serve import replica_deployment
+    from headway.fleet.ray_cluster import connected, serve_connected
+    from headway.fleet.ray_serve import QUIET, replica_deployment
 
     factory = ServerFactory(make_engine=make_engine, make_app=make_app, setup=setup, grace=0.0)
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
-    options = FleetOptions(replicas=3, num_cpus=0.0, route="round_robin")
-    bound = bind("127.0.0.1", 0)
-    stop_logs = setup()
+    options = FleetOptions(replicas=NUM_REPLICAS, num_cpus=0.0, route="round_robin")
+    bound, stop_logs = bind("127.0.0.1", 0), setup()
+    port = bound.getsockname()[1]
+    with bind("127.0.0.1", 0) as free:
+        proxies = free.getsockname()[1]
 
-    def scale() -> None:
+    def update() -> None:
         for line in sys.stdin:
-            app = replica_deployment(factory, replace(options, replicas=int(line)))
+            app = replica_deployment(factory, replace(options, **json.loads(line)))
             target = serve.RunTarget(app, name=options.name, route_prefix=None)
             serve.run_many([target], wait_for_applications_running=False)
         os.kill(os.getpid(), signal.SIGINT)  # the test has ended without stopping this server
 
     def ready(_: object) -> None:
         print(f"ray {ray.get_runtime_context().gcs_address}", file=sys.stderr)
+        print(f"proxies {proxies}", file=sys.stderr)
         print(f"{MODEL} at http://127.0.0.1:{port};", file=sys.stderr)
-        threading.Thread(target=scale, daemon=True).start()
+        threading.Thread(target=update, daemon=True).start()
 
-    port = bound.getsockname()[1]
     try:
-        serve_fleet(factory, bound, ready, options, lambda _: None)
+        with connected(options):
+            http = {"host": "127.0.0.1", "port": proxies}
+            serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
+            serve_connected(factory, bound, ready, options, lambda _: None)
     finally:
         stop_logs()

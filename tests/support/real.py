@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -213,17 +213,24 @@ class Trial:
         """All blocks and requests have been released."""
         scheduler = self.engine.scheduler
         assert not scheduler.requests and not self.engine.has_work
-        assert scheduler.num_free == scheduler.config.num_blocks
-        assert scheduler.kv.host.num_free == self.config.num_host_blocks
+        assert scheduler.kv.is_unused
 
 
 # Single forward passes.
 
 
-def blocks_for(model: Decoder, num_tokens: int, block_size: int = 16) -> Tensor:
-    """Blocks for `num_tokens`, filled with NaN so that reading them by mistake is noticed."""
-    num_blocks = -(-num_tokens // block_size)
-    return model.backend.kv_blocks(model.config, num_blocks, block_size).fill_(math.nan)
+def blocks_for(
+    model: Decoder, num_tokens: int, block_size: int = 16, *, windowed: bool = False
+) -> Tensor:
+    """Blocks for `num_tokens`, filled with NaN so that reading them by mistake is noticed.
+
+    Those of the sliding-window layers, or of the others.
+    """
+    num_blocks, config = (
+        -(-num_tokens // block_size),
+        model.config.layers_of_kind(windowed=windowed),
+    )
+    return model.backend.kv_blocks(config, num_blocks, block_size).fill_(math.nan)
 
 
 def batch_of(
@@ -259,7 +266,12 @@ def whole(tokens: Sequence[int], block_size: int = 16) -> ForwardBatch:
 @torch.inference_mode()
 def logits_of(model: Decoder, tokens: Sequence[int]) -> Tensor:
     """Logits at every position of one sequence, computed in one pass."""
-    return model.logits(model.forward(whole(tokens), blocks_for(model, len(tokens))))
+    batch, window_blocks = whole(tokens), None
+    if model.config.windowed_layers:
+        batch.windowed = replace(batch, window=model.config.sliding_window)
+        window_blocks = blocks_for(model, len(tokens), windowed=True)
+    blocks = blocks_for(model, len(tokens))
+    return model.logits(model.forward(batch, blocks, window_blocks=window_blocks))
 
 
 # A tiny model with a tokenizer, for tests in which the model's size does not matter.
@@ -302,22 +314,31 @@ def write_tiny(folder: Path, **numbers: Any) -> Path:
 
 @cache
 def transformers_model() -> Any:
-    """The bundled model as transformers reads the same file, in float32.
-
-    Like `AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)`, which would read the whole
-    file a second time for its config and needs another package.
-    """
+    """The bundled model as transformers reads the same file, in float32."""
     transformers = pytest.importorskip("transformers")
-    loading = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
-    gguf = pytest.importorskip("gguf")
     config = transformers.LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, rms_norm_eps=1e-5,
         tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
+    model, read = transformers_from_gguf("smollm2-135m", transformers.LlamaForCausalLM, config)
+    own = config.to_dict() | {"rope_theta": 100000.0, "_model_name_or_path": ...}
+    unlike = {k: v for k, v in read.items() if own.get(k, v) not in (v, ...)}
+    assert unlike.keys() <= {"rms_norm_eps", "pad_token_id"}, f"the file has {unlike}"
+    return model
+
+
+def transformers_from_gguf(name: str, kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
+    """A model of transformers with the weights of a file, in float32; and the file's config.
+
+    Like `AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)`, which would read the whole
+    file a second time for its config and needs another package.
+    """
+    loading = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    gguf = pytest.importorskip("gguf")
     with torch.device("meta"):  # the weights are loaded from the file below
-        model = transformers.LlamaForCausalLM(config)
+        model = kind(config)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     with pytest.MonkeyPatch.context() as patch:
         # A table of names for every module, and a mapping of the file for every tokenizer field,
@@ -325,15 +346,12 @@ def transformers_model() -> Any:
         patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, dtype=np.uint8))
         read = loading.load_gguf_checkpoint(
-            str(resolve("smollm2-135m")), return_tensors=True, model_to_load=model
+            str(resolve(name)), return_tensors=True, model_to_load=model
         )
-    own = config.to_dict() | {"rope_theta": 100000.0, "_model_name_or_path": ...}
-    unlike = {k: v for k, v in read["config"].items() if own.get(k, v) not in (v, ...)}
-    assert unlike.keys() <= {"rms_norm_eps", "pad_token_id"}, f"the file has {unlike}"
     missing, unknown = model.load_state_dict(read["tensors"], strict=False, assign=True)
     assert (missing, unknown) == (["lm_head.weight"], []), "the head is tied to the embedding"
     model.tie_weights()
-    return model.float().eval()
+    return model.float().eval(), read["config"]
 
 
 @torch.inference_mode()

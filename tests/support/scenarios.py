@@ -15,11 +15,13 @@ from typing import Any
 
 from headway.config import Config, HeadroomRule, SchedulerView, StepActions
 from headway.errors import RequestTooLong
+from headway.kv.window import most_useful_window_blocks
 from headway.plan import Plan
 from headway.request import Request, RequestParams, RequestState
 from headway.scheduler import Scheduler, headroom, policies, queues
 from headway.scheduler.presets import SLOTS
 from tests.support.shadow import EOS, VOCABULARY, Handle, ShadowExecutor, oracle
+from tests.support.window_shadow import WindowShadow
 
 Tamper = Callable[[Plan, Scheduler], None]
 MOMENTS = ("early", "launched", "late")  # before schedule, in flight, after complete
@@ -262,10 +264,20 @@ def random_samples(rng: random.Random, parent: Request) -> list[Request]:
     return samples
 
 
-def random_scenario(seed: int, async_scheduling: int) -> Scenario:
-    """The scenario with this seed."""
+def with_window(rng: random.Random, config: Config) -> Config:
+    """The config for a model with sliding-window layers, mostly with few blocks for them."""
+    window = rng.choice((1, 2, 3, 5, 8, 20))
+    most = most_useful_window_blocks(window, replace(config, max_model_len=64))
+    count = rng.choice((most, rng.randrange(2, 12), rng.randrange(4, 20)))
+    return replace(config, num_host_blocks=0, sliding_window=window, num_window_blocks=count)
+
+
+def random_scenario(seed: int, async_scheduling: int, *, has_window: bool = False) -> Scenario:
+    """The scenario with this seed, of a model with or without sliding-window layers."""
     rng = random.Random(seed)
     config = random_config(rng)
+    if has_window:
+        config = with_window(random.Random(seed), config)
     scenario = Scenario(config, async_scheduling, random_requests(rng, config))
     for request in scenario.requests:
         if rng.random() < 0.12:
@@ -298,7 +310,8 @@ class ScenarioRun:
     def __init__(self, scenario: Scenario, tamper: Tamper | None = None) -> None:
         self.scenario = scenario
         self.scheduler = Scheduler(scenario.config)
-        self.executor = ShadowExecutor(self.scheduler)
+        shadow = WindowShadow if scenario.config.sliding_window else ShadowExecutor
+        self.executor = shadow(self.scheduler)
         self.pending: deque[tuple[Plan, Handle]] = deque()
         self.outputs: dict[Request, list[int]] = {}
         self.finished: list[Request] = []
@@ -477,7 +490,7 @@ class ScenarioRun:
         )  # fmt: skip
         assert not any(left), f"not empty: {left}"
         assert decode_batch.context == 0 and not any(scheduler.kv.pool.refs)
-        assert scheduler.kv.host.num_free == scheduler.kv.host.num_blocks
+        assert scheduler.is_idle
         assert sorted(r.id for r in self.finished) == sorted(r.id for r in self.outputs)
         self.check_tokens()
         for request, reported in self.outputs.items():

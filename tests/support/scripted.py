@@ -19,7 +19,8 @@ from typing import Any
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine
-from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.loop import EngineLoop
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import HeadwayError
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.plan import Plan

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Backend
 from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.input_processor import InputProcessor
-from headway.engine.loop import QueueLimits
+from headway.engine.queue_limits import QueueLimits
 from headway.plan import Embedding, Plan, StepResult
 from headway.request import Request
 from headway.sampling_params import Sampling, TokenLogprobs

@@ -7,6 +7,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
+from headway.cli.commands.replicas import MAX_REPLICAS
 from headway.cli.options import common as options
 from headway.cli.view import render
 from headway.config import Config
@@ -16,8 +17,6 @@ from headway.lab.cluster import ReplicasResult, simulate_replicas
 from headway.lab.cost import Profile
 from headway.lab.summary import Summary
 from headway.lab.workload.request import WorkloadRequest
-
-MAX_REPLICAS = 64  # of one pool
 
 
 def parse_pools(text: str) -> tuple[int, int]:

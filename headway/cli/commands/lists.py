@@ -57,12 +57,20 @@ def _machine() -> dict[str, Any]:
     """The GPUs, and how fast the CPU computes one layer of the default model."""
     try:
         from headway.model.devices import gpus, why_no_cuda
-        from headway.model.precision import fastest, num_threads, probe, why_not_native
+        from headway.model.precision import (
+            byte_products,
+            fastest,
+            num_threads,
+            probe,
+            why_not_native,
+        )
         from headway.model.weights.checkpoint import open_checkpoint
     except ModuleNotFoundError as error:
         return {"error": f"{error.name} is not installed: {install('torch')}"}
     default = next((m.path for m in list_models() if m.path is not None), None)
     found: dict[str, Any] = {"threads": num_threads(), "native_kernels": why_not_native() or "yes"}
+    if found["native_kernels"] == "yes":
+        found["byte_products"] = byte_products()
     found |= {"cuda": why_no_cuda() or "yes", "gpus": [asdict(gpu) for gpu in gpus()]}
     if default is None:
         return found | {"error": "no model is downloaded yet: try --fetch smollm2-135m"}
@@ -99,7 +107,10 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
     if machine.get("cuda", "yes") != "yes":
         console.print(f"No GPU is used: {escape(machine['cuda'])}")
     if machine.get("native_kernels", "yes") != "yes":
-        console.print(f"Native kernels are not used: {escape(machine['native_kernels'])}")
+        reason = f"Native kernels are not used: {escape(machine['native_kernels'])}"
+        console.print(f"{reason}. Plain torch is slower; a C compiler (gcc) enables them.")
+    if "byte_products" in machine:
+        console.print(f"Products with quantized weights: {machine['byte_products']}")
     if "error" in machine:
         console.print(f"[dim]{escape(machine['error'])}[/]")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,7 @@ import typer
 from headway.cli.options.common import Json, check_writable, progress_bar
 from headway.cli.options.model import KV_MEMORY_DEFAULT, MODEL_HELP, ModelOptions, resolved
 from headway.cli.view.render import print_profile, warn_of_profile
-from headway.engine.gc_freeze import gc_freeze
-from headway.errors import ExecutorError
+from headway.cli.workload_run import run_workload
 from headway.lab.calibration import (
     CPU_CALIBRATION,
     GPU_CALIBRATION,
@@ -30,10 +28,9 @@ from headway.lab.calibration import (
 )
 from headway.lab.cost import Model, Profile, as_json, save_profile
 from headway.lab.fit import fit, observations
-from headway.lab.loadgen.requests import random_prompt
+from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.trace import Line, describe_step
 from headway.plan import Copy, Plan, StepReport
-from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -55,7 +52,7 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="Run fewer and shorter requests; less accurate.")
 ]
 CPU_MAX_NUM_SEQS = 32
-CPU_WARM_UP: Wave = [(16, 4)]
+WARM_UP = Wave([(16, 4)], 1)
 CALIBRATIONS = {  # by is_on_gpu and is_quick
     (False, False): CPU_CALIBRATION, (False, True): QUICK_CPU_CALIBRATION,
     (True, False): GPU_CALIBRATION, (True, True): QUICK_GPU_CALIBRATION,
@@ -175,44 +172,36 @@ def model_work(llm: LLM) -> Model:
 
 
 def run(llm: LLM, calibration: Calibration) -> Logs:
-    """Run all waves; with async scheduling, some again without it, which shows the time it hides.
-
-    On a GPU all waves run twice before: the first run of a shape compiles kernels, the second
-    captures graphs.
-    """
-    lines: list[Line] = []
-    llm.engine.observers.append(lambda report: lines.append(describe_step(report)))
-    source, logs, is_async = random.Random(0), Logs([], [], []), llm.engine.async_scheduling
+    """Run all waves; with async scheduling, some again without it, which shows the time it hides."""
+    logs, is_async = Logs([], [], []), llm.engine.async_scheduling
     before, held_out, after = calibration.before, [calibration.held_out], calibration.after
-    warm_up = 2 * [*before, *held_out, *after] if llm.loaded.is_on_gpu else [CPU_WARM_UP]
     stages: list[tuple[list[Wave], list[Line], bool]] = [
-        (warm_up, [], is_async), (before, logs.fitted, is_async),
+        ([WARM_UP], [], is_async), (before, logs.fitted, is_async),
         (held_out, logs.held_out, is_async), (after, logs.fitted, is_async),
         (before if is_async else [], logs.synchronous, False),
     ]  # fmt: skip
-    total = sum(len(wave) for waves, *_ in stages for wave in waves)
-    with progress_bar("profiling", total) as advance, gc_freeze():
-        for waves, log, llm.engine.async_scheduling in stages:
+    total = sum(len(wave.lengths) for waves, *_ in stages for wave in waves)
+    with progress_bar("profiling", total) as advance:
+        for waves, log, hides_host in stages:
             for wave in waves:
-                run_wave(llm, wave, source, advance)
-            log += lines
-            lines.clear()
-    llm.engine.async_scheduling = is_async
+                run_wave(llm, wave, log, hides_host, advance)
     return logs
 
 
-def run_wave(llm: LLM, wave: Wave, source: random.Random, advance: Callable[[int], None]) -> None:
-    """Run random prompts of these lengths, which share no prefix, with outputs of full length."""
-    vocab_size = llm.loaded.decoder.config.vocab_size
-    prompts = [random_prompt(source, num_prompt, vocab_size) for num_prompt, _ in wave]
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        for _, num_output in wave
+def run_wave(
+    llm: LLM, wave: Wave, log: list[Line], is_async: bool, advance: Callable[[int], None]
+) -> None:
+    """Run prompts of these lengths, which share no prefix, with outputs of full length."""
+    space = TokenSpace()
+    requests = [
+        WorkloadRequest(id=str(i), pieces=(space.take(a),), num_output=b, max_tokens=b)
+        for i, (a, b) in enumerate(wave.lengths)
     ]
-    for result in llm.generate(prompts, params, use_tqdm=False, on_finish=lambda *_: advance(1)):
-        for sample in result.outputs:
-            if sample.error is not None:
-                raise ExecutorError(sample.error)
+    config = replace(llm.config, max_num_seqs=min(wave.max_num_seqs, llm.config.max_num_seqs))
+    observers = [lambda report: log.append(describe_step(report))]
+    run_workload(
+        llm, requests, config, async_scheduling=is_async, observers=observers, progress=advance
+    )
 
 
 def copy_blocks(llm: LLM) -> list[Line]:

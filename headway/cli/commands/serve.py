@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from headway import __version__
 from headway.cli.options.common import spread
-from headway.cli.options.fleet import FleetFlags, run_fleet
+from headway.cli.options.fleet import FleetFlags, anywhere, run_fleet
 from headway.cli.options.model import MODEL_HELP, ModelOptions
 from headway.cli.options.packages import check_extras
 from headway.cli.options.serve import ServeOptions
@@ -88,7 +88,7 @@ def serve_command(
     options = fleet.options(model)
     if options is not None:
         fleet.check(serving)
-        model = replace(model, threads=fleet.threads(model))
+        serving, model = anywhere(serving, replace(model, threads=fleet.threads(model)))
     bound = bind(serving.host, serving.port)
     host, port = bound.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

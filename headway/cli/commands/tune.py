@@ -154,7 +154,8 @@ def _print(question: TuneQuestion, answer: Answer) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]Best settings on {question.profile.name}[/]")
     console.print(f"  {text_of(answer.settings)}", markup=False)
-    console.print(f"\n{answer.objective.text} Cost: {answer.cost:.0f} full runs.")
+    console.print(f"\n{answer.objective.text}")
+    console.print(f"Simulated: {answer.num_settings} settings, {answer.cost:.0f} full runs.")
     for note in redundant(question.targets):
         console.print(f"Note: {note}.")
     _print_gain(console, question, answer)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from headway.server.process.serve import ServerFactory
 
 _fleet = panel("Replicas")
+DEVICES = Path("/dev")
+GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")  # made by the drivers of GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,24 +86,43 @@ class FleetFlags:
             )
 
     def threads(self, model: ModelOptions) -> int:
-        """CPU threads of one replica: as given, or an equal share of this machine's cores."""
-        most = self.max_replicas or self.replicas or 1
-        return model.threads or max(1, (os.cpu_count() or 1) // most)
+        """CPU threads of each process: as given, or an equal share of this machine's cores."""
+        return model.threads or max(1, (os.cpu_count() or 1) // self._num_processes(model))
+
+    def _num_processes(self, model: ModelOptions) -> int:
+        return (self.max_replicas or self.replicas or 1) * model.tensor_parallel_size
 
     def _num_cpus(self, model: ModelOptions) -> float:
         """What Ray reserves: the threads; less if the replicas share this machine's cores."""
-        threads, most = self.threads(model), self.max_replicas or self.replicas or 1
+        threads = self.threads(model) * model.tensor_parallel_size
         if self.ray_address is not None or model.threads is not None:
             return threads
-        return min(threads, (os.cpu_count() or 1) / most)
+        return min(threads, (os.cpu_count() or 1) / (self.max_replicas or self.replicas or 1))
 
 
 def _uses_gpu(device: str) -> bool:
     if device != "auto":
         return device != "cpu"
+    if not any(any(DEVICES.glob(name)) for name in GPU_FILES):
+        return False  # without importing torch, which a gateway does not need
     from headway.model.devices import why_no_cuda
 
     return why_no_cuda() is None
+
+
+def anywhere(serving: ServeOptions, model: ModelOptions) -> tuple[ServeOptions, ModelOptions]:
+    """The options for processes that run in other folders; ConfigError for a trace file."""
+    if model.trace_out is not None:
+        raise ConfigError(
+            f"--trace-out {model.trace_out} cannot be used with replicas, which would all write the "
+            "same file"
+        )
+    from headway.model.registry import BUNDLED
+
+    template, path = serving.chat_template, Path(model.model).expanduser()
+    if model.model not in BUNDLED and path.exists():
+        model = replace(model, model=str(path.absolute()))
+    return replace(serving, chat_template=template and template.expanduser().absolute()), model
 
 
 def run_fleet(

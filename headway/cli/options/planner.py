@@ -27,15 +27,15 @@ from headway.lab.svg import Plot
 from headway.model.registry import cache_root
 
 NAMES = {
-    "ttft": "time to first token", "tbt": "time between tokens",
-    "stall": "a request's longest time between tokens", "e2e": "time from arrival to the end",
+    "ttft": "the time to first token", "tbt": "the time between tokens",
+    "stall": "a request's longest time between tokens", "e2e": "the time from arrival to the end",
 }  # fmt: skip
 _targets, _runs = panel("Targets"), panel("Simulations")
 
 
 def _target(latency: str, statistic: str) -> Any:
     what = "Maximum" if statistic == "max" else f"{statistic[1:]}th percentile"
-    text = f"{what} of the {NAMES[latency]}, e.g. 200ms or 1.5s."
+    text = f"{what} of {NAMES[latency]}, e.g. 200ms or 1.5s."
     return _targets(text, f"--{latency}-{statistic}", metavar="TIME")
 
 

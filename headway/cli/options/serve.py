@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from headway.checks import one_of
 from headway.cli.options.common import panel
-from headway.engine.loop import QueueLimits
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:

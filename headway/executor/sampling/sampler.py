@@ -17,15 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headway.errors import InvalidRequest
 from headway.executor.sampling.draw import SETTINGS_DTYPE, SamplingSettings, choose, index
 from headway.executor.sampling.grammar import Grammars
 from headway.executor.sampling.logprobs import compute_logprobs
 from headway.plan import Rows
 from headway.request import Request
-from headway.sampling_params import Sampling, TokenLogprobs
-
-GREEDY = Sampling(temperature=0.0)
+from headway.sampling_params import Sampling, TokenLogprobs, sampling_of
 
 
 class Sampler:
@@ -49,13 +46,7 @@ class Sampler:
 
     def add_request(self, row: int, request: Request, tokens: Sequence[int]) -> None:
         """Assign a row to a request whose known `tokens` are its prompt and output so far."""
-        sampling = request.params.sampling
-        if sampling is None:
-            sampling = GREEDY
-        if not isinstance(sampling, Sampling):
-            raise InvalidRequest(
-                f"request {request.id!r}: sampling is {sampling!r}; it must be a Sampling or None"
-            )
+        sampling = sampling_of(request.id, request.params.sampling)
         num_generated = len(tokens) - request.num_prompt
         self.processors.pop(row, None)
         processor = LogitsProcessor(request, sampling, tokens, self.vocab_size, self.device)
@@ -67,7 +58,7 @@ class Sampler:
             sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0,
             sampling.top_p,
             sampling.min_p,
-            (sampling.seed + request.sample) % 2**64,
+            sampling.seed_of(request.sample),
             num_generated,
             -1 if sampling.logprobs is None else sampling.logprobs,
             row in self.processors,

@@ -87,6 +87,7 @@ class Search:
         self.shares = [s for s in SHARES if s == 1 or s * total >= MIN_REQUESTS]
         first = Tried(point={}, outcome=default, score=objective.score(default))
         self.tried = {question.identity({}): first}
+        self.considered = {*self.tried}  # identities of all points that ran, also on a part
         self._identities: dict[tuple[tuple[str, Any], ...], str] = {}  # slow to find
         self._stops = True  # whether runs that have missed a target are stopped
 
@@ -103,6 +104,7 @@ class Search:
 
     def evaluate(self, points: Sequence[Settings], share: float) -> list[tuple[Score, Settings]]:
         """Scores of points on a part of the workload, in their order."""
+        self.considered.update(map(self._identity, points))
         if share < 1:
             outcomes = self._evaluator.run([self._job(point, share) for point in points])
             return list(zip(map(self.objective.score, outcomes), points, strict=True))

@@ -72,6 +72,7 @@ class Answer:
     before: list[Finding]
     after: list[Finding]
     pareto: list[ParetoPoint]
+    num_settings: int  # that were simulated, on all of the workload or a part
     cost: float
 
 
@@ -105,7 +106,8 @@ def tune(question: TuneQuestion, evaluator: Evaluator, *, budget: int, seed: int
         changes=_changes(question, search, best[0], budget),
         before=diagnose(defaults[1][0].summary, defaults[1][0].config),
         after=diagnose(best[1][0].summary, best[1][0].config),
-        pareto=pareto(question, search.tried.values()), cost=evaluator.cost,
+        pareto=pareto(question, search.tried.values()), num_settings=len(search.considered),
+        cost=evaluator.cost,
     )  # fmt: skip
 
 

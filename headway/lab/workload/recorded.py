@@ -1,7 +1,8 @@
 """A decision trace as a workload: its requests, as rows with Headway's field names.
 
 A request has its recorded arrival, prompt, limit and output length; one that had not ended has its
-limit as length. Samples of one prompt become one request with `n`, and the mean of their lengths.
+limit as length. Samples of one prompt become one request with `n`, and the mean of their lengths. A
+request that another engine had begun has the tokens from there in its prompt, as it was computed.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def prompts(config: Line, steps: list[Line]) -> list[Line]:
     rows: list[Line] = []
     by_id: dict[str, tuple[Line, list[int]]] = {}  # the latest row, and the lengths of its samples
     for entry in (entry for step in steps for entry in step.get("added", ())):
-        limit, ends = _limit(entry, config), lengths[entry["id"]]
-        num_output = min(limit, max(1, ends.popleft() if ends else limit))
+        num_resumed, ends = num_packed(entry.get("output", ())), lengths[entry["id"]]
+        limit = max(1, _limit(entry, config) - num_resumed)
+        num_output = min(limit, max(1, ends.popleft() - num_resumed if ends else limit))
         if "parent" in entry:
             row, outputs = by_id[entry["parent"]]
         else:
@@ -60,24 +62,25 @@ def prompts(config: Line, steps: list[Line]) -> list[Line]:
 def _row(entry: Line, limit: int, number: int) -> Line:
     """The fields that a workload has; ids may repeat in a trace, so requests are numbered."""
     row = {"id": str(number), "arrival": entry["arrival"], "max_tokens": limit}
-    return row | {key: entry[key] for key in ("prompt", *OPTIONAL) if key in entry}
+    optional = {key: entry[key] for key in OPTIONAL if key in entry}
+    return row | {"prompt": known_tokens(entry)} | optional
+
+
+def known_tokens(entry: Line) -> Any:
+    """The packed tokens, or their number, that an added request came with."""
+    return entry["prompt"] + entry["output"] if "output" in entry else entry["prompt"]
 
 
 def _output_lengths(steps: Iterable[Line]) -> dict[str, deque[int]]:
     """The output lengths of the requests with each id, in the order in which they ended."""
     lengths = defaultdict[str, deque[int]](deque)
     for end in (end for step in steps for end in step.get("finished", ())):
-        lengths[end["id"]].append(_length(end["output"]))
+        lengths[end["id"]].append(num_packed(end["output"]))
     return lengths
 
 
 def _limit(entry: Line, config: Line) -> int:
     """The maximum output; without max_tokens, as much as the model and the KV cache allow."""
     most = min(config["max_model_len"], config["num_blocks"] * config["block_size"] + 1)
-    limit: int = entry["max_tokens"] or most - _length(entry["prompt"])
+    limit: int = entry["max_tokens"] or most - num_packed(entry["prompt"])
     return min(max(1, limit), MAX_TOKENS)
-
-
-def _length(tokens: Any) -> int:
-    """The number of packed tokens; a redacted trace has numbers instead of tokens."""
-    return tokens if isinstance(tokens, int) else num_packed(tokens)

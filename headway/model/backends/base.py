@@ -43,14 +43,25 @@ class LayerWeights:
     post_norm: Tensor
     gate_up: Weight
     down: Weight
+    attention_norm: Tensor | None = None  # of the attention's output
+    mlp_norm: Tensor | None = None  # of the MLP's output
 
 
 class ForwardPass(Protocol):
     """Takes one batch through the layers."""
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        """Return the hidden states [T, hidden] after a layer; may change x in place."""
+        """Return the hidden states [T, hidden] after a layer; may change x in place.
+
+        `number` is the layer's place in the KV blocks.
+        """
         ...
+
+    def layers(self, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
+        """Run all layers; may change x in place."""
+        for number, layer in enumerate(layers):
+            x = self.layer(number, layer, x)
+        return x
 
 
 class Backend(Protocol):
@@ -73,7 +84,7 @@ class Backend(Protocol):
     def linear(self, x: Tensor, weight: Weight) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
-        """[B, L, 2, G, P, D], not initialized; a block with all its layers is contiguous."""
+        """[B, L, 2, G, P, D] for the layers of the config, not initialized; a block with all its layers is contiguous."""
         ...
 
     def begin(

@@ -151,7 +151,7 @@ def _interleaved(weight: PlainWeight) -> PlainWeight:
     )
 
 
-class FusedDecodePass:
+class FusedDecodePass(ForwardPass):
     """A batch of decodes only, with few rows: fused kernels."""
 
     def __init__(
@@ -214,7 +214,7 @@ def _multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
     return linear(x, weight.matrix, bias_n=weight.bias, **options)  # type: ignore[arg-type]
 
 
-class UnfusedPass:
+class UnfusedPass(ForwardPass):
     """Any batch: decodes first, then prompt chunks."""
 
     def __init__(

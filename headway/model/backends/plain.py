@@ -78,6 +78,11 @@ class PlainBackend:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def gelu_multiply(self, x: Tensor) -> Tensor:
+        """Like `silu_multiply`, with the tanh form of GELU."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return torch.empty((num_blocks, *shape), dtype=self.dtype, device=self.device)
@@ -90,7 +95,7 @@ class PlainBackend:
         return whole if self.shard is None else SplitPass(whole, self, self.shard, config.norm_eps)
 
 
-class PlainPass:
+class PlainPass(ForwardPass):
     """One batch; attention computes one sequence at a time."""
 
     def __init__(
@@ -109,6 +114,7 @@ class PlainPass:
             batch.tables_sw if batch.row_ids_s is None else batch.tables_sw[batch.row_ids_s.long()]
         )
         self._tables = tables.long()
+        self._window = batch.window
         self._starts, self._ends = batch.starts_s.tolist(), batch.ends_s.tolist()
         self._cosine, self._sine = cosine_td[:, None], sine_td[:, None]
         stored = batch.slots_t >= 0
@@ -120,9 +126,15 @@ class PlainPass:
         ops, epsilon = self._backend, self._config.norm_eps
         qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
         self.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
-        x = x + ops.linear(self.attention(number, qkv), layer.output)
+        attended = ops.linear(self.attention(number, qkv), layer.output)
+        x = x + self._normed(attended, layer.attention_norm)
         inner = ops.linear(ops.rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-        return x + ops.linear(ops.silu_multiply(inner), layer.down)
+        is_silu = self._config.activation == "silu"
+        inner = ops.silu_multiply(inner) if is_silu else ops.gelu_multiply(inner)
+        return x + self._normed(ops.linear(inner, layer.down), layer.mlp_norm)
+
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else self._backend.rms_norm(x, norm, self._config.norm_eps)
 
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
@@ -130,36 +142,44 @@ class PlainPass:
         """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
         q_thd, k_tgd, v_tgd = self._split(qkv)
         for heads, norm in ((q_thd, q_norm), (k_tgd, k_norm)):
-            normed = (
-                heads
-                if norm is None
-                else self._backend.rms_norm(heads, norm, self._config.norm_eps)
-            )
-            heads.copy_(self._rotated(normed))
+            heads.copy_(self._rotated(self._normed(heads, norm)))
         block, offset = self._slots
         self._blocks[block, layer, 0, :, offset] = k_tgd[self._rows]
         self._blocks[block, layer, 1, :, offset] = v_tgd[self._rows]
 
     def attention(self, layer: int, qkv: Tensor) -> Tensor:
-        """[T, H * D]: every token attends to all tokens of its sequence up to itself."""
+        """[T, H * D]: every token attends to the tokens of its sequence up to itself.
+
+        With a window, only to the latest of them.
+        """
         q_thd, _, _ = self._split(qkv)
         out = torch.empty_like(q_thd)
         for s, end in enumerate(self._ends):
             first, last = self._starts[s], self._starts[s + 1]
-            k_gpd, v_gpd = self._cached(layer, s, end)
-            seen = torch.arange(end, device=qkv.device)
-            mask = seen[None] <= seen[end - (last - first) :, None]
+            begin = self._first_read(end - (last - first))
+            k_gpd, v_gpd = self._cached(layer, s, begin, end)
+            seen = torch.arange(begin, end, device=qkv.device)
+            asking = seen[first - last :, None]
+            mask = seen[None] <= asking
+            if self._window is not None:
+                mask &= seen[None] > asking - self._window
             out[first:last] = F.scaled_dot_product_attention(
                 q_thd[first:last].transpose(0, 1)[None], k_gpd[None], v_gpd[None],
-                attn_mask=mask, enable_gqa=True,
+                attn_mask=mask, enable_gqa=True, scale=self._config.attention_scale,
             )[0].transpose(0, 1)  # fmt: skip
         return out.flatten(1)
 
-    def _cached(self, layer: int, sequence: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [G, end, D] of a sequence, gathered from its blocks."""
-        num_blocks = -(-end // self._blocks.shape[4])
-        held = self._blocks[self._tables[sequence, :num_blocks], layer]  # [B, 2, G, P, D]
-        flat = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end]
+    def _first_read(self, position: int) -> int:
+        """The start of the first block that a token at this position reads."""
+        size = self._blocks.shape[4]
+        return 0 if self._window is None else max(0, position - self._window + 1) // size * size
+
+    def _cached(self, layer: int, sequence: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [G, end - begin, D] of a sequence, gathered from its blocks."""
+        size = self._blocks.shape[4]
+        blocks = self._tables[sequence, begin // size : -(-end // size)]
+        held = self._blocks[blocks, layer]  # [B, 2, G, P, D]
+        flat = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : end - begin]
         return flat[0], flat[1]
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

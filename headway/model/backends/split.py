@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from headway.model.backends.base import LayerWeights, Weight
+from headway.model.backends.base import ForwardPass, LayerWeights, Weight
 from headway.model.sharding import Shard
 
 
@@ -33,7 +33,7 @@ class LayerOperations(Protocol):
     def silu_multiply(self, x: Tensor) -> Tensor: ...
 
 
-class SplitPass:
+class SplitPass(ForwardPass):
     """One batch; every rank has whole hidden states before and after a layer."""
 
     def __init__(

@@ -78,12 +78,17 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> torch.Tensor:
         self._entry(name)
         tensor: torch.Tensor = self._files[self._stored(name)].get_tensor(self._stored(name))
-        return tensor
+        return self._with_offset(name, tensor)
 
     def read_part(self, name: str, part: Part) -> torch.Tensor:
         entry = self._entry(name)
         tensor: torch.Tensor = entry[part[: len(entry.get_shape())]]
-        return tensor
+        return self._with_offset(name, tensor)
+
+    def _with_offset(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Norm weights as factors; a family may store their difference from 1."""
+        offset = self.config.norm_offset if name.endswith("norm.weight") else 0.0
+        return tensor.float() + offset if offset else tensor
 
     def _entry(self, name: str) -> Any:
         """The tensor's entry in its file; ModelError if it is missing or not as expected."""

@@ -35,6 +35,11 @@ GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GGUF_OUTPUT_NORMS = {  # in models that normalize the outputs of attention and MLP
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
 class GgufCheckpoint:
@@ -49,7 +54,7 @@ class GgufCheckpoint:
         self._expected = ExpectedTensors(self.config, path)
 
     def has(self, name: str) -> bool:
-        return name in self._expected.shapes and gguf_name(name) in self._infos
+        return name in self._expected.shapes and self._name(name) in self._infos
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._expected.shapes[name]
@@ -81,9 +86,12 @@ class GgufCheckpoint:
         return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
 
     def _info(self, name: str) -> gguf.TensorInfo:
-        info = self._infos.get(gguf_name(name))
+        info = self._infos.get(self._name(name))
         self._expected.check(name, None if info is None else info.shape)
-        return self._infos[gguf_name(name)]
+        return self._infos[self._name(name)]
+
+    def _name(self, name: str) -> str:
+        return gguf_name(name, has_output_norms=self.config.has_output_norms)
 
     def _in_order(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
         """Undo llama.cpp's row order, which interleaves the two halves of each Llama head.
@@ -97,13 +105,14 @@ class GgufCheckpoint:
         return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, *, has_output_norms: bool = False) -> str:
     """llama.cpp's name of the tensor with this Hugging Face name."""
     base, _, ending = name.rpartition(".")
     if base in GGUF_TOP:
         return f"{GGUF_TOP[base]}.{ending}"
     layer, _, part = base.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{GGUF_LAYER.get(part, part)}.{ending}"
+    names = GGUF_LAYER | GGUF_OUTPUT_NORMS if has_output_norms else GGUF_LAYER
+    return f"blk.{layer}.{names.get(part, part)}.{ending}"
 
 
 def _gguf_config(path: Path, header: gguf.Header) -> ModelConfig:

@@ -19,7 +19,8 @@ from typing import Any
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
 from headway.engine.gc_freeze import gc_freeze
-from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.loop import EngineLoop
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
 from headway.server.http.connection_table import ConnectionTable, Listener, raise_descriptor_limit
 from headway.server.process.shutdown import GracefulServer

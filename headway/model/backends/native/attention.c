@@ -1,6 +1,8 @@
 /* The parts of a layer between its products: norms, gates, rotation, attention by block tables. */
 
-#define KEYS 64 /* positions per tile of keys; tiles start at position 0 of the sequence */
+/* Positions per tile of keys; tiles start at position 0 of the sequence. Two tiles of keys and values
+   fit in the first cache. */
+#define KEYS (LANES == 4 ? 32 : 64)
 #define MAX_QUERIES 32
 #define MAX_HEAD 256
 
@@ -14,31 +16,12 @@ ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsi
     for (i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
 }
 
-/* y[M, N] = x / (root mean square of its row) * weight. */
-static void share_rms_norm(const float *x, const float *weight, int64_t M, int64_t N, double epsilon,
-                           float *y) {
-#pragma omp for schedule(static) nowait
-    for (int64_t m = 0; m < M; m++) normalize(x + m * N, weight, N, (float)epsilon, y + m * N);
-}
-
-void rms_norm(const float *x, const float *weight, int64_t M, int64_t N, double epsilon, float *y) {
-#pragma omp parallel if (M > 4)
-    share_rms_norm(x, weight, M, N, epsilon, y);
-}
-
-/* y[M, N] = silu(x[M, :N]) * x[M, N:]. N is a multiple of LANES. */
-static void share_silu_multiply(const float *x, int64_t M, int64_t N, float *y) {
-#pragma omp for schedule(static) nowait
-    for (int64_t v = 0; v < M * N / LANES; v++) {
-        const int64_t m = v / (N / LANES), i = v % (N / LANES) * LANES;
-        vec gate = load(x + m * 2 * N + i), up = load(x + m * 2 * N + N + i);
-        store(y + m * N + i, gate / (1.0f + exponential(-gate)) * up);
+/* y[N] = silu(x[:N]) * x[N:]. N is a multiple of LANES. */
+ALWAYS void gate(const float *x, int64_t N, float *y) {
+    for (int64_t i = 0; i < N; i += LANES) {
+        vec gate = load(x + i), up = load(x + N + i);
+        store(y + i, gate / (1.0f + exponential(-gate)) * up);
     }
-}
-
-void silu_multiply(const float *x, int64_t M, int64_t N, float *y) {
-#pragma omp parallel if (M > 4)
-    share_silu_multiply(x, M, N, y);
 }
 
 /* The memory layout of keys and values: a block is [layers, 2, G, block_size, D]. */
@@ -62,12 +45,11 @@ ALWAYS void rotate(float *x, const float *cosine, const float *sine, int64_t hal
 
 /* For rows qkv[M, (H + 2 G) D]: normalize q and k if there are norm weights, rotate them in place,
    and store k and v in their slots (block * block_size + offset; negative: do not store). */
-static void share_rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine,
+static void share_rotate_and_store(Member *me, float *qkv, int64_t M, int64_t H, const float *cosine,
                                    const float *sine, const float *q_norm, const float *k_norm,
                                    double epsilon, const int64_t *slots, const Cache *cache) {
     const int64_t G = cache->heads, D = cache->head_size, half = D / 2;
-#pragma omp for schedule(static) nowait
-    for (int64_t m = 0; m < M; m++) {
+    for (int64_t m; (m = next_task(me, M)) >= 0;) {
         float *row = qkv + m * (H + 2 * G) * D;
         for (int64_t h = 0; h < H + G; h++) {
             const float *norm = h < H ? q_norm : k_norm;
@@ -81,13 +63,6 @@ static void share_rotate_and_store(float *qkv, int64_t M, int64_t H, const float
             memcpy(key + cache->value_offset, row + (H + G + g) * D, (size_t)D * 4);
         }
     }
-}
-
-void rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine, const float *sine,
-                      const float *q_norm, const float *k_norm, double epsilon,
-                      const int64_t *slots, const Cache *cache) {
-#pragma omp parallel if (M > 4)
-    share_rotate_and_store(qkv, M, H, cosine, sine, q_norm, k_norm, epsilon, slots, cache);
 }
 
 /* Fold the lanes of a and b onto half as many: every 2 * half lanes hold a's, then b's. */
@@ -207,8 +182,15 @@ static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t
     }
 }
 
+/* Keys and values that will be read later: the first `count` positions of a sequence. */
+typedef struct {
+    const int32_t *table;
+    int64_t head;
+    int count;
+} Ahead;
+
 static void attend(const Queries *queries, const Cache *cache, int64_t head, const int32_t *table,
-                   float scale) {
+                   float scale, const Ahead *after) {
     const int64_t D = cache->head_size;
     float scores[MAX_QUERIES][KEYS], out[MAX_QUERIES][MAX_HEAD];
     float most[MAX_QUERIES], total[MAX_QUERIES];
@@ -223,17 +205,18 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
         find(cache, head, table, first, count, keys);
         for (int j = 0; j < count; j++) values[j] = keys[j] + cache->value_offset;
         const int64_t rest = queries->last - first - KEYS;
-        const int next = rest < 0 ? 0 : rest < KEYS ? (int)rest : KEYS;
+        const int next = rest <= 0 ? after->count : rest < KEYS ? (int)rest : KEYS;
         const float *later[KEYS];
-        find(cache, head, table, first + KEYS, next, later);
+        if (rest > 0) find(cache, head, table, first + KEYS, next, later);
+        else find(cache, after->head, after->table, 0, next, later);
         int started = 0; /* first row that sees these keys; later rows see more positions */
         while (queries->end[started] <= first) started++;
         for (int r = started, fetched = 0; r < queries->rows; r++) {
             const int upto = next * (r - started + 1) / (queries->rows - started);
-            for (; fetched < upto; fetched++) /* prefetch a part of the next tile before each row */
+            for (; fetched < upto; fetched++) /* prefetch a part of what comes next before each row */
                 for (int64_t d = 0; d < D; d += 16) {
-                    __builtin_prefetch(later[fetched] + d);
-                    __builtin_prefetch(later[fetched] + d + cache->value_offset);
+                    __builtin_prefetch(later[fetched] + d, 0, 2);
+                    __builtin_prefetch(later[fetched] + d + cache->value_offset, 0, 2);
                 }
             score(queries->q[r], keys, count, D, scale, scores[r]);
             weigh(scores[r], queries->end[r] - first, &most[r], &total[r], out[r], D);
@@ -254,14 +237,13 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
    the last of its ends[s] tokens; each row sees all tokens of the sequence up to itself. A task is
    (sequence, first row), with at most `tokens` rows. It computes one key-value head at a time, or,
    if `split` is above 1, a part of the query heads of one. */
-static void share_attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
+static void share_attention(Member *me, const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
                             int64_t table_width, const int32_t *starts, const int32_t *ends,
                             double scale, const int32_t *tasks, int64_t num_tasks, int64_t tokens,
                             int64_t split, float *out) {
     const int64_t G = cache->heads, D = cache->head_size, group = H / G / split;
     const int64_t stride = (H + 2 * G) * D;
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t task = 0; task < num_tasks * G * split; task++) {
+    for (int64_t task; (task = next_task(me, num_tasks * G * split)) >= 0;) {
         const int64_t s = tasks[2 * (task / (G * split))], part = task % (G * split);
         const int64_t begin = tasks[2 * (task / (G * split)) + 1], rows = starts[s + 1];
         const int64_t end = begin + tokens < rows ? begin + tokens : rows;
@@ -272,14 +254,12 @@ static void share_attention(const float *qkv, int64_t H, const Cache *cache, con
                 queries.out[queries.rows] = out + m * H * D + h * D;
                 queries.end[queries.rows++] = queries.last = ends[s] - (rows - 1 - m);
             }
-        attend(&queries, cache, part / split, tables + s * table_width, (float)scale);
+        Ahead after = {.count = 0};
+        if (task + 1 < num_tasks * G * split) {
+            const int64_t next = tasks[2 * ((task + 1) / (G * split))];
+            after = (Ahead){tables + next * table_width, (task + 1) % (G * split) / split,
+                            ends[next] < KEYS ? ends[next] : KEYS};
+        }
+        attend(&queries, cache, part / split, tables + s * table_width, (float)scale, &after);
     }
-}
-
-void attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
-               int64_t table_width, const int32_t *starts, const int32_t *ends, double scale,
-               const int32_t *tasks, int64_t num_tasks, int64_t tokens, int64_t split, float *out) {
-#pragma omp parallel
-    share_attention(qkv, H, cache, tables, table_width, starts, ends, scale, tasks, num_tasks,
-                    tokens, split, out);
 }

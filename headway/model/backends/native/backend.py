@@ -19,7 +19,7 @@ from headway.model.backends.base import ForwardPass, LayerWeights, Weight
 from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
-from headway.model.backends.native.weights import GROUP, NativeWeight, layout
+from headway.model.backends.native.weights import GROUP, NativeWeight, address, layout
 from headway.model.backends.split import SplitPass
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
@@ -30,6 +30,8 @@ from headway.model.weights.tensors import QuantizedMatrix
 MAX_QUERIES = 32  # rows of queries in one attention task
 MAX_HEAD = 256
 QUANTIZED_TOGETHER = 16  # maximum number of rows that the quantized product quantizes together
+PARTS = ("preparation", "qkv", "rotation", "attention", "output", "gate_up", "down")
+OWN_ROWS = 8  # size of a thread's own buffer, in rows of floats
 
 
 def unsupported_reason(config: ModelConfig) -> str | None:
@@ -51,11 +53,12 @@ class NativeBackend:
 
     def __init__(self, *, is_quantized: bool = False) -> None:
         self.library = load()
-        self._structs = WeakKeyDictionary[
-            LayerWeights, structs.LayerStruct
-        ]()  # created on first use
+        self._structs = WeakKeyDictionary[LayerWeights, structs.LayerStruct]()
+        self._stacks = WeakKeyDictionary[LayerWeights, structs.LayerStack]()
+        self._arena = packing.Arena()
         self._is_quantized = is_quantized
         self.shard: Shard | None = None
+        self.times: Tensor | None = None  # int64, nanoseconds by part (PARTS), if set
         self.name = "native quantized" if is_quantized else "native float32"
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> NativeWeight:
@@ -63,10 +66,16 @@ class NativeBackend:
         bias = torch.cat([checkpoint.read(name).float() for name in biases]) if biases else None
         matrices = [f"{name}.weight" for name in names]
         width = checkpoint.shape(matrices[0])[1]
-        if self._is_quantized and width % GROUP == 0:
-            return packing.pack_groups(_groups(checkpoint, matrices), bias)
-        whole = [checkpoint.read(name).float() for name in matrices]
-        return packing.pack_floats(torch.cat(whole) if len(whole) > 1 else whole[0], bias)
+        if self._is_quantized and self._can_be_wide(width):
+            packed = packing.pack_wide(_floats(checkpoint, matrices), bias)
+        elif self._is_quantized and width % GROUP == 0:
+            packed = packing.pack_groups(_groups(checkpoint, matrices), bias)
+        else:
+            packed = packing.pack_floats(_floats(checkpoint, matrices), bias)
+        return packed.placed(self._arena)
+
+    def _can_be_wide(self, width: int) -> bool:
+        return layout().wide_group > 0 and width % layout().wide_group == 0
 
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor:
         return checkpoint.read(name).float().contiguous()
@@ -87,46 +96,53 @@ class NativeBackend:
         return residual
 
     def _multiply(self, x: Tensor, weight: NativeWeight, out: Tensor, adds: int) -> None:
-        bias = 0 if weight.bias is None else weight.bias.data_ptr()
-        rows, width = len(x), weight.num_inputs
-        if weight.bits == 32:
-            self.library.linear(
-                x.data_ptr(), rows, width, weight.pointer, weight.num_outputs, bias,
-                out.data_ptr(), adds,
-            )  # fmt: skip
-        else:
-            scratch = torch.empty(rows + QUANTIZED_TOGETHER - 1, width)  # bytes, scales and sums
-            self.library.quantized_linear(
-                x.data_ptr(), rows, width, weight.pointer, weight.num_outputs, weight.bits, bias,
-                out.data_ptr(), adds, scratch.data_ptr(),
-            )  # fmt: skip
+        space = Space(len(x), weight.num_inputs, None)
+        self.library.multiply(
+            ctypes.addressof(weight.struct), x.data_ptr(), len(x), 0, 0.0, out.data_ptr(), adds,
+            ctypes.addressof(space.struct),
+        )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         out = torch.empty_like(x)
-        self.library.rms_norm(x.data_ptr(), weight.data_ptr(), *x.shape, epsilon, out.data_ptr())
+        self.library.rms_norm(
+            x.data_ptr(), weight.data_ptr(), *x.shape, epsilon, out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
     def silu_multiply(self, x: Tensor) -> Tensor:
         rows, width = x.shape
         out = torch.empty(rows, width // 2)
-        self.library.silu_multiply(x.data_ptr(), rows, width // 2, out.data_ptr())
+        self.library.silu_multiply(
+            x.data_ptr(), rows, width // 2, out.data_ptr(), torch.get_num_threads()
+        )
         return out
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        return torch.empty((num_blocks, *shape))
+        return torch.from_numpy(np.empty((num_blocks, *shape), np.float32))  # in large pages
 
-    def struct_of(self, layer: LayerWeights, epsilon: float) -> int:
-        """Address of a layer's C struct; valid while the layer is alive."""
-        if layer not in self._structs:
-            self._structs[layer] = structs.struct_of(layer, epsilon)
-        return ctypes.addressof(self._structs[layer])
+    def stack_of(self, layers: Sequence[LayerWeights], epsilon: float) -> structs.LayerStack:
+        """The C structs of consecutive layers, valid while these are alive."""
+        stack = self._stacks.get(layers[0])
+        if stack is None or len(stack) != len(layers):
+            for layer in layers:
+                if layer not in self._structs:
+                    self._structs[layer] = structs.layer_struct(layer, epsilon)
+            stack = structs.stack_of([self._structs[layer] for layer in layers])
+            self._stacks[layers[0]] = stack
+        return stack
 
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
         whole = NativePass(self, config, batch, blocks, cosine, sine)
         return whole if self.shard is None else SplitPass(whole, self, self.shard, config.norm_eps)
+
+
+def _floats(checkpoint: Checkpoint, names: list[str]) -> Tensor:
+    whole = [checkpoint.read(name).float() for name in names]
+    return torch.cat(whole) if len(whole) > 1 else whole[0]
 
 
 def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
@@ -138,7 +154,7 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
     return packing.stack(kept) if len(kept) > 1 else kept[0]
 
 
-class NativePass:
+class NativePass(ForwardPass):
     """One batch; its attention tasks and buffers are created once, and all layers use them."""
 
     def __init__(
@@ -151,65 +167,71 @@ class NativePass:
         sine: Tensor,
     ) -> None:
         self._backend, self._config = backend, config
-        self._blocks = blocks
         group, size = config.num_heads // config.num_kv_heads, config.head_dim
-        tokens = MAX_QUERIES // group
+        tokens, rows = MAX_QUERIES // group, len(batch.tokens_t)
         tasks = tasks_of(batch.starts_s.numpy(), tokens)
         is_few = len(tasks) * config.num_kv_heads < 4 * torch.get_num_threads()
         cache = structs.CacheStruct(
-            blocks.data_ptr(), blocks.stride(0), 0, blocks.stride(2), blocks.shape[4],
+            blocks.data_ptr(), blocks.stride(0), blocks.stride(1), blocks.stride(2), blocks.shape[4],
             config.num_kv_heads, size,
         )  # fmt: skip
-        rows, self._buffers = len(batch.tokens_t), _buffers(config, len(batch.tokens_t))
+        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * size)
+        space, buffers = Space(rows, widest, backend.times), _buffers(config, rows)
         self._struct = structs.PassStruct(
-            cache, rows, config.num_heads, cosine.data_ptr(), sine.data_ptr(),
+            cache, space.struct, rows, config.num_heads, cosine.data_ptr(), sine.data_ptr(),
             batch.slots_t.data_ptr(), batch.tables_sw.data_ptr(), batch.starts_s.data_ptr(),
             batch.ends_s.data_ptr(), tasks.ctypes.data, batch.tables_sw.stride(0), len(tasks),
             tokens, group if is_few else 1, 1 / math.sqrt(size),
-            *(part.data_ptr() for part in self._buffers),
+            *(part.data_ptr() for part in buffers),
         )  # fmt: skip
-        self._kept = (batch, cosine, sine, tasks)  # keeps the pointers valid
-        self._cache = ctypes.addressof(self._struct)  # the struct's first member
+        self._kept = (batch, blocks, cosine, sine, tasks, space, buffers)  # keeps pointers valid
         self._pointer = ctypes.addressof(self._struct)
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        self._struct.cache.layer_offset = number * self._blocks.stride(1)
-        weights = self._backend.struct_of(layer, self._config.norm_eps)
-        self._backend.library.layer(weights, self._pointer, x.data_ptr())
+        return self._run(number, [layer], x)
+
+    def layers(self, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
+        return self._run(0, layers, x)
+
+    def _run(self, first: int, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
+        """Run consecutive layers in one call."""
+        stack = self._backend.stack_of(layers, self._config.norm_eps)
+        self._backend.library.layers(
+            ctypes.addressof(stack), first, len(layers), self._pointer, x.data_ptr()
+        )
         return x
 
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
         """Run one step of a layer by itself, in place."""
-        step = self._struct
-        step.cache.layer_offset = layer * self._blocks.stride(1)
+        norms, epsilon = (address(q_norm), address(k_norm)), self._config.norm_eps
         self._backend.library.rotate_and_store(
-            qkv.data_ptr(), len(qkv), step.heads, step.cosine, step.sine,
-            structs.address(q_norm), structs.address(k_norm), self._config.norm_eps, step.slots,
-            self._cache,
-        )  # fmt: skip
+            self._pointer, layer, qkv.data_ptr(), *norms, epsilon
+        )
 
     def attention(self, layer: int, qkv: Tensor) -> Tensor:
-        step, config = self._struct, self._config
-        out = torch.empty(len(qkv), config.num_heads * config.head_dim)
-        step.cache.layer_offset = layer * self._blocks.stride(1)
-        self._backend.library.attention(
-            qkv.data_ptr(), step.heads, self._cache, step.tables, step.table_width, step.starts,
-            step.ends, step.scale, step.tasks, step.num_tasks, step.tokens, step.split,
-            out.data_ptr(),
-        )  # fmt: skip
+        out = torch.empty(len(qkv), self._config.num_heads * self._config.head_dim)
+        self._backend.library.attention(self._pointer, layer, qkv.data_ptr(), out.data_ptr())
         return out
+
+
+class Space:
+    """Buffers for the inputs of products of at most `rows` rows and `width` inputs."""
+
+    def __init__(self, rows: int, width: int, times: Tensor | None) -> None:
+        threads = torch.get_num_threads()
+        shared, own = (rows + QUANTIZED_TOGETHER - 1) * width, OWN_ROWS * width
+        self._buffer = torch.empty(shared + threads * own)
+        start = self._buffer.data_ptr()
+        self.struct = structs.SpaceStruct(threads, start, start + 4 * shared, own, address(times))
 
 
 def _buffers(config: ModelConfig, rows: int) -> list[Tensor]:
     """Buffers for the intermediate results of a layer."""
     heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
-    widest = max(config.hidden_size, config.intermediate_size, config.num_heads * size)
-    widths = (config.hidden_size, heads * size, config.num_heads * size)
-    widths_inside = (2 * config.intermediate_size, config.intermediate_size)
-    buffers = [torch.empty(rows, width) for width in (*widths, *widths_inside)]
-    return [*buffers, torch.empty(rows + QUANTIZED_TOGETHER - 1, widest)]
+    widths = (heads * size, config.num_heads * size, 2 * config.intermediate_size)
+    return [torch.empty(rows, width) for width in widths]
 
 
 def tasks_of(starts_s: np.ndarray, tokens: int) -> np.ndarray:

@@ -23,26 +23,20 @@ import torch
 from headway.model.registry import cache_root
 
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp", "-Wno-psabi")
+NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+FLAGS = ("-O3", NATIVE, "-std=gnu11", "-fPIC", "-Wno-psabi")
+OPENMP = "-fopenmp"  # without it, as with Apple's compiler, team.c starts threads itself
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 SIGNATURES = {
     "layout": [POINTER],
-    "linear": [POINTER, INTEGER, INTEGER, POINTER, INTEGER, POINTER, POINTER, INTEGER],
-    "quantized_linear": [
-        POINTER, INTEGER, INTEGER, POINTER, INTEGER, INTEGER, POINTER, POINTER, INTEGER, POINTER,
-    ],
-    "quantized_rows": [POINTER, INTEGER, INTEGER, POINTER, INTEGER, POINTER],
-    "rms_norm": [POINTER, POINTER, INTEGER, INTEGER, REAL, POINTER],
-    "silu_multiply": [POINTER, INTEGER, INTEGER, POINTER],
-    "rotate_and_store": [
-        POINTER, INTEGER, INTEGER, POINTER, POINTER, POINTER, POINTER, REAL, POINTER, POINTER,
-    ],
-    "attention": [
-        POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER, POINTER, REAL, POINTER, INTEGER,
-        INTEGER, INTEGER, POINTER,
-    ],
-    "layer": [POINTER, POINTER, POINTER],
-}  # fmt: skip
+    "layers": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
+    "multiply": [POINTER, POINTER, INTEGER, POINTER, REAL, POINTER, INTEGER, POINTER],
+    "weight_rows": [POINTER, POINTER, INTEGER, POINTER],
+    "rms_norm": [POINTER, POINTER, INTEGER, INTEGER, REAL, POINTER, INTEGER],
+    "silu_multiply": [POINTER, INTEGER, INTEGER, POINTER, INTEGER],
+    "rotate_and_store": [POINTER, INTEGER, POINTER, POINTER, POINTER, REAL],
+    "attention": [POINTER, INTEGER, POINTER, POINTER],
+}
 
 
 class NativeUnavailable(Exception):
@@ -61,9 +55,13 @@ def load() -> ctypes.CDLL:
     if not path.exists():
         _compile(compiler, path)
     try:
-        library = ctypes.CDLL(str(path))
+        return with_signatures(ctypes.CDLL(str(path)))
     except OSError as error:
         raise NativeUnavailable(f"cannot load {path}: {error}") from None
+
+
+def with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the arguments of the library's functions."""
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
@@ -79,7 +77,7 @@ def _fingerprint(compiler: str) -> str:
         kinds = ("flags", "Features", "model name", "CPU part", "CPU implementer")
         features += "".join(sorted({line for line in lines if line.startswith(kinds)}))
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c")))
-    parts = (sources, version, features.encode(), " ".join(FLAGS).encode(),
+    parts = (sources, version, features.encode(), " ".join((*FLAGS, OPENMP)).encode(),
              torch.__version__.encode())  # fmt: skip
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -88,14 +86,16 @@ def _compile(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         target = Path(folder) / path.name
-        command = [compiler, *FLAGS, "-shared", "-o", str(target), str(SOURCE), "-Wl,--as-needed"]
-        done = subprocess.run(
-            [*command, *_threads(), "-lm"], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise NativeUnavailable(f"{compiler} failed to compile the kernels: {last}")
-        os.replace(target, path)  # atomic, so that another process never sees a partial file
+        command = [compiler, *FLAGS, "-shared", "-o", str(target), str(SOURCE)]
+        for threads in ([OPENMP, "-Wl,--as-needed", *_threads()], ["-pthread"]):
+            done = subprocess.run(
+                [*command, *threads, "-lm"], capture_output=True, text=True, check=False
+            )
+            if done.returncode == 0:
+                os.replace(target, path)  # atomic: another process never sees a partial file
+                return
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise NativeUnavailable(f"{compiler} failed to compile the kernels: {last}")
 
 
 def _threads() -> list[str]:

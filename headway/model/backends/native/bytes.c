@@ -5,9 +5,20 @@
    (4-bit: two such quads share a byte, low nibble first), then scales and minimums as float16.
    `dot` adds the products of four inputs of a row. */
 
+#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
+#define BYTE_PRODUCTS 4 /* AMX tiles for many rows */
+#elif defined(__AVX512VNNI__)
+#define BYTE_PRODUCTS 3
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define BYTE_PRODUCTS 2
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define BYTE_PRODUCTS 1
+#else
+#define BYTE_PRODUCTS 0 /* plain C */
+#endif
 #define GROUP 32 /* inputs that share a scale */
 #define GROUP_BYTES(bits) (LANES * GROUP * (bits) / 8 + LANES * 4)
-#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
+#if BYTE_PRODUCTS == 4
 #define TILES 1
 #define INTERLEAVED 16 /* rows whose groups of bytes are interleaved */
 #else
@@ -99,6 +110,3 @@ ALWAYS vec load_halves(const uint16_t *p) {
     return v;
 }
 #endif
-
-/* The layout for Python, which packs the weights: lanes, panel, whether 8-bit weights are signed. */
-void layout(int64_t *out) { out[0] = LANES, out[1] = PANEL, out[2] = SIGNED; }

@@ -3,6 +3,10 @@
 #define ROWS_IN_CACHE 96
 #define AHEAD 64 /* inputs ahead of use at which weights are prefetched */
 
+#if defined(__aarch64__)
+#include "neon.c"
+#else
+
 /* y[rows, PANEL] from x[rows, K] and one panel of weights [K, PANEL]. */
 ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w, int64_t K,
                  float out[MAX_ROWS][PANEL]) {
@@ -34,11 +38,16 @@ static void tile_of(int rows, const float *x, int64_t stride, const float *w, in
 #define CASE(n) case n: tile(n, x, stride, w, K, out); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if MAX_ROWS > 6
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        CASE(7) CASE(8)
+#endif
+#if MAX_ROWS > 8
+        CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
 #undef CASE
     }
 }
+
+#endif
 
 /* Write a finished tile with its bias; add it to y if `adds`. */
 ALWAYS void put(float *y, const float *from, const float *bias, int count, int adds) {
@@ -54,29 +63,21 @@ ALWAYS void put(float *y, const float *from, const float *bias, int count, int a
 }
 
 /* y[M, N] = x[M, K] w + bias, or added to y; w is in panels [ceil(N / PANEL), K, PANEL]. All
-   threads of a team call a share_... function together; the other functions start a team. */
-static void share_linear(const float *x, int64_t M, int64_t K, const float *w, int64_t N,
+   threads of a team call a share_... function together. A task is one panel and the rows that fit
+   in the cache. */
+static void share_linear(Member *me, const float *x, int64_t M, int64_t K, const float *w, int64_t N,
                          const float *bias, float *y, int64_t adds) {
-    const int64_t panels = (N + PANEL - 1) / PANEL;
-    for (int64_t from = 0; from < M; from += ROWS_IN_CACHE) {
+    const int64_t panels = (N + PANEL - 1) / PANEL, parts = (M + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE;
+    for (int64_t task; (task = next_task(me, panels * parts)) >= 0;) {
+        float out[MAX_ROWS][PANEL];
+        const int64_t p = task % panels, first = p * PANEL, from = task / panels * ROWS_IN_CACHE;
         const int64_t to = from + ROWS_IN_CACHE < M ? from + ROWS_IN_CACHE : M;
-#pragma omp for schedule(dynamic, 3) nowait
-        for (int64_t p = 0; p < panels; p++) {
-            float out[MAX_ROWS][PANEL];
-            const int64_t first = p * PANEL;
-            const int width = N - first < PANEL ? (int)(N - first) : PANEL;
-            for (int64_t m = from; m < to; m += MAX_ROWS) {
-                const int rows = to - m < MAX_ROWS ? (int)(to - m) : MAX_ROWS;
-                tile_of(rows, x + m * K, K, w + p * K * PANEL, K, out);
-                for (int r = 0; r < rows; r++)
-                    put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, width, (int)adds);
-            }
+        const int width = N - first < PANEL ? (int)(N - first) : PANEL;
+        for (int64_t m = from; m < to; m += MAX_ROWS) {
+            const int rows = to - m < MAX_ROWS ? (int)(to - m) : MAX_ROWS;
+            tile_of(rows, x + m * K, K, w + p * K * PANEL, K, out);
+            for (int r = 0; r < rows; r++)
+                put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, width, (int)adds);
         }
     }
-}
-
-void linear(const float *x, int64_t M, int64_t K, const float *w, int64_t N, const float *bias,
-            float *y, int64_t adds) {
-#pragma omp parallel
-    share_linear(x, M, K, w, N, bias, y, adds);
 }

@@ -6,6 +6,7 @@
 #define QUANT_ROWS 8   /* maximum number of rows computed in registers */
 #define QUANT_PANELS 4 /* panels of outputs per task */
 #define PREFETCH_BYTES 4096   /* bytes ahead of use at which weights are prefetched */
+#define WHOLE(M) (((M) + INTERLEAVED - 1) / INTERLEAVED * INTERLEAVED)
 
 /* Quantized rows: i, and for every group its scale s and s * sum of i. The groups of INTERLEAVED rows
    are interleaved, one group after the other. */
@@ -127,11 +128,10 @@ ALWAYS void fetch(float *y, int count) {
 }
 
 /* One task: all rows, and the outputs of QUANT_PANELS panels. */
-static void share_panels(QuantizedRows x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
+static void share_panels(Member *me, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
                          const float *bias, float *y, int64_t adds) {
     const int64_t panel = x.K / GROUP * GROUP_BYTES(bits), width = QUANT_PANELS * LANES;
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t task = 0; task < (N + width - 1) / width; task++) {
+    for (int64_t task; (task = next_task(me, (N + width - 1) / width)) >= 0;) {
         float out[QUANT_ROWS][QUANT_PANELS * LANES];
         const int64_t first = task * width;
         const int count = N - first < width ? (int)(N - first) : (int)width;
@@ -152,31 +152,21 @@ static void share_panels(QuantizedRows x, int64_t M, const uint8_t *w, int64_t N
 #define share_tiles share_panels
 #endif
 
-/* Like `linear`, with quantized weights; the number of panels is a multiple of QUANT_PANELS. The
-   scratch is as large as x with M rounded up to INTERLEAVED. */
-static void share_quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N,
-                                   int64_t bits, const float *bias, float *y, int64_t adds,
-                                   float *scratch, Barrier *barrier) {
-    const int64_t whole = (M + INTERLEAVED - 1) / INTERLEAVED * INTERLEAVED, scales = whole * (K / GROUP);
-    QuantizedRows to = {(int8_t *)(scratch + 2 * scales), scratch, scratch + scales, K};
-    const int has_many = USE_TILES(M, K);
-#pragma omp for schedule(static) nowait
-    for (int64_t m = 0; m < (has_many ? whole : M); m++) /* tiles are padded with the last row */
-        round_row(x + (m < M ? m : M - 1) * K, from_row(to, m));
-    wait_at(barrier);
-    if (has_many) share_tiles(to, M, w, N, bits, bias, y, adds);
-    else share_panels(to, M, w, N, bits, bias, y, adds);
+/* Quantized rows in a buffer that is as large as x with M rounded up to INTERLEAVED. */
+static QuantizedRows rows_in(float *space, int64_t M, int64_t K) {
+    const int64_t scales = WHOLE(M) * (K / GROUP);
+    return (QuantizedRows){(int8_t *)(space + 2 * scales), space, space + scales, K};
 }
 
-void quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N, int64_t bits,
-                      const float *bias, float *y, int64_t adds, float *scratch) {
-    Barrier barrier = {0, 0};
-#pragma omp parallel
-    share_quantized_linear(x, M, K, w, N, bits, bias, y, adds, scratch, &barrier);
+/* Like share_linear, with quantized weights; the number of panels is a multiple of QUANT_PANELS. */
+static void share_quantized_linear(Member *me, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N,
+                                   int64_t bits, const float *bias, float *y, int64_t adds) {
+    if (USE_TILES(M, x.K)) share_tiles(me, x, M, w, N, bits, bias, y, adds);
+    else share_panels(me, x, M, w, N, bits, bias, y, adds);
 }
 
-/* Rows `ids` of quantized weights, as floats: the embeddings of tokens. */
-void quantized_rows(const int64_t *ids, int64_t M, int64_t K, const uint8_t *w, int64_t bits,
+/* Rows `ids` of the weights, as floats. */
+static void quantized_rows(const int64_t *ids, int64_t M, int64_t K, const uint8_t *w, int64_t bits,
                     float *y) {
     const int64_t groups = K / GROUP;
     for (int64_t m = 0; m < M; m++) {

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from torch import Tensor
-
 from headway.model.backends import base
-from headway.model.backends.native.weights import NativeWeight
+from headway.model.backends.native.weights import NativeWeight, WeightStruct, address
 
 
 def _integers(*names: str) -> tuple[tuple[str, type], ...]:
@@ -28,10 +26,6 @@ class CacheStruct(ctypes.Structure):
     )
 
 
-class WeightStruct(ctypes.Structure):
-    _fields_ = (*_pointers("panels", "bias"), *_integers("outputs", "inputs", "bits"))
-
-
 class LayerStruct(ctypes.Structure):
     _fields_ = (
         *_pointers("input_norm", "post_norm", "q_norm", "k_norm"),
@@ -40,33 +34,47 @@ class LayerStruct(ctypes.Structure):
     )
 
 
+class SpaceStruct(ctypes.Structure):
+    """Buffers that the rows of a pass share, or that each thread has for itself."""
+
+    _fields_ = (
+        *_integers("threads"),
+        *_pointers("scratch", "own"),
+        *_integers("own_size"),
+        *_pointers("times"),
+    )
+
+
 class PassStruct(ctypes.Structure):
     """What all layers of a forward pass share."""
 
     _fields_ = (
         ("cache", CacheStruct),
+        ("space", SpaceStruct),
         *_integers("rows", "heads"),
         *_pointers("cosine", "sine", "slots", "tables", "starts", "ends", "tasks"),
         *_integers("table_width", "num_tasks", "tokens", "split"),
         ("scale", ctypes.c_double),
-        *_pointers("normed", "qkv", "attended", "inner", "active", "scratch"),
+        *_pointers("qkv", "attended", "inner"),
     )
 
 
-def address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def struct_of(layer: base.LayerWeights, epsilon: float) -> LayerStruct:
+def layer_struct(layer: base.LayerWeights, epsilon: float) -> LayerStruct:
     """A layer's weights as a C struct."""
     return LayerStruct(
         address(layer.input_norm), address(layer.post_norm),
         address(layer.q_norm), address(layer.k_norm),
-        *map(_weight, (layer.qkv, layer.output, layer.gate_up, layer.down)), epsilon,
+        *map(_struct_of, (layer.qkv, layer.output, layer.gate_up, layer.down)), epsilon,
     )  # fmt: skip
 
 
-def _weight(weight: base.Weight) -> WeightStruct:
+def _struct_of(weight: base.Weight) -> WeightStruct:
     assert isinstance(weight, NativeWeight)
-    sizes = (weight.num_outputs, weight.num_inputs, weight.bits)
-    return WeightStruct(weight.pointer, address(weight.bias), *sizes)
+    return weight.struct
+
+
+LayerStack = ctypes.Array[ctypes.c_void_p]  # addresses of layers
+
+
+def stack_of(layers: list[LayerStruct]) -> LayerStack:
+    return (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))

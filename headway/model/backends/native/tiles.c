@@ -106,13 +106,14 @@ static void expanded_tile(const Expanded *w, QuantizedRows x, float out[INTERLEA
 }
 
 /* Like share_panels; a task is TILE_PANELS panels. */
-static void share_tiles(QuantizedRows x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
+static void share_tiles(Member *me, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
                         const float *bias, float *y, int64_t adds) {
     const int64_t groups = x.K / GROUP, panel = groups * GROUP_BYTES(bits);
     Expanded expanded[TILE_PANELS * groups];
     begin_tiles();
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t from = 0; from < N; from += TILE_PANELS * LANES) {
+    const int64_t tasks = (N + TILE_PANELS * LANES - 1) / (TILE_PANELS * LANES);
+    for (int64_t task; (task = next_task(me, tasks)) >= 0;) {
+        const int64_t from = task * TILE_PANELS * LANES;
         const int64_t to = from + TILE_PANELS * LANES < N ? from + TILE_PANELS * LANES : N;
         const int64_t panels = (to - from + LANES - 1) / LANES;
         const uint8_t *narrow = w + from / LANES * panel;

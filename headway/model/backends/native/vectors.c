@@ -1,10 +1,9 @@
-/* Vectors of floats, operations that all files use, and a barrier for threads. */
+/* Vectors of floats and the operations that all files use. */
 
 #include <math.h>
-#include <omp.h>
-#include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -23,22 +22,22 @@
 #else
 #define LANES 4
 #define VECS 4
-#define MAX_ROWS 6
+#define MAX_ROWS 8
 #endif
 #define PANEL (LANES * VECS) /* outputs computed together */
-#define SPINS 2000
-#if defined(__x86_64__)
-#define PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define PAUSE() __asm__ volatile("yield")
-#else
-#define PAUSE() ((void)0)
-#endif
 #define ALWAYS static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef float loose __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+
+#if defined(__aarch64__)
+#define MULTIPLY_ADD(sums, a, b, lane) /* sums + a * b[lane]; the lane is a constant */ \
+    ((lane) == 0   ? vfmaq_laneq_f32(sums, a, b, 0)                                     \
+     : (lane) == 1 ? vfmaq_laneq_f32(sums, a, b, 1)                                     \
+     : (lane) == 2 ? vfmaq_laneq_f32(sums, a, b, 2)                                     \
+                   : vfmaq_laneq_f32(sums, a, b, 3))
+#endif
 
 ALWAYS vec load(const float *p) { return *(const loose *)p; }
 ALWAYS void store(float *p, vec v) { *(loose *)p = v; }
@@ -96,21 +95,4 @@ ALWAYS vec exponential(vec x) {
     p = p * (r * r) + r + 1.0f;
     ivec power = (__builtin_convertvector(whole, ivec) + 127) << 23;
     return (vec)((ivec)(p * (vec)power) & ~vanishes);
-}
-
-/* A barrier between the steps of a team's work. Threads spin only briefly: on a busy machine the
-   thread that they wait for needs the core. */
-typedef struct {
-    int32_t arrived, round;
-} Barrier;
-
-static void wait_at(Barrier *m) {
-    const int32_t all = omp_get_num_threads(), round = __atomic_load_n(&m->round, __ATOMIC_ACQUIRE);
-    if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == all) {
-        m->arrived = 0;
-        __atomic_store_n(&m->round, round + 1, __ATOMIC_RELEASE);
-    } else
-        for (int i = 0; __atomic_load_n(&m->round, __ATOMIC_ACQUIRE) == round; i++)
-            if (i < SPINS) PAUSE();
-            else sched_yield();
 }

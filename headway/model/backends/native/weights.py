@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -15,6 +17,25 @@ from headway.model.weights.tensors import QuantizedMatrix
 
 GROUP = 32  # inputs that share a scale
 PANELS_PER_TASK = 4  # panels per task of the quantized product
+BYTE_PRODUCTS = (
+    "portable C (the CPU has no dot products of bytes)",
+    "Arm dot products, weights in 8-bit groups of 64",
+    "AVX2",
+    "AVX-512 VNNI",
+    "AVX-512 VNNI and AMX",
+)
+LINE = 64  # bytes of a cache line
+CHUNK = 1 << 25  # bytes
+
+
+class WeightStruct(ctypes.Structure):
+    """A matrix in layers.c."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "bits", "group")),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +45,34 @@ class Layout:
     lanes: int  # floats per vector
     panel: int  # outputs per panel of float weights
     is_signed: bool  # whether the byte product takes signed weights
+    wide_group: int  # inputs per group of the 8-bit format for Arm; 0 if it cannot be used
+    wide_panel: int  # outputs per panel of that format
+    byte_products: str  # the instructions that multiply quantized weights
 
 
 @cache
 def layout() -> Layout:
-    numbers = (ctypes.c_int64 * 3)()
+    numbers = (ctypes.c_int64 * 6)()
     load().layout(ctypes.addressof(numbers))
-    return Layout(numbers[0], numbers[1], bool(numbers[2]))
+    lanes, panel, is_signed, group, outputs, kind = numbers
+    return Layout(lanes, panel, bool(is_signed), group, outputs, BYTE_PRODUCTS[kind])
+
+
+class Arena:
+    """Memory for many matrices. numpy requests large pages for it, so that reading is faster."""
+
+    def __init__(self) -> None:
+        self._free = np.empty(0, np.uint8)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a contiguous tensor, aligned to a cache line."""
+        size = -(-tensor.nbytes // LINE) * LINE
+        if len(self._free) < size:
+            chunk = np.empty(max(size, CHUNK) + LINE, np.uint8)
+            self._free = chunk[-chunk.ctypes.data % LINE :]
+        place, self._free = self._free[: tensor.nbytes], self._free[size:]
+        copied = torch.from_numpy(place).view(tensor.dtype).view(tensor.shape)
+        return copied.copy_(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +80,53 @@ class NativeWeight:
     """A matrix [N, K]: floats if bits is 32, otherwise integer groups with float16 scales."""
 
     packed: Tensor
-    pointer: int
-    num_outputs: int
-    num_inputs: int
-    bits: int
+    struct: WeightStruct
     bias: Tensor | None
+
+    @classmethod
+    def of(
+        cls, packed: Tensor, shape: Sequence[int], bits: int, group: int, bias: Tensor | None
+    ) -> NativeWeight:
+        struct = WeightStruct(packed.data_ptr(), address(bias), *shape, bits, group)
+        return cls(packed, struct, bias)
+
+    def placed(self, arena: Arena) -> NativeWeight:
+        """The same matrix in memory of an arena."""
+        struct, shape = self.struct, (self.num_outputs, self.num_inputs)
+        return self.of(arena.copy(self.packed), shape, struct.bits, struct.group, self.bias)
+
+    @property
+    def num_outputs(self) -> int:
+        return int(self.struct.outputs)
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.struct.inputs)
 
     @property
     def num_bytes(self) -> int:
         return self.packed.nbytes
 
     def rows(self, ids: Tensor) -> Tensor:
-        if self.bits == 32:
+        if self.struct.bits == 32:
             panel = layout().panel
             return self.packed[ids // panel, :, ids % panel].contiguous()
         out = torch.empty(len(ids), self.num_inputs)
-        load().quantized_rows(
-            ids.data_ptr(), len(ids), self.num_inputs, self.pointer, self.bits, out.data_ptr()
-        )
+        struct = ctypes.addressof(self.struct)
+        load().weight_rows(struct, ids.data_ptr(), len(ids), out.data_ptr())
         return out
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def pack_floats(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
     """Panels [P, K, panel], in the order in which a tile reads them."""
-    num_outputs, num_inputs = matrix_nk.shape
     panel = layout().panel
-    whole = F.pad(matrix_nk.float(), (0, 0, 0, -num_outputs % panel))
-    packed = whole.view(-1, panel, num_inputs).transpose(1, 2).contiguous()
-    return NativeWeight(packed, packed.data_ptr(), num_outputs, num_inputs, 32, bias)
+    whole = F.pad(matrix_nk.float(), (0, 0, 0, -len(matrix_nk) % panel))
+    packed = whole.view(-1, panel, matrix_nk.shape[1]).transpose(1, 2).contiguous()
+    return NativeWeight.of(packed, matrix_nk.shape, 32, 0, bias)
 
 
 def pack_groups(groups: QuantizedMatrix, bias: Tensor | None) -> NativeWeight:
@@ -85,16 +146,37 @@ def pack_groups(groups: QuantizedMatrix, bias: Tensor | None) -> NativeWeight:
     ]
     sides = [half.contiguous().view(torch.uint8) for half in halves]
     packed = torch.cat([quads.flatten(2), *sides], dim=2)
-    return NativeWeight(packed, packed.data_ptr(), num_outputs, num_inputs, bits, bias)
+    return NativeWeight.of(packed, groups.q.shape, bits, GROUP, bias)
+
+
+def pack_wide(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
+    """8-bit groups for Arm, symmetric around zero, in the layout of dotprod.c."""
+    panel, group, (num_outputs, num_inputs) = (
+        layout().wide_panel,
+        layout().wide_group,
+        matrix_nk.shape,
+    )
+    whole = F.pad(matrix_nk.float(), (0, 0, 0, -num_outputs % panel))
+    grouped = whole.view(-1, panel, num_inputs // group, group)
+    scale, q = _symmetric(grouped)
+    quads = q.view(*grouped.shape[:3], group // 4, 4).permute(0, 2, 3, 1, 4)
+    sides = scale.half().transpose(1, 2).contiguous().view(torch.int8)
+    packed = torch.cat([quads.flatten(2), sides], dim=2)
+    return NativeWeight.of(packed, matrix_nk.shape, 8, group, bias)
+
+
+def _symmetric(grouped: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales of groups (the last dimension), exact in float16, and integers up to 127."""
+    scale = (grouped.abs().amax(-1) / 127).half().float()
+    steps = torch.where(scale[..., None] > 0, grouped / scale[..., None], 0.0)
+    return scale, steps.round().clamp(-127, 127).to(torch.int8)
 
 
 def quantize(matrix_nk: Tensor) -> QuantizedMatrix:
     """Quantize a matrix to 8-bit groups, symmetric around zero."""
-    grouped = matrix_nk.float().view(len(matrix_nk), -1, GROUP)
-    scale = (grouped.abs().amax(2) / 127).half().float()
-    steps = torch.where(scale[..., None] > 0, grouped / scale[..., None], 0.0)
-    q = (steps.round().clamp(-127, 127) + 128).to(torch.uint8).flatten(1)
-    return QuantizedMatrix(q=q, scale=scale, minimum=-128 * scale, bits=8)
+    scale, q = _symmetric(matrix_nk.float().view(len(matrix_nk), -1, GROUP))
+    above = (q.to(torch.int16) + 128).to(torch.uint8).flatten(1)
+    return QuantizedMatrix(q=above, scale=scale, minimum=-128 * scale, bits=8)
 
 
 def stack(parts: list[QuantizedMatrix]) -> QuantizedMatrix:

@@ -1,0 +1,156 @@
+"""Shows where a step on this CPU spends its time, next to what the machine can do.
+
+    python bench/cpu_profile.py                     float32 and quantized; prints one JSON object
+    python bench/cpu_profile.py --quantization auto --batches 1 8 32 --out FILE
+
+machine    bandwidth_gb_s (reads) and gmac_s (a large fp32 product of torch) are measured ceilings;
+           cached_gmac_s is the rate of our products of 128 rows with weights in the first cache
+steps      by quantization and batch size, means over the decoding steps of 128-token prompts:
+  step_ms    a whole step of the engine
+  parts_ms   where it goes. preparation: norms, gates and quantization of inputs; rotation: rotary
+             positions and writes to the KV cache; head: the final norm and the output product;
+             inputs: embeddings, rotary tables and arguments of the pass; host: everything outside
+             the model (scheduler, batch, sampling)
+  products   by matrix: [outputs, inputs], bytes read per step and the rates that were reached
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import torch
+from cpu_compare import describe_machine, make_task, run_headway, seconds
+from rich.console import Console
+
+from headway import LLM
+from headway.model.backends.native.backend import PARTS, NativeBackend
+from headway.model.backends.native.weights import NativeWeight
+from headway.model.registry import resolve
+
+NUM_STEPS = 32
+MATRICES = ("qkv", "output", "gate_up", "down")
+Figures = dict[str, Any]
+console = Console(stderr=True)
+
+
+class Clocks:
+    """Time in the parts of a model's passes since the last reset."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.decoder = llm.executor.decoder
+        backend = self.decoder.backend
+        if not isinstance(backend, NativeBackend):
+            raise SystemExit(f"the native kernels are not used, but {backend.name}")
+        self.inside = backend.times = torch.zeros(len(PARTS), dtype=torch.int64)
+        self.head = self.forward = 0.0
+        self._wrap("logits", "head")
+        self._wrap("forward", "forward")
+
+    def _wrap(self, method: str, clock: str) -> None:
+        inner = getattr(self.decoder, method)
+
+        def timed(*arguments: Any) -> Any:
+            begun = perf_counter()
+            result = inner(*arguments)
+            setattr(self, clock, getattr(self, clock) + perf_counter() - begun)
+            return result
+
+        setattr(self.decoder, method, timed)
+
+    def read(self) -> Figures:
+        """Seconds by part."""
+        inside = dict(zip(PARTS, (self.inside / 1e9).tolist(), strict=True))
+        return {**inside, "head": self.head, "inputs": self.forward - sum(inside.values())}
+
+
+def profile(llm: LLM, clocks: Clocks, prompts: list[list[int]]) -> Figures:
+    """The mean decoding step, as the difference of two runs that differ in their length."""
+    batch = len(prompts)
+    run_headway(llm, prompts, [2] * batch)  # not timed
+    readings = []
+    for num_output in (1, NUM_STEPS + 1):
+        before = clocks.read()
+        took, _, _ = run_headway(llm, prompts, [num_output] * batch)
+        spent = {name: value - before[name] for name, value in clocks.read().items()}
+        readings.append({"step": took, **spent})
+    first, whole = readings
+    ms = {name: 1e3 * (whole[name] - first[name]) / NUM_STEPS for name in first}
+    step = ms.pop("step")
+    parts = {**ms, "host": step - sum(ms.values())}
+    return {
+        "step_ms": round(step, 3),
+        "parts_ms": {name: round(value, 3) for name, value in parts.items()},
+        "products": {name: rates(clocks, name, batch, parts[name]) for name in (*MATRICES, "head")},
+    }
+
+
+def rates(clocks: Clocks, name: str, rows: int, ms: float) -> Figures:
+    """The matrices of this name in all layers, and the rates of their products."""
+    decoder = clocks.decoder
+    matrices = [decoder.head] if name == "head" else [getattr(i, name) for i in decoder.layers]
+    weight: NativeWeight = matrices[0]
+    num_bytes, sizes = sum(each.num_bytes for each in matrices), weight.struct
+    macs = rows * len(matrices) * sizes.outputs * sizes.inputs
+    return {
+        "shape": [sizes.outputs, sizes.inputs],
+        "bits": sizes.bits,
+        "mb": round(num_bytes / 1e6, 1),
+        "gb_s": round(num_bytes / ms / 1e6, 1),
+        "gmac_s": round(macs / ms / 1e6, 1),
+    }
+
+
+def cached_rate(decoder: Any) -> float:
+    """GMAC/s of a product of 128 rows with the first outputs of a layer's matrix."""
+    struct, rows = decoder.layers[0].qkv.struct, 128
+    x, outputs = torch.randn(rows, struct.inputs), struct.outputs
+    struct.outputs = 32
+    took = seconds(lambda: [decoder.backend.linear(x, decoder.layers[0].qkv) for _ in range(20)])
+    struct.outputs = outputs
+    return float(20 * rows * 32 * struct.inputs / took / 1e9)
+
+
+def measure(model: Path, quantization: str, options: argparse.Namespace) -> tuple[float, Figures]:
+    task = make_task(model, options.threads, is_quick=True)
+    most = max(options.batches)
+    llm = LLM(str(model), quantization=quantization, threads=options.threads, max_num_seqs=most)
+    clocks, found = Clocks(llm), {}
+    for batch in options.batches:
+        with console.status(f"{quantization}, batch {batch}"):
+            found[str(batch)] = profile(llm, clocks, task["prompts"][:batch])
+    return round(cached_rate(clocks.decoder), 1), found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m", help="name or path of a model")
+    parser.add_argument("--quantization", nargs="+", default=["none", "int8"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    model = resolve(options.model)
+    machine = describe_machine(model, options.threads)
+    steps, cached = {}, {}
+    for quantization in options.quantization:
+        cached[quantization], steps[quantization] = measure(model, quantization, options)
+    text = json.dumps({"machine": {**machine, "cached_gmac_s": cached}, "steps": steps}, indent=2)
+    if options.out:
+        options.out.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
