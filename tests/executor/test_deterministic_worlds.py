@@ -19,7 +19,7 @@ from tests.model.test_deterministic import DEVICE, DTYPE, VOCABULARY, Loud, tiny
 from tests.support import schedule_worlds as worlds
 from tests.support.ordered_dots import use_ordered_dots
 
-NUM_WORLDS = 4 if DEVICE == "cpu" else 60
+NUM_WORLDS = 3 if DEVICE == "cpu" else 60
 LIMITS = preset(
     "vllm_v1", block_size=8, max_num_seqs=4, max_model_len=64, max_num_batched_tokens=48,
     num_blocks=40, num_host_blocks=40,
@@ -36,9 +36,9 @@ def executor(small_padding: None) -> Iterator[GpuExecutor]:
 
 
 def test_tokens_and_logprobs_are_those_of_the_request_alone(executor: GpuExecutor) -> None:
-    rng, seen = random.Random(3), Counter[str]()
+    rng, seen = random.Random(207), Counter[str]()  # few steps, but all that is counted below
     text = [rng.randrange(VOCABULARY) for _ in range(60)]
-    targets = worlds.random_requests(rng, text, 4, longest=40, num_output=6)
+    targets = worlds.random_requests(rng, text, 3, longest=30, num_output=6)
     expected = [worlds.alone(executor, each, LIMITS) for each in targets]
     for _ in range(NUM_WORLDS):
         world = worlds.random_world(rng, targets, LIMITS)
@@ -53,4 +53,5 @@ def test_tokens_and_logprobs_are_those_of_the_request_alone(executor: GpuExecuto
 def test_a_changed_bit_is_seen() -> None:
     one = worlds.Outcome([1, 2], [worlds.TokenLogprobs(1, -0.5, 1, [])], {})
     other = worlds.Outcome([1, 2], [worlds.TokenLogprobs(1, -0.5000000001, 1, [])], {})
-    assert worlds.differences(one, one) == [] and worlds.differences(other, one) == ["logprobs"]
+    (found,) = worlds.differences(other, one)
+    assert found.startswith("logprobs 0:") and worlds.differences(one, one) == []

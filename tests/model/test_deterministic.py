@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 from headway.model.backends.deterministic import DeterministicBackend
 from headway.model.backends.gpu import GpuBackend
 from headway.model.kernels import invariant_attention
-from headway.model.kernels.tiles import invariant_tile
+from headway.model.kernels.tiles import MANY_ROWS, invariant_tile
 from tests.support.ordered_dots import use_ordered_dots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,7 +103,7 @@ class Sequences:
         while left := [s for s, length in enumerate(self.lengths) if done[s] < length]:
             decodes, chunks = list[Part](), list[Part]()
             for s in order.sample(left, order.randint(1, len(left))):
-                end = min(done[s] + order.choice((1, 1, 5, 30, 70)), self.lengths[s])
+                end = min(done[s] + order.choice((1, 1, 9, 30, 50)), self.lengths[s])
                 (decodes if end - done[s] == 1 else chunks).append((s, done[s], end))
             rows = self.logits(decodes, chunks, order.choice((1, 4)))
             for s, first, end in decodes + chunks:
@@ -112,7 +112,7 @@ class Sequences:
         return [torch.cat(each) for each in found]
 
 
-LENGTHS = [75, 3, 34]
+LENGTHS = [50, 2, 36]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def alone(decoder: Decoder) -> list[Tensor]:
     return [sequences.logits([], [(s, 0, n)], 1) for s, n in enumerate(LENGTHS)]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(order=st.randoms(use_true_random=False))
 def test_logits_are_the_same_bits_in_any_batch_and_chunks(
     decoder: Decoder, alone: list[Tensor], order: random.Random
@@ -143,14 +143,17 @@ def test_logits_are_close_to_those_of_the_faster_kernels(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_number_of_rows_uses_one_kind_of_tile(dtype: torch.dtype) -> None:
-    """Sums in one accumulator, and no tile that smaller instructions would multiply."""
+def test_tiles_have_one_order_of_summation_and_are_known_before_large_passes(
+    dtype: torch.dtype,
+) -> None:
+    """Tensor cores, one accumulator; a pass of many rows needs no kernel that is not compiled."""
     for num_outputs, num_inputs in ((4096, 1024), (1024, 3072), (151936, 1024), (40, 32)):
         tiles = {
-            invariant_tile(num_rows, num_outputs, num_inputs, dtype)
-            for num_rows in (1, 2, 16, 17, 33, 64, 200, 256, 257, 1000, 8192, 16384)
+            rows: invariant_tile(rows, num_outputs, num_inputs, dtype)
+            for rows in (1, 2, 16, 17, 33, 64, 200, 256, 257, MANY_ROWS, 1000, 8192, 16384)
         }
-        assert all(t.rows >= 64 and t.slices == 1 and t.warps % 4 == 0 for t in tiles), tiles
+        assert all(tile.rows >= 16 and tile.slices == 1 for tile in tiles.values()), tiles
+        assert len({tile for rows, tile in tiles.items() if rows >= MANY_ROWS}) == 1, tiles
 
 
 def test_a_backend_that_cannot_hold_it_is_refused_with_what_is_possible() -> None:

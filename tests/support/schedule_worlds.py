@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from typing import Any
 
 from headway.config import Config
 from headway.engine.engine import Engine
+from headway.engine.messages import SampleUpdate, StepUpdates
 from headway.executor.base import Executor
-from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.plan import StepReport
-from headway.request import Request, RequestParams
+from headway.request import RequestParams
 from headway.sampling_params import Sampling, TokenLogprobs
 from headway.scheduler import Scheduler, preset
 
@@ -42,6 +43,11 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+    def add(self, update: SampleUpdate) -> None:
+        self.tokens += update.tokens
+        self.logprobs += (update.logprobs or [])[: len(update.tokens)]
+        self.prompt.update(update.prompt_logprobs or [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,31 +104,30 @@ def random_world(rng: random.Random, targets: list[Asked], limits: Config) -> Wo
 
 
 def run_world(executor: Executor, world: World, seen: Counter[str]) -> list[Outcome]:
-    """The outcomes of a world's requests; counts in `seen` what happened to them."""
+    """What each of a world's requests is sent; counts in `seen` what happened to them."""
     outcomes = [Outcome() for _ in world.requests]
 
     def watch(report: StepReport) -> None:
         _count(report, seen)
-        if isinstance(extra := report.result.extra, ExtraOutputs):
-            for request, found in extra.logprobs.items():
-                outcomes[int(request.id)].logprobs += found
-            for request, places in extra.prompt.items():
-                outcomes[int(request.id)].prompt.update(places)
+        for update in updates.of(report):
+            if isinstance(update, SampleUpdate):
+                outcomes[int(update.id)].add(update)
+            else:
+                for id, tokens in zip(update.ids, update.tokens, strict=True):
+                    outcomes[int(id)].tokens += tokens
 
     engine = Engine(
         Scheduler(world.config), executor, async_scheduling=world.is_async, observers=[watch]
     )
-    added = list[Request]()
+    updates = StepUpdates(engine.clock)
     first = len(world.requests) - world.num_late
     for place, asked in enumerate(world.requests):
         if place == first:
             for _ in range(world.num_early):
                 engine.step()
-        added += engine.add(str(place), asked.prompt, asked.params)
+        updates.add(engine.add(str(place), asked.prompt, asked.params))
     engine.run()
     assert engine.fault is None, engine.fault
-    for outcome, request in zip(outcomes, added, strict=True):
-        outcome.tokens = request.tokens[request.num_prompt :]
     return outcomes
 
 
@@ -132,13 +137,17 @@ def alone(executor: Executor, asked: Asked, limits: Config) -> Outcome:
 
 
 def differences(found: Outcome, expected: Outcome) -> list[str]:
-    """The names of what differs. Prompt logprobs may be missing where a prefix was cached."""
+    """What differs, each with its first place. Prompt logprobs may lack a cached prefix."""
     prompt = {place: expected.prompt.get(place) for place in found.prompt}
-    checks = {
-        "tokens": found.tokens == expected.tokens,
-        "logprobs": found.logprobs == expected.logprobs, "prompt": found.prompt == prompt,
+    pairs: dict[str, tuple[Iterable[object], Iterable[object]]] = {
+        "tokens": (found.tokens, expected.tokens), "logprobs": (found.logprobs, expected.logprobs),
+        "prompt": (found.prompt.items(), prompt.items()),
     }  # fmt: skip
-    return [name for name, is_equal in checks.items() if not is_equal]
+    wrong = list[str]()
+    for name, pair in pairs.items():
+        places = enumerate(zip_longest(*pair))
+        wrong += islice((f"{name} {k}: {a}, not {b}" for k, (a, b) in places if a != b), 1)
+    return wrong
 
 
 def _count(report: StepReport, seen: Counter[str]) -> None:

@@ -7,8 +7,7 @@ that share a sequence do not change this order. One kernel computes decodes and 
 
 This needs one property of the device: an element of a product of tiles depends only on its own row
 and column, not on the size of the tile or on its other elements. The weights of a softmax are
-therefore added by a product too, because the order of a plain sum depends on the tile. Every tile
-has fewer than 64 rows or fewer than 4 warps, so that Hopper GPUs use one kind of instruction.
+therefore added by a product too, because the order of a plain sum depends on the tile.
 
 The keys and values of every token, including those of this pass, are in the cache before it runs.
 
@@ -34,58 +33,22 @@ from headway.model.kernels.launch import (
     power_of_2,
 )
 from headway.model.kernels.prefill import _sequence_at
+from headway.model.kernels.split_softmax import block_numbers, joined, with_tile
 from headway.model.kernels.splits import split_for
 
 SPLIT = 256  # positions of a split
 KEYS = 32  # positions of a tile
-PREFILL_ROWS, PREFILL_WARPS = 32, 2  # of a tile of prompts
-MAX_PARTIAL_BYTES = 64 * 2**20  # of partial results; with more, one program computes a sequence
+PREFILL_ROWS, PREFILL_WARPS = 64, 4  # of a tile of prompts
+MAX_PARTIAL_BYTES = 256 * 2**20  # of partial results; with more, one program computes a sequence
 
 
 @triton.jit
-def _over_split(
-    query, position, keys, table, start, end, scale,
-    BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, D_ROOM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Maximum score, sum of weights and weighted values of positions [start, end).
-
-    A row sees positions up to its own. A row that sees none has the maximum -inf and zeros.
-    """
-    lane, d = tl.arange(0, KEYS), tl.arange(0, D_ROOM)[None, :]
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    weights = tl.zeros((ROWS, 8), tl.float32)  # eight equal columns: the smallest tile
-    total = tl.zeros((ROWS, D_ROOM), tl.float32)
-    ones = tl.full((KEYS, 8), 1.0, query.dtype)
-    number = tl.load(table + (start + lane) // BLOCK_SIZE, mask=start + lane < end, other=0)
-    for at in range(start, end, KEYS):
-        offset = number.to(tl.int64) * BLOCK_STRIDE + (at + lane) % BLOCK_SIZE * D
-        place = keys + offset[:, None] + d
-        is_key = (at + lane < end)[:, None] & (d < D)
-        # One tile ahead: key loads can start early only if their block numbers are known.
-        ahead = at + KEYS + lane
-        number = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-        key = tl.load(place, mask=is_key, other=0.0).to(query.dtype)
-        value = tl.load(place + G * BLOCK_SIZE * D, mask=is_key, other=0.0).to(query.dtype)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        score = tl.where((at + lane)[None, :] <= position[:, None], score, -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        fade = tl.exp2(top - base)[:, None]
-        weight = tl.exp2(score - base[:, None]).to(query.dtype)
-        weights = tl.dot(weight, ones, weights * fade, input_precision="ieee")
-        total = tl.dot(weight, value, total * fade, input_precision="ieee")
-        top = new_top
-    return top, tl.max(weights, 1), total
-
-
-@triton.jit
-def _joined(top, weight, total, next_top, next_weight, next_total):
-    """Join what was found so far with the next split."""
-    new_top = tl.maximum(top, next_top)
-    share, next_share = tl.exp2(top - new_top), tl.exp2(next_top - new_top)
-    weight = weight * share + next_weight * next_share
-    return new_top, weight, total * share[:, None] + next_total * next_share[:, None]
+def _num_tiles(end, first, SPLIT: tl.constexpr, KEYS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """The number of tiles in [0, end) of a program that has split `first`, which is not empty."""
+    last = (end - 1) // SPLIT
+    is_last = (last - first) % PROGRAMS == 0
+    num_last = tl.where(is_last, tl.cdiv(end - last * SPLIT, KEYS), SPLIT // KEYS)
+    return (last - first) // PROGRAMS * (SPLIT // KEYS) + num_last
 
 
 @launched
@@ -96,12 +59,13 @@ def _attend(
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_ROOM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    STEP: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     IS_DECODE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """ROWS (token, head) pairs of one sequence and key-value head, over every PROGRAMS-th split.
 
-    A decode is the only token of its sequence; `ends_s` then has positions.
+    A decode is the only token of its sequence; `ends_s` then has positions. A tile has KEYS
+    positions, which are loaded in one or two steps.
     """
     first, kv_head, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin(CHAINED)
@@ -123,30 +87,47 @@ def _attend(
         return
     row, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, D_ROOM)[None, :]
     token, head = (start + row // GROUP).to(tl.int64), kv_head * GROUP + row % GROUP
-    is_row = row < num_tokens * GROUP
+    is_row, position = row < num_tokens * GROUP, num_earlier + row // GROUP
     is_held = is_row[:, None] & (d < D)
     q_at = token * q_token_stride + head * q_head_stride
     query = tl.load(q + q_at[:, None] + d, mask=is_held, other=0.0)
     keys = blocks + (layer.to(tl.int64) * 2 * G + kv_head) * BLOCK_SIZE * D
     table = tables + tl.load(row_ids_s + sequence).to(tl.int64) * table_stride
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    weight = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS, D_ROOM), tl.float32)
-    for begun in range(first * SPLIT, end, PROGRAMS * SPLIT):
-        next_top, next_weight, next_total = _over_split(
-            query, num_earlier + row // GROUP, keys, table, begun, tl.minimum(begun + SPLIT, end),
-            scale, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, ROWS, KEYS,
+    all_top, all_weight = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    all_total = tl.zeros((ROWS, D_ROOM), tl.float32)
+    # Of the current split; the weights in eight equal columns, the smallest tile.
+    top, total, weights_8 = all_top, all_total, tl.zeros((ROWS, 8), tl.float32)
+    at, num_tiles = first * SPLIT, _num_tiles(end, first, SPLIT, KEYS, PROGRAMS)
+    number = block_numbers(table, at, end, BLOCK_SIZE, STEP)
+    number_2 = block_numbers(table, at + KEYS - STEP, end, BLOCK_SIZE, STEP)
+    for index in range(num_tiles):
+        is_done = (index + 1) % (SPLIT // KEYS) == 0
+        next_at = at + KEYS + tl.where(is_done, (PROGRAMS - 1) * SPLIT, 0)
+        # One tile ahead: key loads can start early only if their block numbers are known.
+        next_number = block_numbers(table, next_at, end, BLOCK_SIZE, STEP)
+        next_number_2 = block_numbers(table, next_at + KEYS - STEP, end, BLOCK_SIZE, STEP)
+        top, weights_8, total = with_tile(
+            top, weights_8, total, query, position, keys, number, number_2, at, end, scale,
+            BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, KEYS, STEP,
         )  # fmt: skip
-        if PROGRAMS == 1:
-            top, weight, total = _joined(top, weight, total, next_top, next_weight, next_total)
-        else:
-            place = (token * (G * GROUP) + head) * MAX_SPLITS + begun // SPLIT
-            tl.store(sums + place[:, None] * D + d, next_total, mask=is_held)
-            tl.store(tops + place, next_top, mask=is_row)
-            tl.store(weights + place, next_weight, mask=is_row)
+        if is_done | (index + 1 == num_tiles):
+            weight = tl.max(weights_8, 1)
+            if PROGRAMS == 1:
+                all_top, all_weight, all_total = joined(
+                    all_top, all_weight, all_total, top, weight, total
+                )
+            else:
+                place = (token * (G * GROUP) + head) * MAX_SPLITS + at // SPLIT
+                tl.store(sums + place[:, None] * D + d, total, mask=is_held)
+                tl.store(tops + place, top, mask=is_row)
+                tl.store(weights + place, weight, mask=is_row)
+            top = tl.full((ROWS,), -float("inf"), tl.float32)
+            weights_8 = tl.zeros((ROWS, 8), tl.float32)
+            total = tl.zeros((ROWS, D_ROOM), tl.float32)
+        at, number, number_2 = next_at, next_number, next_number_2
     if PROGRAMS == 1:
         out_at = token * out_token_stride + head * out_head_stride
-        found = (total / weight[:, None]).to(out.dtype.element_ty)
+        found = (all_total / all_weight[:, None]).to(out.dtype.element_ty)
         tl.store(out + out_at[:, None] + d, found, mask=is_held)
 
 
@@ -169,7 +150,7 @@ def _join(
     for split in range(num_splits):
         at = place + split
         next_total = tl.load(sums + at[:, None] * D + d, mask=d < D, other=0.0)
-        top, weight, total = _joined(
+        top, weight, total = joined(
             top, weight, total, tl.load(tops + at), tl.load(weights + at), next_total
         )
     home = sequence.to(tl.int64) * out_token_stride + head * out_head_stride + row[:, None] + d
@@ -202,7 +183,9 @@ def invariant_decode_attention(
         row_bytes, most = head_dim * blocks.element_size(), max_splits * SPLIT
         split = split_for(num_sequences * kv_heads, num_splits, most, row_bytes)
         num_bytes = num_sequences * num_heads * max_splits * head_dim * 4
-        num_programs = split.num_splits if num_bytes <= MAX_PARTIAL_BYTES else 1
+        is_shared = split.num_splits > 1 and num_bytes <= MAX_PARTIAL_BYTES
+        # Twice as many, because whole splits are not equal shares.
+        num_programs = 2 * split.num_splits if is_shared else 1
     num_programs, parts = min(num_programs, max_splits), None
     if num_programs > 1:
         shape = num_sequences, num_heads, max_splits
@@ -268,6 +251,7 @@ def _launch(
         layer, len(row_ids_s), head_dim**-0.5 * LOG2_E,
         q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1), tables.stride(0),
         blocks.stride(0), block_size, kv_heads, num_heads // kv_heads, head_dim, dim_room,
-        rows, KEYS, SPLIT, grid[0], max_splits, starts_s is None,
+        rows, KEYS, KEYS // 2 if starts_s is None else KEYS, SPLIT, grid[0], max_splits,
+        starts_s is None,
         **launch_options(num_warps, num_stages), **NO_FP_FUSION,
     )  # fmt: skip

@@ -31,10 +31,10 @@ def short_splits() -> object:
 
 
 CASES = {
-    "several splits, ragged": Case(sequences=((70, 90), (1, 0), (0, 5), (3, 61), (40, 0))),
+    "several splits, ragged": Case(sequences=((20, 110), (1, 0), (0, 5), (3, 61)), head_dim=32),
     "seven heads, narrow": Case(sequences=((9, 120), (5, 0)), group=7, kv_heads=1, head_dim=80),
     "a block for each token": Case(sequences=((20, 50),), block_size=1, kv_heads=1),
-    "half precision": Case(sequences=((33, 100),), dtype=torch.float16, head_dim=128, kv_heads=1),
+    "half precision": Case(sequences=((9, 60),), dtype=torch.float16, head_dim=128, kv_heads=1),
     "more heads than a tile": Case(sequences=((2, 65), (1, 1)), group=20, kv_heads=1),
 }
 
@@ -82,7 +82,7 @@ def whole() -> tuple[World, Tensor]:
     return world, prefilled(world)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 149), max_size=4),
     order=st.randoms(use_true_random=False),
