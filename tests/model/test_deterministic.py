@@ -38,8 +38,8 @@ def tiny() -> ModelConfig:
     return from_hf(
         {
             "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
-            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
             "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0, "tie_word_embeddings": True,
         },
@@ -103,7 +103,7 @@ class Sequences:
         while left := [s for s, length in enumerate(self.lengths) if done[s] < length]:
             decodes, chunks = list[Part](), list[Part]()
             for s in order.sample(left, order.randint(1, len(left))):
-                end = min(done[s] + order.choice((1, 1, 9, 30, 50)), self.lengths[s])
+                end = min(done[s] + order.choice((1, 4, 33, 40)), self.lengths[s])
                 (decodes if end - done[s] == 1 else chunks).append((s, done[s], end))
             rows = self.logits(decodes, chunks, order.choice((1, 4)))
             for s, first, end in decodes + chunks:
@@ -112,7 +112,7 @@ class Sequences:
         return [torch.cat(each) for each in found]
 
 
-LENGTHS = [50, 2, 36]
+LENGTHS = [40, 2, 6]
 
 
 @pytest.fixture(scope="module")
