@@ -36,7 +36,7 @@ from headway.model.kernels.prefill import _sequence_at
 from headway.model.kernels.split_softmax import block_numbers, joined, with_tile
 from headway.model.kernels.splits import split_for
 
-SPLIT = 256  # positions of a split
+SPLIT = 128  # positions of a split
 KEYS = 32  # positions of a tile
 PREFILL_ROWS, PREFILL_WARPS = 64, 4  # of a tile of prompts
 MAX_PARTIAL_BYTES = 256 * 2**20  # of partial results; with more, one program computes a sequence

@@ -79,6 +79,9 @@ def invariant_tile(num_rows: int, num_outputs: int, num_inputs: int, dtype: torc
         tile = Tile(128, 256, 64, 1, 8, memory // ((128 + 256) * 64 * 2))
     elif num_rows == MANY_ROWS:
         tile = tile_within(limits, 2**20, num_outputs, num_inputs, dtype, 16)
+        tile = tile._replace(warps=4, stages=min(tile.stages, 4))
+    elif tile.rows + tile.outputs == 32 and is_roomy and num_inputs % 512 == 0:
+        tile = tile._replace(inputs=512, stages=memory // (32 * 512 * 2))
     assert tile.rows >= 16 and tile.slices == 1, "the order of the sum must not depend on the rows"
     return tile
 
