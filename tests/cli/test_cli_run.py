@@ -6,6 +6,7 @@ import io
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,16 @@ def test_the_live_view_shows_the_end_of_a_text(folder: Path) -> None:
     request.flushed_tokens.extend(llm.tokenizer.encode("abc def\nghi  jkl"))
     view = live.RunView(llm, Console())
     assert view._tail(request, 8) == "…ghi jkl" and view._tail(request, 40) == "abc def ghi jkl"
+
+
+def test_the_end_of_a_request_between_steps_has_no_step(folder: Path) -> None:
+    llm = LLM(str(folder), load_format="dummy", threads=1)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    text = llm.generate(["hello"], params)[0].outputs[0].text
+    page = io.StringIO()
+    with live.RunView(llm, Console(file=page)):
+        llm.generate(["hello"], replace(params, stop=text[3:5]))
+    assert "between steps: request" in page.getvalue() and "step -1" not in page.getvalue()
 
 
 def test_the_live_view_draws_at_most_ten_times_per_second(folder: Path) -> None:

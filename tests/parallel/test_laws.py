@@ -7,7 +7,9 @@ those of one process. The model is tiny and random.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -67,14 +69,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pair]:
-    settings: dict[str, Any] = {
-        "device": "cpu", "threads": 1, "dtype": "float32", "quantization": request.param, **SIZES,
-    }  # fmt: skip
-    with LLM(str(folder), tensor_parallel_size=2, **settings) as group:
-        alone = LLM(str(folder), **settings)
-        reference = REFERENCE if request.param == "none" else greedy(run(alone, "headway")[0])
-        yield Pair(group, alone, reference)
+def pairs(folder: Path) -> Iterator[Callable[[str], Pair]]:
+    """Starts the pair of a quantization once."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(quantization: str) -> Pair:
+            settings: dict[str, Any] = {
+                "device": "cpu", "threads": 1, "dtype": "float32", "quantization": quantization,
+                **SIZES,
+            }  # fmt: skip
+            group = stack.enter_context(LLM(str(folder), tensor_parallel_size=2, **settings))
+            alone = LLM(str(folder), **settings)
+            reference = REFERENCE if quantization == "none" else greedy(run(alone, "headway")[0])
+            return Pair(group, alone, reference)
+
+        yield start
+
+
+@pytest.fixture
+def pair(pairs: Callable[[str], Pair], quantization: str) -> Pair:
+    return pairs(quantization)
 
 
 def run(
@@ -126,13 +141,12 @@ CASES = {
 QUANTIZED = ("headway", "static", "chunks of 7", "swap", "one step ahead")
 
 
-both = pytest.mark.parametrize("pair", ["none", "int8"], indirect=True)
+both = pytest.mark.parametrize("quantization", ["none", "int8"])
 
 
 @pytest.mark.parametrize(
-    ("pair", "name"),
+    ("quantization", "name"),
     [*(("none", name) for name in CASES), *(("int8", name) for name in QUANTIZED)],
-    indirect=["pair"],
 )
 def test_no_setting_changes_a_token(pair: Pair, name: str) -> None:
     case = CASES[name]

@@ -121,9 +121,11 @@ class RunView:
             self._live.update(self._draw(now - self._started_at), refresh=True)
 
     def _print_finished(self, report: StepReport) -> None:
+        step = report.plan.step
+        place = f"step {step}" if step >= 0 else "between steps"
         for request in report.finished:
             self._console.print(
-                f"step {report.plan.step}: {self._log.finished(request)}; {self._tally['done']} of "
+                f"{place}: {self._log.finished(request)}; {self._tally['done']} of "
                 f"{len(self._requests)} done, {self._rate():.1f} tokens/s",
                 highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip
@@ -179,7 +181,7 @@ class RunView:
 
 
 def _event(decision: Decision) -> Text:
-    text = Text(f"{decision.step:>5}  ")
+    text = Text(f"{decision.step:>5}  " if decision.step >= 0 else " " * 7)
     return text.append(decision.text, DECISION_STYLES[decision.kind])
 
 

@@ -1,9 +1,9 @@
 """The search of `tune`: a race of settings, then small changes to the survivors.
 
-1. Successive halving. Many settings run on the first ninth of the workload, the best third of them
-   on a third, the best third of those on all of it. The first settings are the presets, every
-   single change of the defaults, and random combinations; settings that combine the best single
-   changes join after the first round.
+1. Successive halving. Many settings run on the first ninth of the workload (the first 27th of one
+   with 15,000 requests or more), the best third of them on a part three times as long, and so on up
+   to all of it. The first settings are the presets, every single change of the defaults, and random
+   combinations; settings that combine the best single changes join after the first round.
 2. Coordinate descent. Every single change of the best settings runs on a third of the workload; the
    best ones, and all of them together, run on all of it.
 3. Jumps. If no single change is better, random changes of two or three knobs of the best settings run
@@ -29,8 +29,9 @@ from headway.lab.planner.targets import Targets
 from headway.lab.planner.workload import Workload
 from headway.scheduler.presets import describe
 
-SHARES = (1 / 9, 1 / 3, 1.0)
-MIN_REQUESTS = 30  # of a part of the workload; a smaller part says little
+# Shares of the workload, with the fewest requests that a share must have to be used: a smaller part
+# says little, and the smallest share only pays where a full run takes seconds.
+SHARES = ((1 / 27, 555), (1 / 9, 30), (1 / 3, 30), (1.0, 0))
 RACE = 0.36  # of the budget; each round of the race gets the same part
 MAX_COMBINED = 6
 NUM_JUMPS = 4  # changes of several knobs, in a round
@@ -84,7 +85,7 @@ class Search:
         self.objective = objective
         self._random = Random(f"{seed} tune")
         total = len(question.workload.requests())
-        self.shares = [s for s in SHARES if s == 1 or s * total >= MIN_REQUESTS]
+        self.shares = [share for share, fewest in SHARES if share * total >= fewest]
         first = Tried(point={}, outcome=default, score=objective.score(default))
         self.tried = {question.identity({}): first}
         self.considered = {*self.tried}  # identities of all points that ran, also on a part

@@ -125,6 +125,20 @@ def test_changes_that_gain_only_together_are_found_by_jumps() -> None:
     assert search.best.score[1] == 110 and evaluator.cost <= 60 - len(SPACE)
 
 
+def test_a_large_workload_is_raced_on_a_smaller_part() -> None:
+    large = replace(BATCH, text=BATCH.text.replace("requests=90", "requests=15000"))
+    searches = []
+    for workload in (BATCH, large):
+        question = replace(QUESTION, targets=(), workload=workload)
+        evaluator = Made(evaluate(QUESTION.job({})))
+        (default,) = evaluator.run([question.job({})])
+        searches.append(Search(question, choose_objective((), default), evaluator, 0, default))
+    small, wide = searches
+    assert small.shares == [1 / 3, 1.0] and wide.shares == [1 / 27, 1 / 9, 1 / 3, 1.0]
+    wide._race(3, 40)
+    assert len(wide.considered) > 3 * 9  # a ninth of the workload would allow no more
+
+
 def test_a_setting_that_rejects_requests_loses() -> None:
     default = evaluate(Job(profile=PROFILE, workload=BATCH, settings={}))
     refusing = evaluate(Job(profile=PROFILE, workload=BATCH, settings={"max_model_len": 150}))
