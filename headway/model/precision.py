@@ -57,14 +57,23 @@ def choose_backend(
     device: torch.device | str = "cpu",
     kv_dtype: torch.dtype | None = None,
     attention: str = "triton",
+    *,
+    deterministic: bool = False,
 ) -> Backend:
-    """The backend for a precision; on a CPU the native kernels, if they can be built and used."""
+    """The backend for a precision; on a CPU the native kernels, if they can be built and used.
+
+    ConfigError if `deterministic` and no backend for these gives the same bits in any batch.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         if config.plain_only:
             raise ConfigError(f"{config.plain_only}, which runs on CPUs only; use --device cpu")
+        if deterministic:
+            return _deterministic_backend(precision, device, kv_dtype, attention)
         return _gpu_backend(config, precision, device, kv_dtype, attention)
     precision = measured_precision(config, precision)
+    if deterministic:
+        check_deterministic(config, precision)
     if precision in ("bfloat16", "float16"):
         return PlainBackend(getattr(torch, precision))
     reason = why_not_native(config)
@@ -110,6 +119,33 @@ def check_fp8_sizes(config: ModelConfig) -> None:
                 f"quantization fp8 needs sizes that are multiples of {FP8_MULTIPLE}, but "
                 f"{name} is {getattr(config, name)}; use --dtype bfloat16 and no quantization"
             )
+
+
+def _deterministic_backend(
+    precision: str, device: torch.device, kv_dtype: torch.dtype | None, attention: str
+) -> Backend:
+    from headway.model.backends.deterministic import DeterministicBackend  # needs triton
+
+    if attention != "triton":
+        raise ConfigError(
+            f"deterministic needs our own attention kernels, not {attention}, whose results depend "
+            "on the batch; use --attention triton"
+        )
+    if precision not in DTYPES:
+        known = ", ".join(DTYPES[1:])
+        raise ConfigError(f"deterministic on a GPU needs dtype {known}, not {precision}")
+    return DeterministicBackend(getattr(torch, precision), str(device), kv_dtype)
+
+
+def check_deterministic(config: ModelConfig, precision: str) -> None:
+    """ConfigError unless the native CPU kernels compute in this precision."""
+    if precision in ("bfloat16", "float16"):
+        raise ConfigError(
+            f"deterministic on a CPU needs dtype float32 or quantization int8, not {precision}, "
+            "for which torch orders sums by the batch; use --dtype float32, or --device cuda"
+        )
+    if reason := why_not_native(config):
+        raise ConfigError(f"deterministic on a CPU needs the native kernels: {reason}")
 
 
 def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:

@@ -30,6 +30,8 @@ from headway.model.kernels.launch import (
 )
 from headway.model.kernels.tiles import Tile, tile_for
 
+BAND = tl.constexpr(8)  # row tiles
+
 
 @triton.jit
 def _paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
@@ -82,6 +84,19 @@ def _sliced_product(
     return tl.sum(totals, 0)
 
 
+@triton.jit
+def _tile_at(number, num_row_tiles, num_output_tiles):
+    """The row and output of a tile, in bands of row tiles.
+
+    In a band, tiles of the same outputs are consecutive. So few rows read the matrix once, and with
+    many rows the tiles that run concurrently share rows as well as outputs.
+    """
+    per_band = BAND * num_output_tiles
+    first, place = number // per_band * BAND, number % per_band
+    num_rows = tl.minimum(num_row_tiles - first, BAND)
+    return first + place % num_rows, place // num_rows
+
+
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
@@ -93,9 +108,10 @@ def _linear(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SLICES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One tile; tiles of the same outputs are consecutive, so that the matrix is read once."""
-    num_row_tiles = tl.cdiv(num_rows, ROWS)
-    row_tile, output_tile = tl.program_id(0) % num_row_tiles, tl.program_id(0) // num_row_tiles
+    """One tile."""
+    row_tile, output_tile = _tile_at(
+        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
+    )
     m = row_tile * ROWS + tl.arange(0, ROWS)
     n = output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, INPUTS)
