@@ -11,9 +11,8 @@
 kills: one of two replicas is killed while 32 streams run that use seeds, n = 2, a JSON schema, log
 probabilities and stop strings; every stream must equal the same request alone. late_restart: the
 same, but Ray starts the new replica only after the round, so that it takes no CPU from the streams.
-hang: a replica is stopped with SIGSTOP. In these three, `resume` is the time from sending a moved
-request to another replica until its next token, `added` what else its pause has, and `others` the
-pauses of streams that did not move. ttft, throughput: a server with one replica against a plain
+hang: a replica is stopped with SIGSTOP. These three print the parts of the pauses (fleet_pauses.py):
+`added` is what the fault adds except the re-prefill; `others` are pauses of streams that stayed. ttft, throughput: a server with one replica against a plain
 one, in turns; the processes of the other server are stopped meanwhile. messages: frames from the
 replica per step with 1 to 256 streams. moves: the gateway's own time to move requests. Prints one
 JSON object; times are seconds on this machine.
@@ -37,10 +36,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.fleet_pauses import Pauses, percentile
 from bench.fleet_streams import (
     MODEL,
     FleetServer,
-    Pauses,
     Stream,
     all_streams,
     bodies,
@@ -48,7 +47,6 @@ from bench.fleet_streams import (
     fleet_server,
     once_after,
     one_by_one,
-    percentile,
     served,
     stopped,
 )
@@ -88,7 +86,8 @@ def faults(number: int, rounds: int, max_tokens: int, late: bool = False) -> dic
     pauses, back = Pauses(), list[float]()
     totals = {"failed": 0, "different": 0}
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
-    with fleet_server("--replicas", "2", "--route", "round_robin") as server:
+    flags = ("--replicas", "2", "--route", "round_robin", "--log-format", "json")
+    with fleet_server(*flags) as server:
         alone = asyncio.run(one_by_one(server.url, sent))
         control = asyncio.run(all_streams(server.url, sent))
         for place in range(rounds):

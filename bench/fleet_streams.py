@@ -10,14 +10,13 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ import httpx
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
 SERVE = ("-m", "headway", "serve")
-CONTINUES = re.compile(r"request (\S+) continues on replica \S+ after (\S+) s")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -57,7 +55,7 @@ def bodies(number: int, max_tokens: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Stream:
-    """What a client received: `choices` by number, and seconds between two events."""
+    """What a client received: `choices` by number, and when the events came (perf_counter)."""
 
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
@@ -68,10 +66,10 @@ class Stream:
     def longest_gap(self) -> float:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
-    def pause_after(self, moment: float) -> float | None:
-        """The longest gap that ends after a moment, when events may be on their way; None if none."""
+    def gaps_after(self, moment: float) -> list[tuple[float, float]]:
+        """The times of an event and of the next one, for all that end after a moment."""
         pairs = zip(self.times, self.times[1:], strict=False)
-        return max((b - a for a, b in pairs if b > moment), default=None)
+        return [(before, after) for before, after in pairs if after > moment]
 
     def add(self, event: dict[str, Any], now: float) -> None:
         if "error" in event:
@@ -87,43 +85,6 @@ class Stream:
             found["finish"] = choice["finish_reason"] or found["finish"]
             if choice.get("logprobs"):
                 found["logprobs"] += choice["logprobs"]["token_logprobs"]
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-@dataclass
-class Pauses:
-    """What happened to the streams of all rounds at the moment of a fault, in seconds."""
-
-    moved: list[float] = field(default_factory=list)
-    resume: list[float] = field(default_factory=list)
-    added: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
-
-    def add(self, streams: list[Stream], moment: float, lines: list[str]) -> None:
-        """Add a round; `lines` of the gateway's log say when moved requests continued."""
-        found = [match for line in lines if (match := CONTINUES.search(line))]
-        resumed = {match[1]: float(match[2]) for match in found}
-        for stream in streams:
-            if (pause := stream.pause_after(moment)) is None:
-                continue
-            seconds = [value for id, value in resumed.items() if id.startswith(stream.id)]
-            if seconds:
-                self.moved.append(pause)
-                self.resume.append(max(seconds))
-                self.added.append(pause - max(seconds))
-            else:
-                self.others.append(pause)
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            name: {"p50": statistics.median(values), "p99": percentile(values, 0.99)}
-            for name, values in asdict(self).items()
-            if values
-        }
 
 
 OnEvent = Callable[[], None]

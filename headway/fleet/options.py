@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,6 +29,14 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = {
     "AUTOSCALER_UPDATE_INTERVAL_S": "600",
     "REPORTER_UPDATE_INTERVAL_MS": "600000",
 }
+# Of a Ray that exists. It answers at once, or is not there; by default Ray tries for 20 s.
+CLUSTER_ENVIRONMENT: Mapping[str, str] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_gcs_server_port_wait_time_s": "1",
+}
+CONNECT_SECONDS = 3.0  # for a name to be resolved and a connection to be made
+HTTP2_SETTINGS = b"\4"  # the type of the first frame in both directions
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5
 ADDRESS = re.compile(r"auto|[^/]+:\d+")
 
 
@@ -66,5 +77,51 @@ class FleetOptions:
 def environment(address: str | None) -> dict[str, str]:
     """The variables for Ray: for one that this process starts, with a token of its own."""
     if address is not None:
-        return {"RAY_USAGE_STATS_ENABLED": "0"}
+        return dict(CLUSTER_ENVIRONMENT)
     return {**LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def prepare(address: str | None) -> None:
+    """Set the variables for Ray before it is imported; ConfigError if the address is not reachable.
+
+    `auto` is looked up by Ray, and checked when it is connected.
+    """
+    if address not in (None, "auto"):
+        check_reachable(address, address)
+    os.environ.update(environment(address))
+
+
+def check_reachable(address: str, given: str) -> None:
+    """ConfigError unless a gRPC server answers; `given` is the value of --ray-address."""
+    problems = [f"it did not answer within {CONNECT_SECONDS:g} s"]
+
+    def attempt() -> None:
+        try:
+            problems[:] = _greet(address)
+        except (OSError, OverflowError) as error:
+            problems[:] = [str(error)]
+
+    # On a thread, because looking up a name has no limit.
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(CONNECT_SECONDS)
+    if problems:
+        raise no_cluster(given, problems[0])
+
+
+def _greet(address: str) -> list[str]:
+    """Begin an HTTP/2 connection, as gRPC does; returns what is wrong with the answer."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return []  # it would not answer without TLS
+        connection.sendall(HTTP2_GREETING)
+        answer = connection.recv(9, socket.MSG_WAITALL)  # the header of a frame
+    return [] if answer[3:4] == HTTP2_SETTINGS else ["the server there does not speak gRPC"]
+
+
+def no_cluster(given: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"no Ray cluster answers at --ray-address {given}: {reason}; start one with `ray start "
+        "--head`, set RAY_AUTH_MODE=token if it has a token, or leave --ray-address out"
+    )

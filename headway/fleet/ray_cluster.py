@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 
 import ray
 from ray import serve
-from ray._private import node
+from ray._private import node, services, utils
 from ray.serve.context import _get_global_client as get_client
 from ray.serve.exceptions import RayServeException
 
 from headway.errors import ConfigError
-from headway.fleet.options import FleetOptions
+from headway.fleet.options import FleetOptions, check_reachable, no_cluster
 from headway.fleet.ray_directory import NAMESPACE, RayDirectory
 from headway.fleet.ray_serve import (
     QUIET,
@@ -50,22 +50,42 @@ OBJECT_STORE_BYTES = 80 << 20  # close to Ray's minimum; no tokens or weights go
 def connected(options: FleetOptions) -> Iterator[None]:
     """Connect to a Ray, or start one that ends with this context and with this process."""
     with ExitStack() as stack:
+        handle_sigterm = stack.enter_context(_ended_by_sigterm())
         if options.address is None:
             folder = stack.enter_context(TemporaryDirectory(**FOLDER))
             stack.enter_context(reaper(folder))
-            _start(folder)
-        else:
-            _connect(options.address)
         stack.callback(ray.shutdown)
-        signal.signal(signal.SIGTERM, _exit)  # Ray's own handler prints a stack trace
+        _start(folder) if options.address is None else _connect(options.address)
+        handle_sigterm()  # Ray's C++ code has replaced the handler by one that prints a stack trace
         logging.setLogRecordFactory(logging.LogRecord)  # Ray's adds a field to every line
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield
 
 
-def _exit(number: int, _: object) -> NoReturn:
-    """End this process as an exception does, so that all that was started ends."""
-    sys.exit(128 + number)
+@contextmanager
+def _ended_by_sigterm() -> Iterator[Callable[[], object]]:
+    """End this process at SIGTERM as an exception does, so that all that was started ends.
+
+    Ray would install a handler of its own, and its calls raise KeyboardInterrupt whatever a handler
+    raises. Yields a function that installs the handler again.
+    """
+    received = list[int]()
+
+    def end(number: int, _: object) -> NoReturn:
+        received.append(128 + number)
+        sys.exit(received[0])
+
+    install, before = utils.set_sigterm_handler, signal.signal(signal.SIGTERM, end)
+    utils.set_sigterm_handler = lambda _: None
+    try:
+        yield partial(signal.signal, signal.SIGTERM, end)
+    except (KeyboardInterrupt, SystemExit):
+        if received:
+            sys.exit(received[0])
+        raise
+    finally:
+        utils.set_sigterm_handler = install
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start(folder: str) -> None:
@@ -102,17 +122,12 @@ def _fewer_processes() -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
-    host, _, port = address.rpartition(":")
     try:
-        if address != "auto":
-            socket.create_connection((host, int(port)), timeout=3.0).close()
+        if address == "auto":
+            check_reachable(services.get_ray_address_from_environment(address, None), address)
         ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=NAMESPACE)
     except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"no Ray cluster answers at --ray-address {address}: {reason}; start one with `ray "
-            "start --head`, set RAY_AUTH_MODE=token if it has a token, or leave --ray-address out"
-        ) from None
+        raise no_cluster(address, str(error).strip().splitlines()[0]) from None
 
 
 def _check_resources(options: FleetOptions) -> None:

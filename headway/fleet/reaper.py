@@ -1,8 +1,9 @@
-"""Ends what is left of a private Ray if the process that started it was killed.
+"""Ends all processes of a private Ray, also if the process that started it was killed.
 
 Runs as a program of its own: waits until its standard input closes, which happens when the parent
-ends, then kills all processes that have the token of this Ray in their environment, and removes
-its folder. Imports nothing of Headway, because it starts with every private Ray.
+ends, then kills all processes of this Ray and removes its folder. They have its token in their
+environment, or write to files in its folder: some of Ray's processes overwrite their environment
+with a title. Imports nothing of Headway, because it starts with every private Ray.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TOKEN = "RAY_AUTH_TOKEN"  # only the processes of one private Ray, and its parent, have the same
+MAX_LOOKS = 200  # 2 s for processes to end
 
 
 @contextmanager
 def reaper(folder: str) -> Iterator[None]:
-    """A reaper that has nothing to do if this context ends; TOKEN must be set."""
+    """A reaper for the case that this context does not end; TOKEN must be set.
+
+    At its end, all other processes of this Ray end, in whatever state they are.
+    """
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, folder], stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is for the parent
@@ -30,20 +36,44 @@ def reaper(folder: str) -> Iterator[None]:
         yield
     finally:
         process.kill()
+        end_all(os.environ[TOKEN], folder)
         process.communicate()
 
 
-def end_all(token: bytes) -> None:
-    """Kill all other processes that have this token, where /proc shows their environment."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if token in (entry / "environ").read_bytes() and int(entry.name) != os.getpid():
-                os.kill(int(entry.name), signal.SIGKILL)
-        except OSError:  # it has ended, or is not ours
-            continue
+def end_all(token: str, folder: str) -> None:
+    """Kill all other processes that have this token or folder, where /proc shows it."""
+    for _ in range(MAX_LOOKS):
+        found = [pid for pid in _pids() if pid != os.getpid() and _belongs(pid, token, folder)]
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.01)  # one of them may have started another
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+
+
+def _belongs(pid: int, token: str, folder: str) -> bool:
+    process = Path("/proc", str(pid))
+    with suppress(OSError):  # it has ended, or is not ours
+        variables = (process / "environ").read_bytes().split(b"\0")
+        return f"{TOKEN}={token}".encode() in variables or any(
+            os.readlink(file).startswith(f"{folder}/") and _is_written(process, file.name)
+            for file in (process / "fd").iterdir()
+        )
+    return False
+
+
+def _is_written(process: Path, number: str) -> bool:
+    """Whether a process has opened a file to write; others may read the logs of Ray."""
+    flags = (process / "fdinfo" / number).read_text().partition("flags:")[2].split()[0]
+    return int(flags, 8) & (os.O_WRONLY | os.O_RDWR) != 0
 
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    end_all(f"{TOKEN}={os.environ[TOKEN]}".encode())
+    end_all(os.environ[TOKEN], sys.argv[1])
     shutil.rmtree(sys.argv[1], ignore_errors=True)

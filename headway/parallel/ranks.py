@@ -33,7 +33,7 @@ from headway.parallel.watch import INTERVAL, RankProcess, Watch
 
 ROOT = Path(__file__).parents[2]  # of this package, which may be in the working directory
 MIN_CAPACITY = 1 << 20  # bytes of shared memory for plans
-EXPLAIN_SECONDS = 0.3  # how long an error of a collective waits for its cause
+EXPLAIN_SECONDS = 0.5  # how long an error of a collective waits for its cause
 
 
 class Ranks:

@@ -4,8 +4,8 @@ A rank that is stopped (by a debugger, SIGSTOP or a frozen container) no longer 
 A rank that is stuck (in a lock, an endless loop or a call that never returns) does, but it stays
 behind rank 0, which waits for it. It has several times as long as rank 0 needed for the same part of
 the plan, so a long step is no failure. Ranks are killed, because a collective that waits for them
-returns only when the connection breaks. Time is counted in looks of this thread, so that a pause of
-all processes is no failure.
+returns only when the connection breaks. The time between two looks of this thread counts up to a
+limit, so that a pause of all processes is no failure, and a busy machine delays no error for long.
 """
 
 from __future__ import annotations
@@ -17,16 +17,23 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import BinaryIO, NamedTuple
 
 from headway.parallel.channel import Channel
 from headway.parallel.progress import Progress
 
-INTERVAL = 0.04  # seconds between two looks
-MAX_MISSED = 13  # looks without progress while plans run; about 0.5 s
-MAX_LATE = 16  # looks at a rank that stays behind; longer, so that a stopped rank is named as such
-MAX_SLOWER = 4  # times what rank 0 needed, if that is more than MAX_LATE looks
-MAX_MISSED_LOADING = 750  # while weights are loaded: importing and packing hold Python's lock
+# All in seconds, except MAX_SLOWER.
+INTERVAL = 0.04  # between two looks
+MAX_COUNTED = 0.2  # of the time between two looks
+MAX_STOPPED = 0.25  # without progress in a process that the system reports as stopped
+MAX_SILENT = 0.5  # without progress while plans run
+MAX_SILENT_LOADING = 30.0  # while weights are loaded: importing and packing hold Python's lock
+MAX_LATE = 0.6  # behind rank 0; longer than MAX_SILENT, so that a frozen rank is named as such
+MAX_SLOWER = 4  # times what rank 0 needed, if that is more than MAX_LATE
+
+
+Reason = tuple[int, str]  # a number that is lower for a likelier cause of the others, and a text
 
 
 class RankProcess(NamedTuple):
@@ -48,9 +55,10 @@ class Watch:
         self.is_loading = True
         self.channel = channel
         self._ranks, self._progress = ranks, progress
-        self._late = (-1, -1, 0)  # positions of rank 0 and of the last rank, looks at them
-        self._beats = dict.fromkeys((each.rank for each in ranks), (-1, 0))  # value, looks at it
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._late = (-1, -1, 0.0)  # positions of rank 0 and of the last rank, seconds there
+        self._beats = dict.fromkeys((each.rank for each in ranks), (-1, 0.0))  # value, seconds
+        self._failed, self._stopped = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="watch ranks", daemon=True)
         self._thread.start()
 
@@ -60,6 +68,7 @@ class Watch:
             if self.failure is not None or self._stopped.is_set():
                 return
             self.failure = f"{reason}; the tensor-parallel group has ended: restart the process"
+            self._failed.set()
         for each in self._ranks:
             with suppress(ProcessLookupError):
                 each.process.kill()
@@ -68,10 +77,7 @@ class Watch:
 
     def wait(self, seconds: float) -> str | None:
         """The failure, if one is found within this time."""
-        looks = 0
-        while self.failure is None and looks * INTERVAL < seconds:
-            self._stopped.wait(INTERVAL)
-            looks += 1
+        self._failed.wait(seconds)
         return self.failure
 
     def close(self) -> None:
@@ -94,17 +100,24 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
+        before = monotonic()
         while self.failure is None and not self._stopped.wait(INTERVAL):
-            reasons = [reason for each in self._ranks if (reason := self._death(each))]
-            if not reasons:
-                reasons = [reason for each in self._ranks if (reason := self._stall(each))]
-            if not reasons and (reason := self._lateness()):
-                reasons = [reason]
-            if reasons:
+            now = monotonic()
+            if reasons := self._look(now - before):
                 self.fail(min(reasons)[1])
+            before = now
 
-    def _death(self, each: RankProcess) -> tuple[int, str] | None:
-        """Why a process ended, after a number that is lower for a likelier cause of the others."""
+    def _look(self, passed: float) -> list[Reason]:
+        """Why the group must end; `passed` are the seconds since the look before."""
+        if reasons := [reason for each in self._ranks if (reason := self._death(each))]:
+            return reasons
+        passed = min(passed, MAX_COUNTED)
+        reasons = [reason for each in self._ranks if (reason := self._stall(each, passed))]
+        late = self._lateness(passed)
+        return reasons or ([late] if late else [])
+
+    def _death(self, each: RankProcess) -> Reason | None:
+        """Why a process ended."""
         code = each.process.poll()
         if code is None:
             return None
@@ -114,28 +127,29 @@ class Watch:
         how = f"failed: {report}" if report else f"ended with exit code {code}"
         return 1 if report else 2, f"rank {each.rank} {how}"
 
-    def _stall(self, each: RankProcess) -> tuple[int, str] | None:
-        beats, (before, missed) = self.channel.beats(each.rank), self._beats[each.rank]
-        self._beats[each.rank] = (beats, missed + 1 if beats == before else 0)
-        is_patient = self.is_loading and not _is_stopped(each.process.pid)
-        limit = MAX_MISSED_LOADING if is_patient else MAX_MISSED
-        if missed < limit:
+    def _stall(self, each: RankProcess, passed: float) -> Reason | None:
+        beats, (before, seconds) = self.channel.beats(each.rank), self._beats[each.rank]
+        seconds = seconds + passed if beats == before else 0.0
+        self._beats[each.rank] = beats, seconds
+        if seconds < MAX_STOPPED:
             return None
-        return 0, f"rank {each.rank} did not run for {limit * INTERVAL:.1f} s"
+        limit = MAX_SILENT_LOADING if self.is_loading else MAX_SILENT
+        if seconds < limit and not _is_stopped(each.process.pid):
+            return None
+        return 0, f"rank {each.rank} did not run for {seconds:.1f} s"
 
-    def _lateness(self) -> tuple[int, str] | None:
+    def _lateness(self, passed: float) -> Reason | None:
         """Whether the last rank stays where it is, and rank 0 waits for it."""
         own, position = self._progress, self.channel.position
         last = min((each.rank for each in self._ranks), key=position)
         where = own.position, position(last)
-        *before, looks = self._late
+        *before, seconds = self._late
         is_late = own.is_waiting and not self.is_loading and where[1] < where[0]
-        looks = looks + 1 if is_late and where == (*before,) else 0
-        self._late = *where, looks
-        if looks < max(MAX_LATE, MAX_SLOWER * own.seconds / INTERVAL):
+        seconds = seconds + passed if is_late and where == (*before,) else 0.0
+        self._late = *where, seconds
+        if seconds < max(MAX_LATE, MAX_SLOWER * own.seconds):
             return None
-        seconds = f"{looks * INTERVAL:.1f} s"
-        return 0, f"rank {last} made no progress for {seconds} while rank 0 waited for it"
+        return 0, f"rank {last} made no progress for {seconds:.1f} s while rank 0 waited for it"
 
 
 def _is_stopped(pid: int) -> bool:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +21,7 @@ from headway.cli.main import app
 from headway.cli.options import fleet
 from headway.cli.options.model import ModelOptions
 from headway.errors import ConfigError, ExecutorError
-from headway.fleet.options import FleetOptions
+from headway.fleet.options import HTTP2_SETTINGS, FleetOptions, check_reachable
 from headway.model import devices
 
 # Ray's own modules use old features of pydantic.
@@ -146,13 +151,81 @@ def test_replicas_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch
         ray_serve.wait_until_ready(NoReplicas("no model 'x'"), options, lambda: 0)
 
 
-def test_an_address_without_ray_is_named() -> None:
-    ray_cluster, address = pytest.importorskip("headway.fleet.ray_cluster"), "127.0.0.1:1"
+@contextmanager
+def listening(answer: bytes) -> Iterator[str]:
+    """The address of a server that is not Ray; without an answer, it stays silent."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        if answer:
+            thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        if answer:
+            thread.join()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "no.such.host.invalid:6379"])
+def test_an_address_without_ray_is_named_at_once(address: str) -> None:
+    begun = time.monotonic()
+    said = problem("serve", "--device", "cpu", "--replicas", "1", "--ray-address", address)
+    assert f"--ray-address {address}: " in said and "ray start" in said
+    assert time.monotonic() - begun < 5.0
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_server_that_is_not_ray_is_named_within_five_seconds(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.fleet.options.CONNECT_SECONDS", 0.5)
+    with listening(answer) as address, pytest.raises(ConfigError) as refused:
+        check_reachable(address, address)
+    reason = "gRPC" if answer else "within 0.5 s"
+    assert f"--ray-address {address}: " in str(refused.value) and reason in str(refused.value)
+
+
+def test_a_server_that_speaks_grpc_is_reachable() -> None:
+    with listening(b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5) as address:
+        check_reachable(address, address)
+
+
+def test_auto_names_the_address_of_a_ray_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_cluster = pytest.importorskip("headway.fleet.ray_cluster")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with (
-        pytest.raises(ConfigError, match=f"--ray-address {address}: .*ray start"),
-        ray_cluster.connected(FleetOptions(replicas=1, address=address)),
+        pytest.raises(ConfigError, match="--ray-address auto: .*ray start"),
+        ray_cluster.connected(FleetOptions(replicas=1, address="auto")),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"num_cpus": 2.0}, ("--replicas 3 needs 6 CPUs", "4 free of 8", "--threads")),
+        ({"num_gpus": 1.0}, ("--replicas 3 needs 3 GPUs", "1 free of 2", "--device cpu")),
+    ],
+)
+def test_too_few_cpus_or_gpus_are_named(
+    asked: dict[str, float], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray_cluster = pytest.importorskip("headway.fleet.ray_cluster")
+    resources = {
+        "cluster_resources": {"CPU": 8.0, "GPU": 2.0},
+        "available_resources": {"CPU": 4.0, "GPU": 1.0},
+    }
+    for name, found in resources.items():
+        monkeypatch.setattr(ray_cluster.ray, name, lambda found=found: found)
+    monkeypatch.setattr(ray_cluster.serve, "status", lambda: SimpleNamespace(applications={}))
+    with pytest.raises(ConfigError) as refused:
+        ray_cluster._check_resources(FleetOptions(replicas=3, **asked))
+    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_another_application_in_the_same_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,14 @@ class Announced:
         self.found.pop(name, None)
 
 
-async def start(name: str, directory: Announced) -> ReplicaServer:
-    config = preset("headway", max_model_len=256, num_blocks=256, block_size=16)
+async def start(name: str, directory: Announced, seconds: float = 0.002) -> ReplicaServer:
+    """A replica whose steps take this long."""
+    config = preset(
+        "headway", max_model_len=256, num_blocks=2048, block_size=16, max_num_seqs=256,
+        max_num_batched_tokens=16384,
+    )  # fmt: skip
     executor = Capitals()
-    executor.seconds = 0.002
+    executor.seconds = seconds
     client = ThreadClient(Engine(Scheduler(config), executor))
     client.loop.report_load = True
     identity = Identity(name=name, model="letters", block_size=16)
@@ -120,3 +124,21 @@ async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
         await until(lambda: fleet.counters()["replicas"] == 1)
         assert await complete(engine, "r", b"hello") == b"HELLO"
     await one.close()
+
+
+@on_loop
+async def test_the_number_of_messages_does_not_depend_on_the_number_of_streams() -> None:
+    directory = Announced()
+    server = await start("a", directory, seconds=0.01)
+    frames = []
+    async with gateway(directory) as (engine, fleet):
+        for number in (1, 16, 256):
+            before = fleet.counters()["frames"]
+            texts = [b"%04d" % i * 10 for i in range(number)]
+            found = await asyncio.gather(
+                *(complete(engine, f"{number}.{i}", text) for i, text in enumerate(texts))
+            )
+            assert found == texts
+            frames.append(fleet.counters()["frames"] - before)
+    await server.close()
+    assert min(frames) >= 40 and max(frames) <= 1.5 * min(frames), frames

@@ -37,7 +37,6 @@ from bench.fleet_streams import (
     descendants,
     fleet_server,
     once_after,
-    one_by_one,
     served,
     stopped,
 )
@@ -50,7 +49,7 @@ pytestmark = pytest.mark.skipif(  # without an import, which takes a second of e
     find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
 )
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
-NUM_KILLS = 10
+NUM_KILLS = 3  # each takes the CPU time of another replica; test_fleet_kills.py has more
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
 
@@ -184,6 +183,19 @@ def monitoring(server: FleetServer) -> None:
     assert sorted(row["name"] for row in rows) == sorted(name for name, _ in each)
 
 
+def client_errors(server: FleetServer) -> None:
+    """Requests that are refused count against no replica."""
+    for body, status in (
+        ({"max_tokens": 0}, 400), ({"prompt": "a" * 9999}, 400), ({"model": "other"}, 404),
+    ):  # fmt: skip
+        sent = {"model": "letters", "prompt": "abc", **body}
+        for _ in range(2 * NUM_REPLICAS):
+            assert server.client.post("/v1/completions", json=sent).status_code == status
+    assert server.num_replicas() == NUM_REPLICAS
+    for name in ("deaths", "moves", "failed"):
+        assert server.metric(f"headway_fleet:{name}_total") == 0
+
+
 def processes(server: FleetServer) -> None:
     """Replicas have the server's priority, and no process of Ray runs without a purpose."""
     pids = descendants(server.process.pid)
@@ -202,13 +214,13 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
     before = set(server.replica_pids())
     with fleet_server(*flags, program=served(str(model)), environment=given) as other:
         sent = bodies(6, 1500)  # the model is quick: outputs must be longer than the way to here
-        alone = asyncio.run(one_by_one(other.url, sent))
+        undisturbed = asyncio.run(all_streams(other.url, sent))
         victim = max(set(server.replica_pids()) - before)
         kill = partial(os.kill, victim, signal.SIGKILL)
         with stopped(server.ray_pids("ServeController")):  # a new replica would only take CPU time
             streams = asyncio.run(all_streams(other.url, sent, once_after(1, kill)))
         assert [stream.error for stream in streams if stream.error] == []
-        assert [s.choices for s in streams] == [s.choices for s in alone]
+        assert [s.choices for s in streams] == [s.choices for s in undisturbed]
         assert other.metric("headway_fleet:moves_total") > 0
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
 
@@ -269,6 +281,7 @@ def test_a_fleet_on_ray(tmp_path: Path) -> None:
     given, model = environment(None), real.write_tiny(tmp_path, max_position_embeddings=4096)
     with fleet_server(program=LETTERS, environment=given) as server:
         monitoring(server)
+        client_errors(server)
         processes(server)
         kills(server)
         hang(server)

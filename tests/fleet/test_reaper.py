@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,20 +20,21 @@ import os, subprocess, sys, time
 from headway.fleet.reaper import reaper
 with reaper(sys.argv[1]):
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    print(child.pid, flush=True)
+    with open(sys.argv[1] + "/log", "w") as log:  # without the token, as after a change of title
+        other = subprocess.Popen(["sleep", "60"], pass_fds=[log.fileno()], env={})
+    print(child.pid, other.pid, flush=True)
     time.sleep(float(sys.argv[2]))
-child.kill()
 """
 
 
-def started(folder: Path, seconds: float, token: str) -> tuple[subprocess.Popen[str], int]:
-    """A process that starts a reaper and another process, and the pid of the latter."""
+def started(folder: Path, seconds: float, token: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process that starts a reaper and two other processes, and the pids of the latter."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(folder), str(seconds)],
         stdout=subprocess.PIPE, text=True, env={**os.environ, TOKEN: token},
     )  # fmt: skip
     assert process.stdout is not None
-    return process, int(process.stdout.readline())
+    return process, [int(word) for word in process.stdout.readline().split()]
 
 
 def is_running(pid: int) -> bool:
@@ -47,23 +49,63 @@ def test_after_a_kill_the_processes_with_the_token_end_and_the_folder_is_removed
 ) -> None:
     (tmp_path / "ray").mkdir()
     (tmp_path / "other").mkdir()
-    other, other_child = started(tmp_path / "other", 60.0, "other")
-    process, child = started(tmp_path / "ray", 60.0, "mine")
+    other, other_children = started(tmp_path / "other", 60.0, "other")
+    process, children = started(tmp_path / "ray", 60.0, "mine")
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     deadline = time.perf_counter() + 10
-    while is_running(child) or (tmp_path / "ray").exists():
+    while any(map(is_running, children)) or (tmp_path / "ray").exists():
         assert time.perf_counter() < deadline
         time.sleep(0.01)
-    assert is_running(other.pid) and is_running(other_child) and (tmp_path / "other").exists()
+    assert all(map(is_running, [other.pid, *other_children])) and (tmp_path / "other").exists()
     other.kill()
     other.communicate()
-    while is_running(other_child):
+    while any(map(is_running, other_children)):
         assert time.perf_counter() < deadline
         time.sleep(0.01)
 
 
-def test_a_process_that_ends_leaves_nothing_to_do(tmp_path: Path) -> None:
-    process, _ = started(tmp_path, 0.0, "mine")
+def test_a_context_that_ends_leaves_no_process_and_its_folder(tmp_path: Path) -> None:
+    process, children = started(tmp_path, 0.0, "mine")
     assert process.wait(10) == 0 and tmp_path.exists()
+    assert not any(map(is_running, children))
     process.communicate()
+
+
+STARTING = """
+import os, signal, subprocess, sys, time
+import ray
+from headway.fleet.options import FleetOptions, prepare
+prepare(None)
+from headway.fleet import ray_cluster
+def init(**given):
+    ray._private.utils.set_sigterm_handler(lambda number, _: sys.exit(number))  # as Ray does
+    started = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    print(started.pid, given["_temp_dir"], flush=True)
+    try:
+        time.sleep(60)
+    except SystemExit:
+        raise KeyboardInterrupt from None  # as Ray's calls do
+ray.init = init
+with ray_cluster.connected(FleetOptions(replicas=1)):
+    pass
+"""
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])
+def test_a_signal_while_ray_starts_ends_all_that_was_started(
+    sent: signal.Signals, status: int
+) -> None:
+    other = subprocess.Popen(["sleep", "60"], env={**os.environ, TOKEN: "other"})
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )  # fmt: skip
+    assert process.stdout is not None
+    pid, folder = process.stdout.readline().split()
+    process.send_signal(sent)
+    process.communicate(timeout=20)
+    assert process.returncode == status
+    assert not is_running(int(pid)) and not Path(folder).exists() and other.poll() is None
+    other.kill()
+    other.wait()

@@ -17,11 +17,15 @@ from typing import Any
 import pytest
 
 from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
+from headway.engine.outputs import RequestOutput
+from headway.lab.replay import check_replay
 from headway.model.precision import why_not_native
+from headway.observe.trace import TraceWriter, read_trace
 from headway.request import RequestParams
 from headway.scheduler import preset
 from tests.parallel.test_equality import outcome
 from tests.support import real
+from tests.support.scenarios import random_slots
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 SIZES = {
@@ -96,7 +100,7 @@ def run(
     llm: LLM, preset_name: str, *, ahead: bool = False, n: int = 1, times: int = 1, **changes: Any
 ) -> tuple[dict[str, list[list[int]]], real.Seen]:
     """The greedy tokens of all prompts, under one configuration; a list for each sample."""
-    config, seen = preset(preset_name, **SIZES, **changes), real.Seen()
+    config, seen = preset(preset_name, **{**SIZES, **changes}), real.Seen()
     engine = Engine(Scheduler(config), llm.executor, async_scheduling=ahead, observers=[seen])
     params, found = RequestParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=n), {}
     for _ in range(times):
@@ -177,3 +181,101 @@ def test_results_of_the_offline_api_are_equal_bit_for_bit(pair: Pair) -> None:
     vectors = [llm.embed(asked) for llm in (pair.group, pair.alone)]
     for first, second in zip(*vectors, strict=True):
         assert list(first.outputs.embedding) == list(second.outputs.embedding)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("quantization", ["none"])
+def test_random_policies_change_no_token(pair: Pair, seed: int) -> None:
+    """Policies that decide at random, with any batching, few blocks, and plans in flight."""
+    random = Random(seed)
+    settings: dict[str, Any] = {
+        **random_slots(random), "num_scheduler_steps": random.choice((1, 1, 3)),
+        "num_blocks": random.choice((12, 20, 32)), "max_num_seqs": random.choice((2, 6)),
+        "num_host_blocks": random.choice((0, 10, 60)), "max_model_len": 24,
+        "chunk": random.choice(("split_any", "at_most(5)")),  # others may refuse a prompt
+    }  # fmt: skip
+    found, _ = run(pair.group, "headway", ahead=random.random() < 0.5, **settings)
+    assert greedy(found) == pair.reference
+
+
+@pytest.mark.parametrize("quantization", ["none"])
+def test_a_recorded_run_replays_with_the_same_decisions(pair: Pair, tmp_path: Path) -> None:
+    path, config = tmp_path / "trace.jsonl", preset("vllm_v1", **SIZES, swap="swap")
+    with path.open("w") as file:
+        engine = Engine(
+            Scheduler(config), pair.group.executor, async_scheduling=True,
+            observers=[TraceWriter(file, config, True)],
+        )  # fmt: skip
+        for name, prompt in prompts().items():
+            engine.add(name, prompt, RequestParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+        for _ in range(6):
+            engine.step()
+        engine.abort("12")
+        engine.run()
+    lines = list(read_trace(path))
+    assert any(line.get("preempted") for line in lines)
+    assert check_replay(lines) == len(lines) - 1 > 10
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0}, {"n": 3}, {"top_p": 0.9, "repetition_penalty": 1.2, "min_tokens": 9},
+    {"top_k": 5, "presence_penalty": 0.5, "min_p": 0.01}, {"bad_words": ["e"]},
+    {"structured_outputs": {"regex": "[a-c]{4,9}"}}, {"structured_outputs": {"choice": ["on", "off"]}},
+]  # fmt: skip
+TEXTS = [
+    "Marta",
+    "The harbour master",
+    "1. Item number",
+    "crème brûlée",
+    "🎉",
+    "two suitcases",
+    "北",
+]
+
+
+@both
+def test_texts_of_all_kinds_of_requests_equal_those_of_one_process(pair: Pair) -> None:
+    """Alone and in a batch, as streams, with stop strings, and continued from the cache."""
+    asked = [
+        SamplingParams(**{"seed": seed, "max_tokens": 16, **kind}) for seed, kind in enumerate(KINDS)
+    ]  # fmt: skip
+    whole = outcomes(pair.alone.generate(TEXTS, asked))
+    assert outcomes(pair.group.generate(TEXTS, asked)) == whole
+    alone = [pair.group.generate([text], each)[0] for text, each in zip(TEXTS, asked, strict=True)]
+    assert outcomes(alone) == whole
+    turns = [text + said for text, (said, *_) in zip(TEXTS, whole, strict=False)]
+    stops = [
+        SamplingParams(seed=5, max_tokens=16, stop=[first.text[3:5]])
+        for each in pair.alone.generate(turns, SamplingParams(seed=5, max_tokens=16))
+        for first in each.outputs
+    ]
+    results = [outcomes(llm.generate(turns, stops)) for llm in (pair.alone, pair.group)]
+    assert results[0] == results[1] and {reason for *_, reason in results[0]} == {"stop"}
+
+
+def outcomes(results: list[RequestOutput]) -> list[tuple[str, list[int], str | None]]:
+    return [
+        (sample.text, sample.token_ids, sample.finish_reason)
+        for result in results
+        for sample in result.outputs
+    ]
+
+
+@pytest.mark.parametrize("quantization", ["none"])
+def test_a_stream_adds_up_and_leaving_it_early_frees_everything(pair: Pair) -> None:
+    llm, params = (
+        pair.group,
+        [SamplingParams(seed=seed, max_tokens=16) for seed in range(len(TEXTS))],
+    )
+    whole, texts = outcomes(llm.generate(TEXTS, params)), dict[int, str]()
+    for delta in llm.stream(TEXTS, params):
+        texts[delta.choice] = texts.get(delta.choice, "") + delta.text
+    assert [text for _, text in sorted(texts.items())] == [text for text, *_ in whole]
+    stream = llm.stream(TEXTS, params)
+    for _ in range(5):
+        next(stream)
+    assert llm.engine.scheduler.requests
+    stream.close()  # type: ignore[attr-defined]
+    scheduler = llm.engine.scheduler
+    assert not scheduler.requests and scheduler.num_free == scheduler.config.num_blocks
+    assert outcomes(llm.generate(TEXTS, params)) == whole

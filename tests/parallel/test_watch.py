@@ -16,7 +16,17 @@ import pytest
 
 from headway.parallel.channel import Channel, anonymous_file
 from headway.parallel.progress import Progress
-from headway.parallel.watch import INTERVAL, MAX_LATE, MAX_MISSED, MAX_SLOWER, RankProcess, Watch
+from headway.parallel.watch import (
+    INTERVAL,
+    MAX_LATE,
+    MAX_SILENT,
+    MAX_SLOWER,
+    MAX_STOPPED,
+    RankProcess,
+    Watch,
+)
+
+NEVER = 20.0  # seconds
 
 
 class Group:
@@ -94,7 +104,7 @@ def test_a_rank_that_no_longer_advances_is_ended_while_plans_run() -> None:
 
 def test_while_weights_are_loaded_only_a_stopped_rank_is_ended() -> None:
     with group(2) as made:
-        deadline = time.monotonic() + 3 * MAX_MISSED * 0.04
+        deadline = time.monotonic() + 3 * MAX_SILENT
         while time.monotonic() < deadline:
             assert made.watch.failure is None
             time.sleep(0.05)
@@ -108,18 +118,43 @@ def test_a_rank_that_runs_but_stays_behind_is_ended() -> None:
         made.progress.begin_plan()
         made.progress.enter()
         made.own[0].publish(made.progress.position)
-        assert "rank 2 made no progress for 0.6 s" in made.wait(beating=[1, 2])
+        assert "rank 2 made no progress for 0." in made.wait(beating=[1, 2])
 
 
-def looks_until_late(made: Group, changed: Callable[[int], object] = lambda _: None) -> int:
-    """Looks after which a rank is late, at most 500; `changed` is called before each."""
+def stop_watching(made: Group) -> None:
+    """Let the test do the looks."""
     made.watch._stopped.set()
     made.watch._thread.join()
-    for look in range(500):
+
+
+def test_a_stopped_process_is_found_before_one_that_is_only_silent() -> None:
+    with group(1) as made:
+        stop_watching(made)
+        made.watch.is_loading = False
+        for _ in range(int(MAX_STOPPED / INTERVAL) + 2):
+            assert made.watch._look(INTERVAL) == []
+        made.processes[0].process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, made.processes[0].process.pid, os.WSTOPPED)
+        ((_, reason),) = made.watch._look(INTERVAL)
+        assert "rank 1 did not run for 0.3 s" in reason
+
+
+def test_a_pause_of_all_processes_is_no_failure() -> None:
+    with group(1) as made:
+        stop_watching(made)
+        made.watch.is_loading = False
+        assert [made.watch._look(passed) for passed in (0.0, INTERVAL, 10.0)] == [[], [], []]
+        assert any(made.watch._look(INTERVAL) for _ in range(int(MAX_SILENT / INTERVAL)))
+
+
+def seconds_until_late(made: Group, changed: Callable[[int], object] = lambda _: None) -> float:
+    """Seconds after which a rank is late, at most NEVER; `changed` is called before each look."""
+    stop_watching(made)
+    for look in range(int(NEVER / INTERVAL)):
         changed(look)
-        if made.watch._lateness():
-            return look
-    return 500
+        if made.watch._lateness(INTERVAL):
+            return look * INTERVAL
+    return NEVER
 
 
 def test_a_rank_has_several_times_as_long_as_rank_0_needed() -> None:
@@ -128,10 +163,10 @@ def test_a_rank_has_several_times_as_long_as_rank_0_needed() -> None:
         made.progress.begin_plan()
         made.progress.enter()
         made.progress.seconds = 4.0
-        assert looks_until_late(made) >= MAX_SLOWER * 4.0 / INTERVAL
+        assert seconds_until_late(made) >= MAX_SLOWER * 4.0
         made.progress.leave()
         made.progress.enter()  # quickly
-        assert looks_until_late(made) == MAX_LATE
+        assert seconds_until_late(made) == pytest.approx(MAX_LATE, abs=INTERVAL)
 
 
 def test_no_rank_is_late_unless_rank_0_waits_for_it() -> None:
@@ -139,17 +174,19 @@ def test_no_rank_is_late_unless_rank_0_waits_for_it() -> None:
         progress, rank = made.progress, made.own[0]
         progress.begin_plan()
         progress.enter()
-        assert looks_until_late(made) == 500  # weights are loaded
+        assert seconds_until_late(made) == NEVER  # weights are loaded
         made.watch.is_loading = False
-        assert looks_until_late(made, rank.publish) == 500  # it moves
+        assert seconds_until_late(made, rank.publish) == NEVER  # it moves
         rank.publish(progress.position)
-        assert looks_until_late(made) == 500  # a collective that all ranks have joined
+        assert seconds_until_late(made) == NEVER  # a collective that all ranks have joined
         rank.publish(0)
         progress.leave()
-        assert looks_until_late(made) == 500  # rank 0 computes
+        assert seconds_until_late(made) == NEVER  # rank 0 computes
         progress.end_plan()
         progress.is_waiting = True
-        assert looks_until_late(made) == MAX_LATE  # for a captured step
+        assert seconds_until_late(made) == pytest.approx(
+            MAX_LATE, abs=INTERVAL
+        )  # for a captured step
 
 
 def test_positions_of_equal_plans_are_equal_whatever_was_before() -> None:

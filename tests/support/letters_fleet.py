@@ -30,7 +30,7 @@ from headway.server.process.serve import ServedEngine, ServerFactory, bind
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 
 STEP_SECONDS = 0.02
-NUM_REPLICAS = 4  # so that several can be starting while a test goes on
+NUM_REPLICAS = 3  # so that several can be starting while a test goes on
 
 
 @dataclass(frozen=True)

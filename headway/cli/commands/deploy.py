@@ -60,9 +60,9 @@ def deploy_command(
     if deployment.print_config:
         print(config_file(deployment.app_name, serving, fleet, model))
         return
-    from headway.fleet.options import FleetOptions, environment
+    from headway.fleet.options import FleetOptions, prepare
 
-    os.environ.update(environment(fleet.ray_address))
+    prepare(fleet.ray_address)
     if deployment.delete:
         from headway.fleet.ray_cluster import delete
 

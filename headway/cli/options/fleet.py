@@ -132,9 +132,9 @@ def run_fleet(
     options: FleetOptions,
 ) -> int:
     """Serve over replicas on Ray until a signal; return the exit status."""
-    from headway.fleet.options import environment
+    from headway.fleet.options import prepare
 
-    os.environ.update(environment(options.address))
+    prepare(options.address)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     with console.status("starting Ray") as status:

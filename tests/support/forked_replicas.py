@@ -1,0 +1,119 @@
+"""Replicas in processes of their own that start in milliseconds: forks of one that has the model.
+
+    python -m tests.support.forked_replicas MODEL
+
+Reads names of replicas from its standard input. Each new replica prints its name, process id and
+port. All of them end with the first process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway import LLM
+from headway.engine.async_engine import ThreadClient
+from headway.fleet.sockets import Identity, ReplicaServer
+from headway.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+KEY = b"key"
+MODEL = Identity(name="", model="tiny", block_size=8)
+SETTINGS: dict[str, Any] = {"num_blocks": 400, "block_size": 8, "max_num_seqs": 64, "threads": 1}
+POISON = "poison"
+STEP_SECONDS = 0.004  # more for each step, so that a signal comes while requests run
+
+
+@dataclass
+class Slow:
+    """An executor that sleeps before every step. Decodes of the client POISON kill the process."""
+
+    own: Any
+
+    def launch(self, plan: Plan) -> Any:
+        time.sleep(STEP_SECONDS)
+        if any(request.params.client == POISON for request in plan.decodes):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.own.launch(plan)
+
+
+async def serve(llm: LLM, name: str, parent: int) -> None:
+    llm.engine.executor = Slow(llm.engine.executor)
+    client = ThreadClient(llm.engine)
+    client.loop.report_load = True
+    identity = Identity(name=name, model=MODEL.model, block_size=MODEL.block_size)
+    server = ReplicaServer(client, identity, KEY)
+    await server.start("127.0.0.1")
+    sys.stdout.write(json.dumps([name, os.getpid(), server.address[1]]) + "\n")  # in one piece
+    sys.stdout.flush()
+    while os.getppid() == parent:
+        await asyncio.sleep(0.2)
+    os._exit(0)
+
+
+def main(model: str) -> None:
+    llm, parent = LLM(model, **SETTINGS), os.getpid()
+    for name in sys.stdin:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those that were killed
+                pass
+        if os.fork() == 0:
+            asyncio.run(serve(llm, name.strip(), parent))
+
+
+@dataclass
+class ForkedReplicas:
+    """A directory of replicas that can be started and killed."""
+
+    process: subprocess.Popen[str]
+    found: dict[str, tuple[str, int]] = field(default_factory=dict)  # announced: host and port
+    pids: dict[str, int] = field(default_factory=dict)
+
+    def start(self, *names: str) -> None:
+        """Start and announce replicas, and wait for them."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("".join(f"{name}\n" for name in names))
+        self.process.stdin.flush()
+        for _ in names:
+            name, pid, port = json.loads(self.process.stdout.readline())
+            self.found[name], self.pids[name] = ("127.0.0.1", port), pid
+
+    def kill(self, name: str) -> None:
+        os.kill(self.pids.pop(name), signal.SIGKILL)
+        del self.found[name]
+
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        return dict(self.found)
+
+    def forget(self, name: str) -> None:
+        self.found.pop(name, None)
+
+
+@contextmanager
+def forked_replicas(model: str) -> Iterator[ForkedReplicas]:
+    """No replicas yet; at the end, all of them end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.forked_replicas", model], cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    made = ForkedReplicas(process)
+    try:
+        yield made
+    finally:
+        for pid in made.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
