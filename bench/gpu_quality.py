@@ -12,7 +12,8 @@ places        the same for the most probable token after each token of the text 
 decodes       of --output greedy tokens after each prompt, the fraction that transformers also finds
               most probable, given all tokens before; `regret` is how much less probable, in nats,
               our tokens are to transformers in float32
-cost_percent  of fp8: how much an 8-bit KV cache adds to the perplexity of bfloat16
+cost_percent  how much 8 bits add to the perplexity of bfloat16: in the KV cache (fp8), in the
+              weights and activations (fp8_weights), and in both (fp8_both)
 A part that cannot run reports the reason, and the others still run.
 """
 
@@ -46,10 +47,12 @@ from headway.text.chat_template import render_chat
 from tests.support.real import PROMPTS
 
 Figures = dict[str, Any]
-PARTS = {  # our dtype, and the type of the KV cache
-    "bfloat16": ("bfloat16", "auto"),
-    "fp8": ("bfloat16", "fp8"),
-    "float32": ("float32", "auto"),
+PARTS = {  # our dtype, the type of the KV cache, and the quantization of the weights
+    "bfloat16": ("bfloat16", "auto", "none"),
+    "fp8": ("bfloat16", "fp8", "none"),
+    "fp8_weights": ("bfloat16", "auto", "fp8"),
+    "fp8_both": ("bfloat16", "fp8", "fp8"),
+    "float32": ("float32", "auto", "none"),
 }
 RAW = {"outputs", "places"}  # compared, not reported
 GOAL = 0.01  # maximum distance of the perplexity ratio from 1
@@ -154,14 +157,18 @@ def read(llm: LLM, text: list[int]) -> tuple[float, list[int]]:
     return math.exp(-mean), [next(iter(score)) for score in scores]  # most probable first
 
 
+def load_ours(part: str, model: str, device: str) -> LLM:
+    dtype, kv_dtype, quantization = PARTS[part]
+    return LLM(
+        model, device=device, dtype=dtype, kv_cache_dtype=kv_dtype, quantization=quantization,
+        max_num_seqs=MAX_NUM_SEQS, kv_memory="1GiB" if device != "cpu" else None,
+    )  # fmt: skip
+
+
 def run_ours(
     part: str, options: argparse.Namespace, prompts: dict[str, list[int]], text: list[int]
 ) -> Figures:
-    dtype, kv_dtype = PARTS[part]
-    with LLM(
-        options.model, device=options.device, dtype=dtype, kv_cache_dtype=kv_dtype,
-        max_num_seqs=MAX_NUM_SEQS, kv_memory="1GiB" if options.device != "cpu" else None,
-    ) as llm:  # fmt: skip
+    with load_ours(part, options.model, options.device) as llm:
         outputs = ask(llm, prompts, options.output)
         perplexity, places = read(llm, text)
         return {"perplexity": perplexity, "outputs": outputs, "places": places}
@@ -237,7 +244,8 @@ def figures(options: argparse.Namespace, save: Callable[[Figures], None]) -> Fig
             save(report)
     except Exception as error:  # keep our own figures
         report["transformers"] = {"skipped": f"{type(error).__name__}: {error}"}
-    report["fp8_cost_percent"] = cost_of_fp8(report)
+    for part in ("fp8", "fp8_weights", "fp8_both"):
+        report[f"{part}_cost_percent"] = cost_of_fp8(report, part)
     return report
 
 
@@ -266,9 +274,9 @@ def with_references(
         yield part, attempt(lambda f=found, t=theirs: compare(f, t, exact, prompts, text))
 
 
-def cost_of_fp8(report: Figures) -> float | None:
+def cost_of_fp8(report: Figures, part: str) -> float | None:
     try:
-        return 100 * (report["fp8"]["perplexity"] / report["bfloat16"]["perplexity"] - 1)
+        return 100 * (report[part]["perplexity"] / report["bfloat16"]["perplexity"] - 1)
     except KeyError:
         return None
 

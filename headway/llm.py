@@ -82,7 +82,11 @@ class LLM:
     `model` is a bundled name, a folder, a .gguf file or a Hugging Face Hub id. `device` is auto (a
     GPU if one is usable), cpu, cuda or cuda:1. `dtype` is auto (float32 on a CPU, bfloat16 on a
     GPU), float32, bfloat16 or float16. `quantization` on a CPU is int8, or auto (the fastest by
-    measurement; see `headway models`). `kv_memory` is in bytes, or a text such as "2GiB".
+    measurement; see `headway models`), and on a GPU fp8. `kv_memory` is in bytes, or a text such as
+    "2GiB".
+
+    `deterministic` makes tokens and logprobs of a request the same bits in any batch, however it is
+    scheduled; it is slower on a GPU, and ConfigError where it is impossible.
 
     `seed` makes runs reproducible: requests without a seed get one derived from it, in order.
     `enforce_eager` runs a GPU without CUDA graphs. `tensor_parallel_size` divides the model among
@@ -106,6 +110,7 @@ class LLM:
         load_format: str = "auto",
         kv_cache_dtype: str = "auto",
         attention: str = "triton",
+        deterministic: bool = False,
         kv_memory: int | str | None = None,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
@@ -126,6 +131,7 @@ class LLM:
         options = LoadOptions(
             device=device, dtype=dtype, quantization=quantization, load_format=load_format,
             attention=attention, kv_cache_dtype=kv_cache_dtype, kv_memory=kv_memory,
+            deterministic=deterministic,
             threads=threads, gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size, tensor_parallel_sums=tensor_parallel_sums,
         )  # fmt: skip

@@ -34,6 +34,7 @@ from headway.model.precision import (
     measured_precision,
     num_threads,
     resolved,
+    stored_precision,
     use_threads,
 )
 from headway.model.registry import resolve
@@ -64,6 +65,7 @@ class LoadOptions:
     load_format: str = "auto"
     kv_cache_dtype: str = "auto"
     attention: str = "triton"
+    deterministic: bool = False
     kv_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
     threads: int | None = None
@@ -81,6 +83,11 @@ class LoadOptions:
         if problem := number_problem(self.tensor_parallel_size, 1, MAX_RANKS, whole=True):
             raise ConfigError(f"tensor_parallel_size {problem}")
         one_of("tensor_parallel_sums", self.tensor_parallel_sums, SUMS)
+        if self.deterministic and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"deterministic needs one device, not tensor_parallel_size "
+                f"{self.tensor_parallel_size}; use --tensor-parallel-size 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +137,15 @@ def load(
     checkpoint = open_weights(path, options.load_format, device)
     # Before the weights are loaded, which takes long.
     _max_model_len(checkpoint.config, settings)
+    precision = stored_precision(checkpoint.config, precision, options.dtype, device)
     ranks = _start_ranks(checkpoint.config, path, options, device, precision)
     with ended_on_error(ranks):
         if ranks is not None:
             precision = ranks.spec.precision
         backend = choose_backend(
-            checkpoint.config, precision, device, kv_dtype, options.attention, checkpoint
-        )
+            checkpoint.config, precision, device, kv_dtype, options.attention, checkpoint,
+            deterministic=options.deterministic,
+        )  # fmt: skip
         shard = ranks.connect(checkpoint.config) if ranks else None
         title = _with_title(progress, f"loading {model}")
         decoder = load_decoder(checkpoint, backend, device, title, shard)

@@ -15,6 +15,7 @@ from typing import Any
 from headway.errors import ModelError
 from headway.model.fields import Fields
 from headway.model.gemma import gemma_from_gguf, gemma_from_hf
+from headway.model.quantization import stored_quantization
 from headway.model.rope import Rope, rope_from_gguf, rope_from_hf
 
 __all__ = ["ModelConfig", "Rope", "from_gguf", "from_hf", "load_hf", "read_json"]
@@ -67,6 +68,7 @@ class ModelConfig:
     sliding_window: int | None = None
     windowed_layers: frozenset[int] = frozenset()
     window_rope: Rope | None = None  # of the windowed layers
+    quantization: str | None = None  # of the weights in the file: "fp8", or None
 
     @property
     def plain_only(self) -> str | None:
@@ -159,8 +161,6 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     is_gemma = architecture == "gemma3"
     if not is_gemma and values.get("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act {values['hidden_act']!r} is not supported; only silu is")
-    if values.get("quantization_config"):
-        raise fields.error("quantization_config: quantized weights are supported only as GGUF")
     if not is_gemma:
         _refuse_window(fields, architecture)
     hidden, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
@@ -187,6 +187,7 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
         qk_norm=architecture in QK_NORMED,
         bos_id=next(iter(fields.ids("bos_token_id")), None),
         eos_ids=fields.ids("eos_token_id"),
+        quantization=stored_quantization(fields),
         **family,
     )
     return _checked(config, fields)

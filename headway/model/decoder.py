@@ -39,7 +39,8 @@ class Decoder:
         self.embedding = backend.weight(checkpoint, ["model.embed_tokens"])
         self.layers: list[LayerWeights] = []
         for number in range(self.config.num_layers):
-            self.layers.append(self._layer(checkpoint, f"model.layers.{number}"))
+            layer = self._layer(checkpoint, f"model.layers.{number}")
+            self.layers.append(backend.prepared(number, layer))
             if progress:
                 progress(number + 1, self.config.num_layers)
         self.norm = backend.vector(checkpoint, "model.norm.weight")
@@ -69,7 +70,7 @@ class Decoder:
         def norm_of(kind: str) -> Tensor:
             return vector(checkpoint, f"{prefix}.{kind}_layernorm.weight")
 
-        layer = LayerWeights(
+        return LayerWeights(
             input_norm=norm_of("input"),
             qkv=weight(checkpoint, [f"{attention}.{name}_proj" for name in "qkv"]),
             q_norm=vector(checkpoint, f"{attention}.q_norm.weight") if has_norms else None,
@@ -81,7 +82,6 @@ class Decoder:
             attention_norm=norm_of("post_attention") if has_output_norms else None,
             mlp_norm=norm_of("post_feedforward") if has_output_norms else None,
         )
-        return self.backend.prepared(layer)
 
     @property
     def num_bytes(self) -> int:

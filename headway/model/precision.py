@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from math import prod
 
 import torch
 
@@ -24,10 +25,11 @@ from headway.model.backends.native.weights import layout
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
+from headway.model.quantization import FP8
 from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8", "auto")
+QUANTIZATIONS = ("none", "int8", "fp8", "auto")
 FASTEST = "fastest"  # measured when the model is loaded
 KV_DTYPES = ("auto", "fp8")
 # Attention libraries: (module, package).
@@ -36,6 +38,7 @@ ATTENTIONS = {
     "flash-attn": ("flash_attn", "flash-attn"),
 }
 FP8_SINCE = (8, 9)  # compute capability
+FP8_MULTIPLE = 16
 MANY = 32  # rows
 TRIES = 8
 TOO_SLOW = 4.0  # a type this many times slower than the best for one row is not tried with many
@@ -57,18 +60,25 @@ def choose_backend(
     kv_dtype: torch.dtype | None = None,
     attention: str = "triton",
     checkpoint: Checkpoint | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Backend:
     """The backend for a precision; on a CPU the native kernels, if they can be built and used.
 
     If the precision is FASTEST and turns out to be int8, the forms of the checkpoint's matrices are
-    chosen by their speed too.
+    chosen by their speed too. ConfigError if `deterministic` and no backend for these gives the same
+    bits in any batch.
     """
     device = torch.device(device)
     if device.type == "cuda":
         if config.plain_only:
             raise ConfigError(f"{config.plain_only}, which runs on CPUs only; use --device cpu")
-        return _gpu_backend(getattr(torch, precision), device, kv_dtype, attention)
+        if deterministic:
+            return _deterministic_backend(precision, device, kv_dtype, attention)
+        return _gpu_backend(config, precision, device, kv_dtype, attention)
     wanted, precision = precision, measured_precision(config, precision)
+    if deterministic:
+        check_deterministic(config, precision)
     if precision in ("bfloat16", "float16"):
         return PlainBackend(getattr(torch, precision))
     reason = why_not_native(config)
@@ -83,20 +93,71 @@ def choose_backend(
 
 
 def _gpu_backend(
-    dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None, attention: str
+    config: ModelConfig,
+    precision: str,
+    device: torch.device,
+    kv_dtype: torch.dtype | None,
+    attention: str,
 ) -> Backend:
-    from headway.model.backends.gpu import GpuBackend  # needs triton
+    from headway.model.backends.fp8 import Fp8Backend, float_layers  # needs triton
+    from headway.model.backends.gpu import GpuBackend
 
-    if attention == "triton":
-        return GpuBackend(dtype, str(device), kv_dtype)
-    from headway.model.backends.attention_adapters import kernels_for
+    is_fp8 = precision == FP8
+    dtype = torch.bfloat16 if is_fp8 else getattr(torch, precision)
+    kernels = None
+    if attention != "triton":
+        from headway.model.backends.attention_adapters import kernels_for
 
-    kernels = kernels_for(ATTENTIONS[attention][0], dtype, kv_dtype, device)
-    return GpuBackend(dtype, str(device), kv_dtype, kernels)
+        kernels = kernels_for(ATTENTIONS[attention][0], dtype, kv_dtype, device)
+    if not is_fp8:
+        return GpuBackend(dtype, str(device), kv_dtype, kernels)
+    check_fp8_sizes(config)
+    is_stored = config.quantization == FP8
+    return Fp8Backend(
+        dtype, str(device), kv_dtype, kernels, folds_norms=not is_stored,
+        float_layers=float_layers(config),
+    )  # fmt: skip
+
+
+def check_fp8_sizes(config: ModelConfig) -> None:
+    """ConfigError unless all sizes of the layers are multiples of 16, as fp8 products need."""
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        if getattr(config, name) % FP8_MULTIPLE:
+            raise ConfigError(
+                f"quantization fp8 needs sizes that are multiples of {FP8_MULTIPLE}, but "
+                f"{name} is {getattr(config, name)}; use --dtype bfloat16 and no quantization"
+            )
+
+
+def _deterministic_backend(
+    precision: str, device: torch.device, kv_dtype: torch.dtype | None, attention: str
+) -> Backend:
+    from headway.model.backends.deterministic import DeterministicBackend  # needs triton
+
+    if attention != "triton":
+        raise ConfigError(
+            f"deterministic needs our own attention kernels, not {attention}, whose results depend "
+            "on the batch; use --attention triton"
+        )
+    if precision not in DTYPES:
+        known = ", ".join(DTYPES[1:])
+        raise ConfigError(f"deterministic on a GPU needs dtype {known}, not {precision}")
+    return DeterministicBackend(getattr(torch, precision), str(device), kv_dtype)
+
+
+def check_deterministic(config: ModelConfig, precision: str) -> None:
+    """ConfigError unless the native CPU kernels compute in this precision."""
+    if precision in ("bfloat16", "float16"):
+        raise ConfigError(
+            f"deterministic on a CPU needs dtype float32 or quantization int8, not {precision}, "
+            "for which torch orders sums by the batch; use --dtype float32, or --device cuda"
+        )
+    if reason := why_not_native(config):
+        raise ConfigError(f"deterministic on a CPU needs the native kernels: {reason}")
 
 
 def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:
-    """The precision a model runs in: a float type, "int8", or FASTEST.
+    """The precision a model runs in: a float type, "int8", "fp8", or FASTEST.
 
     ConfigError if a name is unknown, if the device does not support it, or if the two exclude each
     other.
@@ -109,13 +170,28 @@ def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:
             raise ConfigError(f"unknown {name} {value!r}; use one of {', '.join(known)}")
     if quantization == "none":
         return {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(dtype, dtype)
+    if quantization == FP8:
+        if dtype not in ("auto", "bfloat16"):
+            raise ConfigError(f"quantization fp8 needs dtype auto or bfloat16, not {dtype}")
+        _require_fp8("quantization fp8", "--quantization none or int8", device)
+        return FP8
     if device.type == "cuda":
         raise ConfigError(
-            f"quantization {quantization} is supported on CPUs only; use none, or --device cpu"
+            f"quantization {quantization} is supported on CPUs only; use none or fp8, or "
+            "--device cpu"
         )
     if dtype not in ("auto", "float32"):
         raise ConfigError(f"quantization {quantization} needs dtype auto or float32, not {dtype}")
     return "int8" if quantization == "int8" else FASTEST
+
+
+def stored_precision(config: ModelConfig, precision: str, dtype: str, device: torch.device) -> str:
+    """The precision, or fp8 for a file in fp8 if neither dtype nor quantization was chosen.
+
+    On other devices such a file is dequantized.
+    """
+    is_open = dtype == "auto" and precision == "bfloat16" and config.quantization == FP8
+    return FP8 if is_open and why_no_fp8(device) is None else precision
 
 
 def measured_precision(config: ModelConfig, precision: str) -> str:
@@ -124,9 +200,12 @@ def measured_precision(config: ModelConfig, precision: str) -> str:
 
 
 def weight_bytes(config: ModelConfig, backend: Backend) -> int:
-    """Bytes of a model's weights in a backend's float type."""
-    assert isinstance(backend, PlainBackend), "other backends quantize weights"
-    return config.num_params * backend.dtype.itemsize
+    """Bytes of a model's weights on a GPU."""
+    assert isinstance(backend, PlainBackend), "other backends are for CPUs"
+    shapes = config.shapes().items()
+    layers = sum(prod(shape) for name, shape in shapes if ".layers." in name and len(shape) == 2)
+    others = config.num_params - layers
+    return layers * backend.matrix_itemsize + others * backend.dtype.itemsize
 
 
 def kv_dtype_for(name: str, device: torch.device) -> torch.dtype | None:
@@ -136,16 +215,27 @@ def kv_dtype_for(name: str, device: torch.device) -> torch.dtype | None:
         raise ConfigError(f"unknown kv_cache_dtype {name!r}; use one of {known}")
     if name == "auto":
         return None
-    if device.type != "cuda":
-        reason = why_no_cuda() or "the model runs on the CPU; use --device cuda"
-        raise ConfigError(f"kv_cache_dtype {name} needs a GPU: {reason}")
-    capability = torch.cuda.get_device_capability(device)
-    if not torch.version.hip and capability < FP8_SINCE:
-        raise ConfigError(
-            f"kv_cache_dtype {name} needs a GPU of compute capability 8.9 or later; "
-            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
-        )
+    _require_fp8(f"kv_cache_dtype {name}", "--kv-cache-dtype auto", device)
     return torch.float8_e4m3fn
+
+
+def _require_fp8(option: str, instead: str, device: torch.device) -> None:
+    """ConfigError with the reason if the device has no fp8; `instead` is what to use there."""
+    if reason := why_no_fp8(device):
+        raise ConfigError(f"{option} needs a GPU{reason}; or use {instead}")
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """The reason that fp8 cannot be used on a device, as the end of a sentence; None if it can."""
+    if device.type != "cuda":
+        return f": {why_no_cuda() or 'the model runs on the CPU; use --device cuda'}"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip or capability >= FP8_SINCE:
+        return None
+    return (
+        f" of compute capability 8.9 or later; {torch.cuda.get_device_name(device)} has "
+        f"{capability[0]}.{capability[1]}"
+    )
 
 
 def check_attention(name: str, device: torch.device) -> None:

@@ -22,3 +22,12 @@ def test_every_kernel_of_a_decode_step_is_timed(tmp_path: Path) -> None:
     for by_rows in printed["kernels"].values():
         assert list(by_rows) == ["1", "3"]
         assert all(found["us"] > found["floor_us"] > 0 for found in by_rows.values())
+
+
+def test_every_way_to_multiply_by_an_fp8_matrix_is_timed_and_right() -> None:
+    by_rows = json.loads(printed_by("bench/gpu_fp8.py", "--tiny"))["products"]["tiny"]
+    ways = {"bfloat16", "scaled_mm", "quantize", "kernel", "errors"}
+    assert set(by_rows["1"]) == set(by_rows["3"]) == ways
+    assert all(figures["us"] > 0 for figures in by_rows["3"]["kernel"])
+    for error in by_rows["3"]["errors"].values():
+        assert error["own"] < 1e-5 and error["total"] < 0.06

@@ -65,7 +65,7 @@ PARAM_NAMES = [
 ]  # fmt: skip
 LLM_NAMES = [
     "model", "device", "dtype", "quantization", "preset", "load_format", "kv_cache_dtype", "attention",
-    "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed", "tensor_parallel_size",
+    "deterministic", "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed", "tensor_parallel_size",
     "tensor_parallel_sums",
     "trust_remote_code", "threads", "async_scheduling", "trace_out", "trace_blocks",
     "trace_redact", "progress", "observers", "settings",
@@ -100,7 +100,7 @@ TARGET_FLAGS = {
 }
 MODEL_FLAGS = {
     *SCHEDULER_FLAGS, "--preset", "--model", "-m", "--device", "--dtype", "--quantization", "--load-format",
-    "--kv-cache-dtype", "--attention", "--kv-memory", "--gpu-memory-utilization", "--threads",
+    "--kv-cache-dtype", "--attention", "--deterministic", "--kv-memory", "--gpu-memory-utilization", "--threads",
     "--tensor-parallel-size", "--tensor-parallel-sums",
     "--trace-out", "--trace-blocks", "--trace-redact",
 }  # fmt: skip

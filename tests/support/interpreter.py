@@ -1,4 +1,7 @@
-"""Makes Triton's interpreter faster by caching what it computes again and again."""
+"""Makes Triton's interpreter faster by caching what it computes again and again.
+
+One fix: it rounds to fp8 wrongly where the mantissa overflows into the exponent.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from inspect import getmembers
 from typing import Any
 
 import numpy as np
+import torch
 
 ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 NUMBERS = (int, float, bool)
 
 
 def speed_up() -> None:
-    """Patch the interpreter for the rest of the process; kernels give the same results."""
+    """Patch the interpreter for the rest of the process."""
     interpreter, core = (
         sys.modules["triton.runtime.interpreter"],
         sys.modules["triton.language.core"],
@@ -33,6 +37,7 @@ def speed_up() -> None:
     interpreter.TensorHandle.__init__ = sized_once(interpreter._validate_np_data_size)
     interpreter._patch_builtin = listed_once(interpreter, core.is_builtin)
     interpreter._get_np_dtype = looked_up_once(interpreter._get_np_dtype)
+    interpreter._convert_float = rounded_by_torch(interpreter._convert_float)
 
 
 def prepared_once(kind: Any) -> Any:
@@ -249,3 +254,15 @@ def looked_up_once(look_up: Any) -> Any:
         return known[key]
 
     return found
+
+
+def rounded_by_torch(convert: Any) -> Any:
+    """Convert to fp8 with torch: nearest even, and the largest number instead of an overflow."""
+
+    def converted(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if str(target) != "fp8e4nv" or str(source) not in ("fp32", "fp16"):
+            return convert(values, source, target, mode)
+        wide = torch.from_numpy(np.array(values, np.float32)).clamp_(-448.0, 448.0)
+        return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    return converted

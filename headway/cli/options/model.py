@@ -36,8 +36,9 @@ Dtype = Annotated[
 Quantization = Annotated[
     str,
     _model(
-        "none, int8 (CPU only: 8-bit matrix products with the file's quantized weights), or auto: "
-        "the fastest on this CPU."
+        "none; on a CPU int8 (8-bit matrix products with the file's quantized weights) or auto (the "
+        "fastest); on a GPU fp8 (8-bit weights and activations). A file in fp8 runs in fp8 if the "
+        "GPU has it."
     ),
 ]
 
@@ -66,6 +67,13 @@ class ModelOptions(options.SchedulerOptions):
         str,
         _model("Attention kernels on a GPU: triton; or flashinfer or flash-attn if installed."),
     ] = "triton"
+    deterministic: Annotated[
+        bool,
+        _model(
+            "Compute the same bits for a request in any batch; slower on a GPU.",
+            "--deterministic",
+        ),
+    ] = False
     kv_memory: Annotated[
         str | None,
         _model("Memory of the KV cache, e.g. 2GiB.", show_default=KV_MEMORY_DEFAULT),
@@ -128,6 +136,7 @@ class ModelOptions(options.SchedulerOptions):
                 quantization=self.quantization,
                 load_format=self.load_format, preset=self.preset, attention=self.attention,
                 kv_cache_dtype=self.kv_cache_dtype, kv_memory=self.kv_memory,
+                deterministic=self.deterministic,
                 gpu_memory_utilization=self.gpu_memory_utilization, threads=self.threads,
                 tensor_parallel_size=self.tensor_parallel_size,
                 tensor_parallel_sums=self.tensor_parallel_sums,

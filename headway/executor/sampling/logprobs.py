@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.executor.sampling.draw import parts
@@ -15,6 +16,7 @@ from headway.request import Request
 from headway.sampling_params import Sampling, TokenLogprobs
 
 SLICE = 256  # prompt positions whose logits are computed at once; bounds the memory
+ALIGNED = 4  # float32 numbers that a GPU loads at once
 
 
 @dataclass(slots=True)
@@ -54,15 +56,21 @@ class ExtraOutputs:
 
 
 def compute_logprobs(logits_tv: Tensor, targets_t: Tensor, num_top: int) -> list[TokenLogprobs]:
-    """Logprobs of each target under its row of logits, and of the `num_top` best tokens."""
+    """Logprobs of each target under its row of logits, and of the `num_top` best tokens.
+
+    A row's values do not depend on other rows: a GPU would order the sums of rows by their
+    alignment, so all rows are aligned. Of equal logprobs the lower token is first.
+    """
+    vocab_size = logits_tv.shape[1]
     found: list[TokenLogprobs] = []
     for part in parts(logits_tv):
-        logprobs = logits_tv[part].float().log_softmax(-1)
+        aligned = F.pad(logits_tv[part].float(), (0, -vocab_size % ALIGNED), value=-torch.inf)
+        logprobs = aligned.log_softmax(-1)[:, :vocab_size]
         own = logprobs.gather(1, targets_t[part, None])
         ranks = (logprobs > own).sum(-1) + 1
-        values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), -1)
+        values, ids = logprobs.topk(min(num_top, vocab_size), -1)
         tops = (
-            list(zip(*pair, strict=True))
+            sorted(zip(*pair, strict=True), key=lambda found: (-found[1], found[0]))
             for pair in zip(ids.tolist(), values.tolist(), strict=True)
         )
         columns = (targets_t[part].tolist(), own[:, 0].tolist(), ranks.tolist(), tops)

@@ -99,8 +99,8 @@ class Backend(Protocol):
     supports_padding: bool  # accepts padding rows, so that a pass can be captured
     shard: Shard | None  # set before weights are read, if the model is divided among ranks
 
-    def prepared(self, layer: LayerWeights) -> LayerWeights:
-        """Convert a complete layer to the backend's form."""
+    def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
+        """Convert a complete layer to the backend's form; layers are numbered from 0."""
         ...
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> Weight:

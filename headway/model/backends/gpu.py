@@ -99,14 +99,14 @@ class GpuBackend(PlainBackend):
         self.supports_padding = self.attention.supports_padding
         self.name = f"gpu {dtype}".replace("torch.", "")
 
-    def prepared(self, layer: LayerWeights) -> LayerWeights:
+    def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
         ones = torch.ones_like(layer.input_norm)
         return replace(
             layer,
             input_norm=ones,
             post_norm=ones,
             qkv=_scaled(layer.qkv, layer.input_norm),
-            gate_up=_interleaved(_scaled(layer.gate_up, layer.post_norm)),
+            gate_up=interleaved(_scaled(layer.gate_up, layer.post_norm)),
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -140,15 +140,15 @@ def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
     return weight
 
 
-def _interleaved(weight: PlainWeight) -> PlainWeight:
+def interleaved(weight: Weight) -> PlainWeight:
     """Interleave the rows of gate and up."""
-
-    def interleaved(stacked: Tensor) -> Tensor:
-        return torch.stack(stacked.chunk(2), dim=1).flatten(0, 1)
-
-    return PlainWeight(
-        interleaved(weight.matrix), None if weight.bias is None else interleaved(weight.bias)
+    assert isinstance(weight, PlainWeight)
+    matrix, bias, scale = (
+        None if stacked is None else torch.stack(stacked.chunk(2), dim=1).flatten(0, 1)
+        for stacked in (weight.matrix, weight.bias, weight.scale)
     )
+    assert matrix is not None
+    return PlainWeight(matrix, bias, scale)
 
 
 class FusedDecodePass(ForwardPass):
@@ -168,19 +168,23 @@ class FusedDecodePass(ForwardPass):
         self._squares: Tensor | None = None
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        epsilon = self._config.norm_eps
         if self._squares is None and len(x) > 1:
             self._squares = row_squares(x)
-        qkv = _multiply(x, layer.qkv, epsilon=epsilon, squares_mj=self._squares)
-        attended = self._attention(number, layer, qkv)
+        qkv = self._normed_product(x, layer.input_norm, layer.qkv)
+        attended = self.attention(number, layer, qkv)
         self._add(x, attended, layer.output, self._columns[0])
-        inner = _multiply(
-            x, layer.gate_up, epsilon=epsilon, squares_mj=self._squares, is_gated=True
-        )
+        inner = self._normed_product(x, layer.post_norm, layer.gate_up, is_gated=True)
         self._add(x, inner, layer.down, self._columns[1])
         return x
 
-    def _attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
+    def _normed_product(
+        self, x: Tensor, norm: Tensor, weight: Weight, *, is_gated: bool = False
+    ) -> Tensor:
+        """norm(x) w; the norm's weight is in w, unless a subclass says otherwise."""
+        epsilon = self._config.norm_eps
+        return multiply(x, weight, epsilon=epsilon, squares_mj=self._squares, is_gated=is_gated)
+
+    def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
         batch, config = self._batch, self._config
         assert batch.row_ids_s is not None
         out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
@@ -199,19 +203,20 @@ class FusedDecodePass(ForwardPass):
         """
         assert isinstance(weight, PlainWeight)
         if self._shard is not None:
-            add_parts(x, inner, self._shard, columns, partial(_multiply, weight=weight))
+            add_parts(x, inner, self._shard, columns, partial(multiply, weight=weight))
             self._squares = row_squares(x) if len(x) > 1 else None
             return
         if len(x) > 1:
             num_outputs, num_inputs = weight.matrix.shape
             count = num_squares(len(x), num_outputs, num_inputs, x.dtype)
             self._squares = torch.empty((len(x), count), dtype=torch.float32, device=x.device)
-        _multiply(inner, weight, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
+        multiply(inner, weight, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
 
 
-def _multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
+def multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
+    """x w by the kernel for few rows; `options` are those of kernels.linear."""
     assert isinstance(weight, PlainWeight)
-    return linear(x, weight.matrix, bias_n=weight.bias, **options)  # type: ignore[arg-type]
+    return linear(x, weight.matrix, bias_n=weight.bias, scale_n=weight.scale, **options)  # type: ignore[arg-type]
 
 
 class UnfusedPass(ForwardPass):
@@ -233,17 +238,8 @@ class UnfusedPass(ForwardPass):
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps
-        if self._attended is None:
-            self._attended = x.new_zeros((len(x), self._config.num_heads, self._config.head_dim))
         qkv = _linear(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
-        rotate_and_store(
-            qkv, num_heads=self._config.num_heads, num_kv_heads=self._config.num_kv_heads,
-            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=epsilon, cosine_pd=self._rope[0],
-            sine_pd=self._rope[1], positions_t=self._batch.positions_t,
-            slots_t=self._batch.slots_t, blocks=self._blocks, layer=number,
-        )  # fmt: skip
-        self._attend(number, qkv, self._attended)
-        self._add(x, self._attended.flatten(1), layer.output, self._columns[0])
+        self._add(x, self.attention(number, layer, qkv), layer.output, self._columns[0])
         inner = _linear(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
         self._add(x, silu_multiply(inner), layer.down, self._columns[1])
         return x
@@ -254,6 +250,20 @@ class UnfusedPass(ForwardPass):
             _add_linear(x, inner, weight)
         else:
             add_parts(x, inner, self._shard, columns, partial(_multiply_into, weight=weight))
+
+    def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
+        """[T, H * D]: rotates and stores the new tokens first."""
+        config = self._config
+        if self._attended is None:
+            self._attended = qkv.new_zeros((len(qkv), config.num_heads, config.head_dim))
+        rotate_and_store(
+            qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=config.norm_eps,
+            cosine_pd=self._rope[0], sine_pd=self._rope[1], positions_t=self._batch.positions_t,
+            slots_t=self._batch.slots_t, blocks=self._blocks, layer=number,
+        )  # fmt: skip
+        self._attend(number, qkv, self._attended)
+        return self._attended.flatten(1)
 
     def _attend(self, number: int, qkv: Tensor, out: Tensor) -> None:
         batch, config = self._batch, self._config

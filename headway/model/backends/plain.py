@@ -27,10 +27,11 @@ class PlainWeight:
 
     matrix: Tensor  # [N, K]
     bias: Tensor | None
+    scale: Tensor | None = None  # [N], of an fp8 matrix
 
     @property
     def num_bytes(self) -> int:
-        return self.matrix.nbytes
+        return self.matrix.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.matrix[ids]
@@ -47,11 +48,18 @@ class PlainBackend:
         self.shard: Shard | None = None
         self.name = f"torch {dtype}".replace("torch.", "")
 
+    @property
+    def matrix_itemsize(self) -> int:
+        """Bytes of a number in the matrices of the layers."""
+        return self.dtype.itemsize
+
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> PlainWeight:
         matrix = self._stacked(checkpoint, [f"{name}.weight" for name in names])
+        return PlainWeight(matrix, self._bias(checkpoint, names))
+
+    def _bias(self, checkpoint: Checkpoint, names: Sequence[str]) -> Tensor | None:
         has_bias = checkpoint.has(f"{names[0]}.bias")
-        bias = self._stacked(checkpoint, [f"{n}.bias" for n in names]) if has_bias else None
-        return PlainWeight(matrix, bias)
+        return self._stacked(checkpoint, [f"{n}.bias" for n in names]) if has_bias else None
 
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor:
         return self._stacked(checkpoint, [name])
@@ -61,7 +69,7 @@ class PlainBackend:
             return checkpoint.read(names[0]).to(self.device, self.dtype).contiguous()
         return torch.cat([checkpoint.read(n).to(self.device, self.dtype) for n in names])
 
-    def prepared(self, layer: LayerWeights) -> LayerWeights:
+    def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
         return layer
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:

@@ -1,7 +1,8 @@
 """The gated activation of an MLP: silu of the first number of each pair, times the second.
 
 Gate and up of a pair are adjacent. Knows rows, not layers. silu is rounded to the rows' type before
-the product, as in torch.
+the product, as in torch. The result is optionally quantized to fp8, after it is rounded to the
+rows' type.
 
 Legend: T rows, N pairs in a row.
 """
@@ -15,7 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.kernels.fp8 import PIECE, QuantizedRows, num_warps, row_scale
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
+
+
+@triton.jit
+def _gated(x_2n, first, WIDTH: tl.constexpr, PIECE: tl.constexpr):
+    """PIECE results of a row of pairs from the pair `first` on, rounded to the row's type."""
+    both = first * 2 + tl.arange(0, 2 * PIECE)
+    pairs = tl.load(x_2n + both, mask=both < 2 * WIDTH, other=0.0)
+    gate, up = tl.split(tl.reshape(pairs.to(tl.float32), (PIECE, 2)))
+    silu = (gate / (1.0 + tl.exp(-gate))).to(x_2n.dtype.element_ty).to(tl.float32)
+    return (silu * up).to(x_2n.dtype.element_ty)
 
 
 @launched
@@ -26,14 +38,33 @@ def _silu_multiply(
 ):  # fmt: skip
     """PIECE pairs of one row; PIECES programs compute a row."""
     row = (tl.program_id(0) // PIECES).to(tl.int64)
-    column = (tl.program_id(0) % PIECES) * PIECE + tl.arange(0, PIECE)
-    is_here = column < WIDTH
+    first = (tl.program_id(0) % PIECES) * PIECE
+    column = first + tl.arange(0, PIECE)
     begin(CHAINED)
-    both = (tl.program_id(0) % PIECES) * (2 * PIECE) + tl.arange(0, 2 * PIECE)
-    pairs = tl.load(x_t2n + row * x_stride + both, mask=both < 2 * WIDTH, other=0.0)
-    gate, up = tl.split(tl.reshape(pairs.to(tl.float32), (PIECE, 2)))
-    silu = (gate / (1.0 + tl.exp(-gate))).to(x_t2n.dtype.element_ty).to(tl.float32)
-    tl.store(out_tn + row * WIDTH + column, (silu * up).to(out_tn.dtype.element_ty), mask=is_here)
+    out = _gated(x_t2n + row * x_stride, first, WIDTH, PIECE)
+    tl.store(out_tn + row * WIDTH + column, out, mask=column < WIDTH)
+
+
+@launched
+@triton.jit
+def _silu_quantize(
+    values_tn, scale_t, x_t2n, x_stride,
+    WIDTH: tl.constexpr, PIECE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One row, in pieces: the first pass finds the scale; the second reads from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    begin(CHAINED)
+    x_2n = x_t2n + row * x_stride
+    top = tl.zeros((PIECE,), tl.float32)
+    for start in range(0, WIDTH, PIECE):
+        top = tl.maximum(top, tl.abs(_gated(x_2n, start, WIDTH, PIECE).to(tl.float32)))
+    scale = row_scale(tl.max(top, 0))
+    tl.store(scale_t + row, scale)
+    for start in range(0, WIDTH, PIECE):
+        column = start + tl.arange(0, PIECE)
+        piece = _gated(x_2n, start, WIDTH, PIECE).to(tl.float32)
+        rounded = (piece / scale).to(values_tn.dtype.element_ty)
+        tl.store(values_tn + row * WIDTH + column, rounded, mask=column < WIDTH)
 
 
 def silu_multiply(x_t2n: Tensor) -> Tensor:
@@ -50,6 +81,20 @@ def silu_multiply(x_t2n: Tensor) -> Tensor:
         WIDTH=width, PIECES=pieces, PIECE=piece, **launch_options(_num_warps(piece), 1),
     )  # fmt: skip
     return out_tn
+
+
+def silu_multiply_quantized(x_t2n: Tensor) -> QuantizedRows:
+    """Like `silu_multiply`, quantized."""
+    num_rows, width = x_t2n.shape[0], x_t2n.shape[1] // 2
+    assert x_t2n.stride(1) == 1, "a row must be contiguous"
+    out = QuantizedRows.empty(width, x_t2n)
+    if num_rows:
+        piece = min(power_of_2(width), PIECE // 2)
+        _silu_quantize[(num_rows,)](
+            out.values_tk, out.scale_t, x_t2n, x_t2n.stride(0),
+            WIDTH=width, PIECE=piece, **launch_options(num_warps(2 * piece), 1),
+        )  # fmt: skip
+    return out
 
 
 def _num_warps(piece: int) -> int:

@@ -5,6 +5,9 @@ which is one factor per row and needs only the row's sum of squares. After it: a
 activation (silu of one number times the other), or the sum with a residual. Prefills are limited by
 arithmetic; cuBLAS is faster there. Knows no layers and no norm weights.
 
+The matrix may be fp8, with a scale for each output. One row then has a wider type; several rows are
+fp8 too, with a scale each.
+
 Shapes: M rows, N outputs, K inputs, J parts of a sum of squares.
 """
 
@@ -27,6 +30,8 @@ from headway.model.kernels.launch import (
 )
 from headway.model.kernels.tiles import Tile, tile_for
 
+BAND = tl.constexpr(8)  # row tiles
+
 
 @triton.jit
 def _paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
@@ -36,17 +41,25 @@ def _paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
 
 
 @triton.jit
+def _scale(scales, place):
+    """The scales at these places, or ones without scales: products with them are compiled away."""
+    return tl.full(place.shape, 1.0, tl.float32) if scales is None else tl.load(scales + place)
+
+
+@triton.jit
 def _product(
-    x_mk, weight_nk, near_m, near_n, k, x_stride, K: tl.constexpr,
+    x_mk, weight_nk, near_m, near_n, k, is_row, x_stride, K: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows times some outputs, float32."""
+    """Some rows times some outputs, float32. Padding rows of fp8, where most may be, read nothing."""
+    IS_FP8: tl.constexpr = x_mk.dtype.element_ty.primitive_bitwidth == 8
     x = x_mk + near_m[:, None] * x_stride + k[None, :]
     weight = weight_nk + near_n[None, :] * K + k[:, None]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, K, INPUTS):
         if K % INPUTS == 0:
-            a, b = tl.load(x + start), tl.load(weight + start)
+            a = tl.load(x + start, mask=is_row[:, None]) if IS_FP8 else tl.load(x + start)
+            b = tl.load(weight + start)
         else:
             a = tl.load(x + start, mask=k[None, :] < K - start, other=0.0)
             b = tl.load(weight + start, mask=k[:, None] < K - start, other=0.0)
@@ -71,10 +84,23 @@ def _sliced_product(
     return tl.sum(totals, 0)
 
 
+@triton.jit
+def _tile_at(number, num_row_tiles, num_output_tiles):
+    """The row and output of a tile, in bands of row tiles.
+
+    In a band, tiles of the same outputs are consecutive. So few rows read the matrix once, and with
+    many rows the tiles that run concurrently share rows as well as outputs.
+    """
+    per_band = BAND * num_output_tiles
+    first, place = number // per_band * BAND, number % per_band
+    num_rows = tl.minimum(num_row_tiles - first, BAND)
+    return first + place % num_rows, place // num_rows
+
+
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
-    x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
+    x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj, scale_n, x_scale_m,
     num_rows, num_outputs, epsilon, x_stride, out_stride,
     K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -82,9 +108,10 @@ def _linear(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SLICES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One tile; tiles of the same outputs are consecutive, so that the matrix is read once."""
-    num_row_tiles = tl.cdiv(num_rows, ROWS)
-    row_tile, output_tile = tl.program_id(0) % num_row_tiles, tl.program_id(0) // num_row_tiles
+    """One tile."""
+    row_tile, output_tile = _tile_at(
+        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
+    )
     m = row_tile * ROWS + tl.arange(0, ROWS)
     n = output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, INPUTS)
@@ -104,16 +131,20 @@ def _linear(
             squares_mj + near_m[:, None] * NUM_SQUARES + j[None, :],
             mask=j[None, :] < NUM_SQUARES, other=0.0,
         )  # fmt: skip
+    scale, x_scale = _scale(scale_n, near_n[None, :]), _scale(x_scale_m, near_m[:, None])
     if HAS_BIAS:
         bias = tl.load(bias_n + near_n)
     if HAS_RESIDUAL:
         residual = tl.load(residual_mn + place, mask=is_inside, other=0.0)
     if SLICES == 1:
-        total = _product(x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS)
+        total = _product(
+            x_mk, weight_nk, near_m, near_n, k, is_row, x_stride, K, ROWS, OUTPUTS, INPUTS
+        )
     else:
         total = _sliced_product(
             x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS, SLICES
         )
+    total *= scale * x_scale
     if HAS_NORM:
         total *= tl.rsqrt(tl.sum(squares, 1) / K + epsilon)[:, None]
     if HAS_BIAS:
@@ -133,7 +164,7 @@ def _linear(
 @launched
 @triton.jit
 def _vector(
-    x_mk, weight_nk, bias_n, residual_mn, out_mn,
+    x_mk, weight_nk, bias_n, residual_mn, out_mn, scale_n,
     num_outputs, epsilon, x_stride, out_stride,
     K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -154,6 +185,7 @@ def _vector(
     place_n = tl.program_id(0) * width + tl.arange(0, width)
     place = row * out_stride + place_n
     is_inside = place_n < num_outputs // (2 if IS_GATED else 1)
+    scale = _scale(scale_n, tl.where(is_output, n, 0))
     if HAS_BIAS:
         bias = tl.load(bias_n + n, mask=is_output, other=0.0)
     if HAS_RESIDUAL:
@@ -166,6 +198,7 @@ def _vector(
         total += tl.sum(b.to(tl.float32) * a[None, :], 1)
         if start + INPUTS < K:
             b = tl.load(weight + start + INPUTS, mask=k[None, :] < K - start - INPUTS, other=0.0)
+    total *= scale
     if HAS_NORM:
         total *= tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     if HAS_BIAS:
@@ -188,13 +221,17 @@ def linear(
     residual_mn: Tensor | None = None,
     out_mn: Tensor | None = None,
     squares_out_mj: Tensor | None = None,
+    scale_n: Tensor | None = None,
+    x_scale_m: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x weight^T, in this order: divided by the root mean square of x if `epsilon` is given; plus
-    bias; if gated, pairs of outputs become silu(first) * second; plus residual (may be `out_mn`).
+    """x weight^T, in this order: times the scales of an fp8 matrix and of fp8 rows; divided by the
+    root mean square of x if `epsilon` is given; plus bias; if gated, pairs of outputs become
+    silu(first) * second; plus residual (may be `out_mn`).
 
     With more than one row, `squares_mj` must contain the sums of squares of x for the norm, and
-    `squares_out_mj` receives those of the output, both in any number of parts.
+    `squares_out_mj` receives those of the output, both in any number of parts. fp8 rows need
+    `out_mn`, and there must be more than one; several rows need the type of the matrix.
     """
     num_rows, (num_outputs, num_inputs) = len(x_mk), weight_nk.shape
     if out_mn is None:
@@ -205,21 +242,22 @@ def linear(
     strides = (x_mk.stride(0), out_mn.stride(0))
     is_alike = residual_mn is None or num_rows == 1 or residual_mn.stride(0) == strides[1]
     assert is_alike, "the residual must have the output's stride"
-    tile = tile or tile_for(num_rows, num_outputs, num_inputs, x_mk.dtype)
+    tile = tile or tile_for(num_rows, num_outputs, num_inputs, weight_nk.dtype)
     num_tiles = ceil_div(num_outputs, tile.outputs)
     flags = (epsilon is not None, bias_n is not None, residual_mn is not None, is_gated)
     options = launch_options(tile.warps, tile.stages)
     if tile.rows == 1:
         _vector[(num_tiles, num_rows)](
-            x_mk, weight_nk, bias_n, residual_mn, out_mn, num_outputs, epsilon or 0.0, *strides,
+            x_mk, weight_nk, bias_n, residual_mn, out_mn, scale_n, num_outputs, epsilon or 0.0, *strides,
             num_inputs, *flags, tile.outputs, tile.inputs, **options,
         )  # fmt: skip
         return out_mn
+    assert x_mk.dtype == weight_nk.dtype, "several rows need the type of the matrix"
     assert epsilon is None or squares_mj is not None, "the norm of several rows needs their squares"
     assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "one per tile"
     num_parts = squares_mj.shape[1] if squares_mj is not None else 1
     _linear[(num_tiles * ceil_div(num_rows, tile.rows),)](
-        x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
+        x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj, scale_n, x_scale_m,
         num_rows, num_outputs, epsilon or 0.0, *strides, num_inputs, num_parts,
         power_of_2(num_parts), *flags, squares_out_mj is not None,
         tile.rows, tile.outputs, tile.inputs, tile.slices, **options, **NO_FP_FUSION,
@@ -229,7 +267,7 @@ def linear(
 
 def num_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
     """The number of parts in which a product of this shape writes the squares of its output."""
-    return -(-num_outputs // tile_for(num_rows, num_outputs, num_inputs, dtype).outputs)
+    return ceil_div(num_outputs, tile_for(num_rows, num_outputs, num_inputs, dtype).outputs)
 
 
 @launched

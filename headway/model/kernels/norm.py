@@ -1,7 +1,8 @@
 """RMS norm: one program per row, which reads the row once.
 
 Knows rows and a weight, not the model. The norm is rounded to the rows' type before it is
-multiplied by the weight, as in torch and transformers.
+multiplied by the weight, as in torch and transformers. The result is optionally quantized to fp8
+for the product that follows, after it is rounded to the rows' type.
 
 Legend: T rows, K numbers in a row; any K whose row fits in a program.
 """
@@ -15,40 +16,74 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import launched, power_of_2
+from headway.model.kernels.fp8 import QuantizedRows, row_scale
+from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
 
 @launched
 @triton.jit
 def _rms_norm(
-    out_tk, x_tk, weight_k, x_stride, epsilon, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    out_tk, x_tk, weight_k, scale_t, added_tk, x_stride, epsilon,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    """One row; adds `added_tk` to x first, in place, and quantizes the result if there is a scale."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     is_here = column < WIDTH
 
     weight = tl.load(weight_k + column, mask=is_here, other=0.0).to(tl.float32)
+    begin(CHAINED)
     x = tl.load(x_tk + row * x_stride + column, mask=is_here, other=0.0)
+    if added_tk is not None:
+        added = tl.load(added_tk + row * WIDTH + column, mask=is_here, other=0.0)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x_tk.dtype.element_ty)
+        tl.store(x_tk + row * x_stride + column, x, mask=is_here)
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
-    normed = (wide * scale).to(x_tk.dtype.element_ty).to(tl.float32)
-    out = (normed * weight).to(out_tk.dtype.element_ty)
-    tl.store(out_tk + row * WIDTH + column, out, mask=is_here)
+    factor = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
+    normed = (wide * factor).to(x_tk.dtype.element_ty).to(tl.float32)
+    out = (normed * weight).to(x_tk.dtype.element_ty)
+    if scale_t is not None:
+        result = out.to(tl.float32)
+        scale = row_scale(tl.max(tl.abs(result), 0))
+        tl.store(scale_t + row, scale)
+        out = result / scale
+    tl.store(out_tk + row * WIDTH + column, out.to(out_tk.dtype.element_ty), mask=is_here)
 
 
 def rms_norm(x_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
     """Rows over their root mean square, rounded to their type, times a weight per column."""
+    out_tk = torch.empty(x_tk.shape, dtype=x_tk.dtype, device=x_tk.device)
+    _launch(out_tk, x_tk, weight_k, epsilon)
+    return out_tk
+
+
+def rms_norm_quantized(
+    x_tk: Tensor, weight_k: Tensor, epsilon: float, added_tk: Tensor | None = None
+) -> QuantizedRows:
+    """Like `rms_norm`, quantized; adds `added_tk` to x first, in place, if it is given."""
+    assert added_tk is None or added_tk.is_contiguous(), "rows to add must be contiguous"
+    out = QuantizedRows.empty(x_tk.shape[1], x_tk)
+    _launch(out.values_tk, x_tk, weight_k, epsilon, out.scale_t, added_tk)
+    return out
+
+
+def _launch(
+    out_tk: Tensor,
+    x_tk: Tensor,
+    weight_k: Tensor,
+    epsilon: float,
+    scale_t: Tensor | None = None,
+    added_tk: Tensor | None = None,
+) -> None:
     num_rows, width = x_tk.shape
     assert x_tk.stride(1) == 1, "a row must be contiguous"
-    out_tk = torch.empty((num_rows, width), dtype=x_tk.dtype, device=x_tk.device)
     if num_rows == 0:
-        return out_tk
+        return
     padded = power_of_2(width)
     _rms_norm[(num_rows,)](
-        out_tk, x_tk, weight_k, x_tk.stride(0), epsilon,
-        WIDTH=width, PADDED=padded, num_warps=_num_warps(padded),
+        out_tk, x_tk, weight_k, scale_t, added_tk, x_tk.stride(0), epsilon,
+        WIDTH=width, PADDED=padded, **launch_options(_num_warps(padded), 1),
     )  # fmt: skip
-    return out_tk
 
 
 def _num_warps(padded: int) -> int:

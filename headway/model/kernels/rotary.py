@@ -19,7 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import ceil_div, launched, power_of_2
+from headway.model.kernels.launch import (
+    begin,
+    ceil_div,
+    launch_options,
+    launched,
+    power_of_2,
+)
 
 PIECE = 16  # heads per program, so that the rotary tables are a small part of what it reads
 
@@ -40,9 +46,10 @@ def _rotate_and_store(
     qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,
     qkv_stride, num_layers, layer, epsilon,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr,
-    PADDED: tl.constexpr, PIECE: tl.constexpr,
+    PADDED: tl.constexpr, PIECE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """PIECE of the H + 2 G heads of one token; a norm that is None is skipped."""
+    begin(CHAINED)
     dtype = qkv.dtype.element_ty
     num_pieces: tl.constexpr = (H + 2 * G + PIECE - 1) // PIECE
     token = (tl.program_id(0) // num_pieces).to(tl.int64)
@@ -114,7 +121,7 @@ def rotate_and_store(
         qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,
         qkv.stride(0), num_layers, layer, epsilon,
         H=num_heads, G=num_kv_heads, P=block_size, HALF=head_size // 2,
-        PADDED=padded, PIECE=PIECE, num_warps=_num_warps(padded),
+        PADDED=padded, PIECE=PIECE, **launch_options(_num_warps(padded), 1),
     )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+MANY_ROWS = 640  # from here on, invariant tiles do not depend on the number of rows
+
 
 class Tile(NamedTuple):
     """The part of a product that a program computes, and the slices in which it sums the inputs."""
@@ -21,22 +23,29 @@ class Tile(NamedTuple):
 
 @cache
 def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tile:
-    """The tile for this product on this device."""
+    """The tile for a product on this device; `dtype` is that of the matrix."""
+    if dtype.itemsize == 1:
+        return fp8_tile_within(device_limits(), num_rows, num_outputs, num_inputs)
     return tile_within(device_limits(), num_rows, num_outputs, num_inputs, dtype)
 
 
 def tile_within(
-    limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+    limits: tuple[int, int],
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    least_outputs: int = 8,
 ) -> Tile:
     """About one tile per multiprocessor, with as many stages as fit in its shared memory.
 
-    Measured on an H200 with bfloat16.
+    Tiles of 8 outputs have slices. Measured on an H200 with bfloat16.
     """
     if num_rows == 1:
         return Tile(1, 4, 512, 1, 1, 1) if num_inputs <= 1024 else Tile(1, 4, 2048, 1, 4, 1)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     processors, memory = limits
-    outputs, num_row_tiles = 8 if rows <= 32 else 16, -(-num_rows // rows)
+    outputs, num_row_tiles = max(least_outputs, 8 if rows <= 32 else 16), -(-num_rows // rows)
     while outputs < 128 and num_row_tiles * num_outputs > 1.4 * outputs * processors:
         outputs *= 2
     num_large = num_outputs // 128 * -(-num_rows // 128)  # tiles of 128 rows and 128 outputs
@@ -53,6 +62,51 @@ def tile_within(
     stage = width * inputs * slices * dtype.itemsize
     stages = max(1, min(6, memory // stage))
     return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
+
+
+def fp8_tile_within(
+    limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int
+) -> Tile:
+    """At most one tile per multiprocessor if possible; measured on an H200 with fp8 rows.
+
+    No tile has fewer than 64 rows: padding rows cost nothing, and smaller tiles need an instruction
+    that is slower.
+    """
+    processors, memory = limits
+    if num_rows == 1:
+        return Tile(1, 8, 2048, 1, 4, 1) if num_inputs <= 2048 else Tile(1, 8, 4096, 1, 8, 1)
+    rows, outputs = 64, 16
+    while outputs < 128 and -(-num_rows // rows) * -(-num_outputs // outputs) > processors:
+        outputs *= 2
+    if num_rows > 64 and -(-num_rows // rows) * -(-num_outputs // outputs) > processors:
+        rows = 128
+    inputs = 256 if outputs <= 64 and num_inputs % 256 == 0 else 128
+    stages = max(1, min(6, memory // ((rows + outputs) * inputs)))
+    return Tile(rows, outputs, inputs, 1, 8 if rows == 128 else 4, stages)
+
+
+@cache
+def invariant_tile(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tile:
+    """The tile for any number of rows, such that a row's result is the same bits for all of them.
+
+    A tile sums the inputs in order, in one accumulator, with tensor cores; so there are no slices,
+    and one row is computed as several. From MANY_ROWS on the tile does not change, so that no
+    kernel is left to compile when a larger pass comes.
+    """
+    limits = processors, memory = device_limits()
+    num_rows = min(max(num_rows, 2), MANY_ROWS)
+    tile = tile_within(limits, num_rows, num_outputs, num_inputs, dtype, 16)
+    num_wide = num_rows // 128 * (num_outputs // 256)  # tiles of 128 rows and 256 outputs
+    is_roomy = dtype.itemsize == 2 and memory >= 192 * 1024
+    if num_rows > 256 and is_roomy and num_wide >= processors // 2:
+        tile = Tile(128, 256, 64, 1, 8, memory // ((128 + 256) * 64 * 2))
+    elif num_rows == MANY_ROWS:
+        tile = tile_within(limits, 2**20, num_outputs, num_inputs, dtype, 16)
+        tile = tile._replace(warps=4, stages=min(tile.stages, 4))
+    elif tile.rows + tile.outputs == 32 and is_roomy and num_inputs % 512 == 0:
+        tile = tile._replace(inputs=512, stages=memory // (32 * 512 * 2))
+    assert tile.rows >= 16 and tile.slices == 1, "the order of the sum must not depend on the rows"
+    return tile
 
 
 @cache

@@ -14,6 +14,7 @@ import torch
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, load_hf, read_json
 from headway.model.sharding import EVERYTHING, Part
+from headway.model.weights.fp8 import Fp8Matrix, quantize, scale_problem
 from headway.model.weights.gguf_checkpoint import GgufCheckpoint
 from headway.model.weights.tensors import ExpectedTensors, QuantizedMatrix
 
@@ -24,6 +25,7 @@ __all__ = [
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 FLOATS = ("F64", "F32", "F16", "BF16")
+FP8 = "F8_E4M3"  # safetensors' name
 INDEX = "model.safetensors.index.json"
 
 
@@ -56,6 +58,10 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def read_fp8(self, name: str, part: Part = EVERYTHING) -> Fp8Matrix | None:
+        """The matrix, or a part of it, in 8-bit floats; None if it is not stored so."""
+        ...
+
 
 class SafetensorsCheckpoint:
     """The safetensors of a folder: one file, or the shards of an index."""
@@ -76,11 +82,14 @@ class SafetensorsCheckpoint:
         return self._expected.shapes[name]
 
     def read(self, name: str) -> torch.Tensor:
-        self._entry(name)
+        if (quantized := self.read_fp8(name)) is not None:
+            return quantized.wide()
         tensor: torch.Tensor = self._files[self._stored(name)].get_tensor(self._stored(name))
         return self._with_offset(name, tensor)
 
     def read_part(self, name: str, part: Part) -> torch.Tensor:
+        if (quantized := self.read_fp8(name, part)) is not None:
+            return quantized.wide()
         entry = self._entry(name)
         tensor: torch.Tensor = entry[part[: len(entry.get_shape())]]
         return self._with_offset(name, tensor)
@@ -90,16 +99,32 @@ class SafetensorsCheckpoint:
         offset = self.config.norm_offset if name.endswith("norm.weight") else 0.0
         return tensor.float() + offset if offset else tensor
 
+    def read_fp8(self, name: str, part: Part = EVERYTHING) -> Fp8Matrix | None:
+        entry = self._entry(name)
+        if entry.get_dtype() != FP8:
+            return None
+        scale = self._stored(f"{name}_scale")
+        found = self._files[scale].get_tensor(scale) if scale in self._files else None
+        num_outputs = self._expected.shapes[name][0]
+        if problem := scale_problem(None if found is None else found.shape, num_outputs):
+            raise ModelError(
+                f"{self.path}: tensor {name} is fp8, but its scale {name}_scale {problem}"
+            )
+        assert found is not None, "scale_problem reports a missing scale"
+        scales = found.float().flatten().expand(num_outputs)
+        return Fp8Matrix(q=entry[part[:2]], scale=scales[part.rows].contiguous())
+
     def _entry(self, name: str) -> Any:
         """The tensor's entry in its file; ModelError if it is missing or not as expected."""
         stored = self._stored(name)
         entry = self._files[stored].get_slice(stored) if stored in self._files else None
         self._expected.check(name, None if entry is None else entry.get_shape())
         assert entry is not None, "check raises for a missing tensor"
-        if entry.get_dtype() not in FLOATS:
+        supported = FLOATS if self.config.quantization is None else (*FLOATS, FP8)
+        if entry.get_dtype() not in supported:
             raise ModelError(
                 f"{self.path}: tensor {name} has type {entry.get_dtype()}; "
-                f"supported: {', '.join(FLOATS)}"
+                f"supported: {', '.join(supported)}"
             )
         return entry
 
@@ -140,6 +165,9 @@ class DummyCheckpoint:
 
     def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
         return None
+
+    def read_fp8(self, name: str, part: Part = EVERYTHING) -> Fp8Matrix | None:
+        return quantize(self.read_part(name, part)) if self.config.quantization else None
 
 
 def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:

@@ -14,6 +14,7 @@ from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_gguf
 from headway.model.sharding import EVERYTHING, WHOLE, Part
 from headway.model.weights import gguf
+from headway.model.weights.fp8 import Fp8Matrix
 from headway.model.weights.tensors import ExpectedTensors, QuantizedMatrix
 
 GROUP_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
@@ -84,6 +85,9 @@ class GgufCheckpoint:
         _check_numbers(self._file, name, *parts[1:])
         q, scale, minimum = (torch.from_numpy(self._in_order(name, part)) for part in parts)
         return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
+
+    def read_fp8(self, name: str, part: Part = EVERYTHING) -> Fp8Matrix | None:
+        return None
 
     def _info(self, name: str) -> gguf.TensorInfo:
         info = self._infos.get(self._name(name))

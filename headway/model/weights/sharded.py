@@ -9,6 +9,7 @@ import torch
 from headway.model.config import ModelConfig
 from headway.model.sharding import EVERYTHING, Part, Shard
 from headway.model.weights.checkpoint import Checkpoint
+from headway.model.weights.fp8 import Fp8Matrix
 from headway.model.weights.tensors import QuantizedMatrix
 
 
@@ -37,3 +38,7 @@ class ShardedCheckpoint:
     def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
         assert part == EVERYTHING, "a rank's part is not divided again"
         return self._whole.read_groups(name, self._shard.part(name))
+
+    def read_fp8(self, name: str, part: Part = EVERYTHING) -> Fp8Matrix | None:
+        assert part == EVERYTHING, "a rank's part is not divided again"
+        return self._whole.read_fp8(name, self._shard.part(name))

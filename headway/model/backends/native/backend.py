@@ -93,7 +93,7 @@ class NativeBackend:
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor:
         return checkpoint.read(name).float().contiguous()
 
-    def prepared(self, layer: LayerWeights) -> LayerWeights:
+    def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
         return layer
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:

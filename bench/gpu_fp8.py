@@ -1,0 +1,217 @@
+"""fp8 weights on a GPU: accuracy, speed of the products, and speed of a 7B shape beside bfloat16.
+
+    python bench/gpu_fp8.py --out F                  all parts, about four minutes on an H200
+    python bench/gpu_fp8.py --only products          one part
+    python bench/gpu_fp8.py --only quality --model FILE.gguf
+    python bench/gpu_fp8.py --only 7b 7b_bfloat16 --trace azure2023_code.csv
+    python bench/gpu_fp8.py --tiny                   runs in seconds without a GPU, as a test
+
+quality      perplexity of bench/gpu_quality.py's text in bfloat16 and in fp8; the goal is within 1
+             percent; also by the number of layers that stay bfloat16
+products     us per product of the 7B shape, and its relative error against float32, by rows: cuBLAS
+             in bfloat16 (`bfloat16`), torch._scaled_mm (`scaled_mm`), and our kernel (`kernel`)
+             with the chosen tile first, then others; `quantize` is the time to quantize the rows,
+             which one row does not need for our kernel
+7b           one request of 16 tokens in and 256 out (`batch_1`); 128 requests of 256 to 1,024 in
+             and 128 to 512 out (`128`); and with --trace the first 120 requests of a trace, all at
+             once, prompts of at most 7,000 tokens and outputs of at most 400 (`code`); random
+             weights and prompts, median of --repeat runs after a first one; builds after the start
+7b_bfloat16  the same in bfloat16
+7b_kv        the same in fp8 with an fp8 KV cache
+Prints one JSON object, progress to stderr. A part that fails reports the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+if "--tiny" in sys.argv:  # must be set before triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import gpu
+import torch
+from gpu_fp8_products import measure_products
+
+from headway import LLM
+from headway.lab.workload.files import read_workload
+from headway.model.backends.fp8 import Fp8Backend
+from headway.model.batch import ForwardBatch
+from headway.model.decoder import Decoder
+from headway.model.weights.checkpoint import open_checkpoint
+
+Figures = dict[str, Any]
+SHAPE = "qwen2.5-7b"
+CODE_REQUESTS, MAX_PROMPT, MAX_OUTPUT = 120, 7000, 400  # of the trace
+
+
+def measure_model(
+    asked: argparse.Namespace, quantization: str, kv_cache_dtype: str = "auto"
+) -> Figures:
+    begun = time.perf_counter()
+    with LLM(
+        str(HERE / "shapes" / SHAPE), load_format="dummy", device="cuda", quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=16384, max_model_len=8192,
+    ) as llm:  # fmt: skip
+        found: Figures = {"start_seconds": time.perf_counter() - begun}
+        builds: list[int] = []
+        llm.engine.observers.append(lambda report: builds.append(report.result.num_builds))
+        for name, work in works(asked.trace).items():
+            found[name] = measure_work(llm, work, asked.repeat)
+            log(f"{name}: {found[name]}")
+        found["builds_after_start"] = sum(builds)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+def measure_work(llm: LLM, work: gpu.Work, repeat: int) -> Figures:
+    first = gpu.run(llm, work, 0.6)
+    took = statistics.median(gpu.run(llm, work, 0.6) for _ in range(repeat))
+    prompts, outputs = work
+    return {
+        "first_seconds": first, "seconds": took, "ms_per_token": 1e3 * took / sum(outputs),
+        "output_tokens_per_second": sum(outputs) / took,
+        "prompt_tokens_per_second": sum(map(len, prompts)) / took,
+    }  # fmt: skip
+
+
+def works(trace: Path | None) -> dict[str, gpu.Work]:
+    found = {"batch_1": gpu.fixed(1, 16, 256), "128": mixed_lengths(128)}
+    return found | ({"code": code_traffic(trace)} if trace else {})
+
+
+def code_traffic(trace: Path) -> gpu.Work:
+    """The lengths of the first requests of a trace, with random tokens."""
+    source, requests = random.Random(0), read_workload(trace, limit=CODE_REQUESTS)
+    prompts = [
+        [source.randint(0, 10000) for _ in range(min(each.num_prompt, MAX_PROMPT))]
+        for each in requests
+    ]
+    return prompts, [min(each.num_output, MAX_OUTPUT) for each in requests]
+
+
+def mixed_lengths(count: int) -> gpu.Work:
+    """Prompts of 256 to 1,024 tokens and outputs of 128 to 512, with seed 0."""
+    source = random.Random(0)
+    prompts = [
+        [source.randint(0, 10000) for _ in range(source.randint(256, 1024))] for _ in range(count)
+    ]
+    return prompts, [source.randint(128, 512) for _ in range(count)]
+
+
+def measure_quality(asked: argparse.Namespace) -> Figures:
+    import gpu_quality
+
+    model = gpu_quality.resolve(asked.model)
+    _, text = gpu_quality.prompts_and_text(model, gpu_quality.NUM_SCORED)
+    found: Figures = {}
+    for part in ("bfloat16", "fp8_weights", "fp8_both"):
+        with gpu_quality.load_ours(part, str(model), "cuda") as llm:
+            found[part] = gpu_quality.read(llm, text)[0]
+        log(f"perplexity, {part}: {found[part]:.4f}")
+        gc.collect()
+    cost = 100 * (found["fp8_weights"] / found["bfloat16"] - 1)
+    return {
+        "perplexity": found, "cost_percent": cost, "reached": abs(cost) <= 1,
+        "by_float_layers": measure_float_layers(model, text),
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def measure_float_layers(model: Path, text: list[int]) -> Figures:
+    """What fp8 costs, by the first and last layers that stay bfloat16.
+
+    `cost_percent` is the increase of the perplexity, `divergence` the Kullback-Leibler divergence
+    from bfloat16 in nats, which is less noisy.
+    """
+    checkpoint = open_checkpoint(model)
+    batch = prompt_batch(text)
+    count = checkpoint.config.num_layers
+    found: Figures = {}
+    base: tuple[float, torch.Tensor] | None = None  # perplexity and logprobs with no layer in fp8
+    for ends in (count, 0, 1, 2, 3, 4, 5, 6, 8, 10):
+        kept = frozenset(n for n in range(count) if n < ends or n >= count - ends)
+        decoder = Decoder(checkpoint, Fp8Backend(torch.bfloat16, float_layers=kept))
+        blocks = decoder.backend.kv_blocks(decoder.config, -(-len(text) // 16), 16)
+        logprobs = decoder.logits(decoder.forward(batch, blocks)).float().log_softmax(-1)
+        targets = torch.tensor(text[1:], device="cuda")[:, None]
+        perplexity = math.exp(-float(logprobs[:-1].gather(1, targets).double().mean()))
+        base = base or (perplexity, logprobs)
+        far = (base[1].exp() * (base[1] - logprobs)).sum(-1).mean()
+        cost = 100 * (perplexity / base[0] - 1)
+        found[str(ends)] = {"cost_percent": cost, "divergence": float(far)}
+    log(f"by first and last layers in bfloat16: {found}")
+    return found
+
+
+def prompt_batch(text: list[int]) -> ForwardBatch:
+    """A prefill of one prompt in blocks of 16 tokens, in order."""
+    places, count = torch.arange(len(text), device="cuda"), len(text)
+    ends = torch.tensor([0, count], dtype=torch.int32, device="cuda")
+    return ForwardBatch(
+        tokens_t=torch.tensor(text, device="cuda"), positions_t=places, slots_t=places,
+        tables_sw=torch.arange(-(-count // 16), dtype=torch.int32, device="cuda")[None],
+        starts_s=ends, ends_s=ends[1:], sampled_n=places, longest=count,
+        row_ids_s=torch.zeros(1, dtype=torch.int32, device="cuda"),
+    )  # fmt: skip
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Figures]] = {
+    "quality": measure_quality,
+    "products": lambda asked: measure_products(log, is_tiny=asked.tiny),
+    "7b": partial(measure_model, quantization="fp8"),
+    "7b_bfloat16": partial(measure_model, quantization="none"),
+    "7b_kv": partial(measure_model, quantization="fp8", kv_cache_dtype="fp8"),
+}
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--model", default="smollm2-135m", help="name, folder or GGUF file")
+    parser.add_argument("--trace", type=Path, help="a .csv of requests, for the part `code`")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="tiny products, on the CPU")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    asked = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    report: Figures = {
+        "gpu": "none" if asked.tiny else torch.cuda.get_device_name(), "torch": torch.__version__,
+        "commit": commit.stdout.strip(), "shape": SHAPE,
+    }  # fmt: skip
+    for name in ["products"] if asked.tiny else asked.only:
+        begun = time.perf_counter()
+        try:
+            report[name] = PARTS[name](asked)
+        except Exception as error:  # the other parts still run
+            if asked.tiny:
+                raise
+            report[name] = {"skipped": f"{type(error).__name__}: {error}"}
+            log(f"{name}: {report[name]['skipped']}")
+        report[f"{name}_took_seconds"] = time.perf_counter() - begun
+        if asked.out:
+            asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The decoder's arithmetic on a GPU such that a token's result is the same bits in any batch.
+
+Decodes and chunks of prompts run the same kernels: one order of summation per matrix, whatever the
+number of rows, and attention in fixed splits. See kernels/invariant_attention.py and
+kernels/tiles.py for what this assumes about the device.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headway.model.backends.base import ForwardPass, LayerWeights, Weight
+from headway.model.backends.gpu import GpuBackend, TritonAttention, UnfusedPass
+from headway.model.backends.plain import PlainWeight
+from headway.model.batch import ForwardBatch
+from headway.model.config import ModelConfig
+from headway.model.kernels.invariant_attention import (
+    invariant_decode_attention,
+    invariant_prefill_attention,
+)
+from headway.model.kernels.linear import linear, row_squares
+from headway.model.kernels.tiles import invariant_tile
+
+
+class InvariantAttention(TritonAttention):
+    """Attention in fixed splits."""
+
+    def decode(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
+        count = batch.num_decodes
+        assert batch.row_ids_s is not None
+        invariant_decode_attention(
+            q[:count], out[:count], blocks=blocks, layer=layer, tables=batch.tables_sw,
+            row_ids_s=batch.row_ids_s[:count], positions_s=batch.positions_t[:count],
+            num_splits=batch.num_splits,
+        )  # fmt: skip
+
+    def prefill(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
+        assert batch.row_ids_s is not None
+        invariant_prefill_attention(
+            q, out, blocks=blocks, layer=layer, tables=batch.tables_sw,
+            row_ids_s=batch.row_ids_s[batch.num_decodes :], starts_s=batch.starts_s,
+            ends_s=batch.ends_s,
+        )  # fmt: skip
+
+
+class DeterministicBackend(GpuBackend):
+    """Like GpuBackend, with one order of summation for any batch."""
+
+    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+        return multiply(x, weight)
+
+    def begin(
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
+    ) -> ForwardPass:
+        return DeterministicPass(config, batch, blocks, (cosine, sine), InvariantAttention())
+
+
+class DeterministicPass(UnfusedPass):
+    """Any batch: decodes first, then prompt chunks."""
+
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        epsilon = self._config.norm_eps
+        qkv = multiply(x, layer.qkv, epsilon=epsilon, squares_mj=row_squares(x))
+        attended = self.attention(number, layer, qkv)
+        multiply(attended, layer.output, residual_mn=x, out_mn=x)
+        inner = multiply(
+            x, layer.gate_up, epsilon=epsilon, squares_mj=row_squares(x), is_gated=True
+        )
+        multiply(inner, layer.down, residual_mn=x, out_mn=x)
+        return x
+
+
+def multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
+    """x w, with the options of kernels.linear; the tile depends on the number of rows only in
+    ways that do not change a row's bits."""
+    assert isinstance(weight, PlainWeight)
+    tile = invariant_tile(len(x), *weight.matrix.shape, x.dtype)
+    return linear(x, weight.matrix, bias_n=weight.bias, tile=tile, **options)  # type: ignore[arg-type]

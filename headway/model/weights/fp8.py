@@ -1,0 +1,55 @@
+"""fp8 matrices: 8-bit floats with one scale for each output.
+
+Quantizes float matrices, and checks the scales of compressed-tensors files. Knows no layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+MAX_FP8 = torch.finfo(FP8).max
+PART = 4096  # rows that are quantized at a time: float32 copies are large
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Matrix:
+    """A quantized matrix: w = scale * q."""
+
+    q: Tensor  # float8_e4m3fn [out, in]
+    scale: Tensor  # float32 [out]
+
+    def wide(self) -> Tensor:
+        """The matrix as float32."""
+        return self.q.float() * self.scale[:, None]
+
+
+def quantize(matrix: Tensor) -> Fp8Matrix:
+    """Round a matrix to 8 bits; the largest number of each row becomes the largest of the type."""
+    q = torch.empty(matrix.shape, dtype=FP8, device=matrix.device)
+    scale = torch.empty(len(matrix), dtype=torch.float32, device=matrix.device)
+    for start in range(0, len(matrix), PART):
+        part = slice(start, start + PART)
+        wide = matrix[part].float()
+        scale[part] = wide.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny) / MAX_FP8
+        q[part] = (wide / scale[part, None]).clamp_(-MAX_FP8, MAX_FP8).to(FP8)
+    return Fp8Matrix(q=q, scale=scale)
+
+
+def stacked(matrices: Sequence[Fp8Matrix]) -> Fp8Matrix:
+    """Matrices with the same inputs, stacked along the outputs."""
+    bits = torch.cat([each.q.view(torch.uint8) for each in matrices])
+    return Fp8Matrix(q=bits.view(FP8), scale=torch.cat([each.scale for each in matrices]))
+
+
+def scale_problem(shape: Sequence[int] | None, num_outputs: int) -> str | None:
+    """Why a file's scale tensor of this shape cannot be used for a matrix; None if it can."""
+    if shape is None:
+        return "is missing"
+    if tuple(shape) in ((num_outputs, 1), (num_outputs,), (1, 1), (1,), ()):
+        return None
+    return f"has shape {list(shape)}; it must be [{num_outputs}, 1] or [1]"
