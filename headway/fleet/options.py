@@ -98,6 +98,8 @@ def check_reachable(address: str, given: str) -> None:
     def attempt() -> None:
         try:
             problems[:] = _greet(address)
+        except TimeoutError:
+            pass  # the problem that is already there
         except (OSError, OverflowError) as error:
             problems[:] = [str(error)]
 

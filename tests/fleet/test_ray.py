@@ -211,11 +211,12 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
         "--replicas", "2", "--threads", "1", "--device", "cpu", "--route", "round_robin",
         "--ray-address", said(server, "ray"),
     )  # fmt: skip
-    before = set(server.replica_pids())
+    # By application: a replica of the first one that was killed may only start now.
+    before = set(map(application, server.replica_pids()))
     with fleet_server(*flags, program=served(str(model)), environment=given) as other:
         sent = bodies(6, 1500)  # the model is quick: outputs must be longer than the way to here
         undisturbed = asyncio.run(all_streams(other.url, sent))
-        victim = max(set(server.replica_pids()) - before)
+        victim = max(pid for pid in server.replica_pids() if application(pid) not in before)
         kill = partial(os.kill, victim, signal.SIGKILL)
         with stopped(server.ray_pids("ServeController")):  # a new replica would only take CPU time
             streams = asyncio.run(all_streams(other.url, sent, once_after(1, kill)))
@@ -223,6 +224,11 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
         assert [s.choices for s in streams] == [s.choices for s in undisturbed]
         assert other.metric("headway_fleet:moves_total") > 0
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
+
+
+def application(pid: int) -> str:
+    """The name in the title of a replica's process, ray::ServeReplica:NAME:Replica."""
+    return command(pid).split(":")[3]
 
 
 def said(server: FleetServer, name: str) -> str:
