@@ -121,8 +121,9 @@ def headway_rates(task: Rates, quantization: str) -> Rates:
     from headway import LLM
 
     llm = LLM(
-        task["model"], quantization=quantization, threads=task["threads"], max_num_seqs=MAX_BATCH
-    )
+        task["model"], device="cpu", quantization=quantization, threads=task["threads"],
+        max_num_seqs=MAX_BATCH,
+    )  # fmt: skip
     by_batch: dict[str, Rates] = {}
     tokens: list[int] = []
     for batch in task["batches"]:
