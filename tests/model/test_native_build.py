@@ -105,3 +105,14 @@ def test_a_change_in_any_source_file_changes_the_library_name(
         part.write_text(part.read_text(encoding="utf-8") + "/* changed */\n", encoding="utf-8")
         names.add(build._fingerprint("gcc"))
     assert len(names) == len(parts) + 1
+
+
+@needs_compiler
+def test_the_compiler_fuses_no_product_and_sum_by_itself(tmp_path: Path) -> None:
+    """Where it fuses them depends on the code around: rows would get other bits in other batches."""
+    source, library = tmp_path / "sum.c", tmp_path / "sum.so"
+    source.write_text("float f(float a, float b, float c) { return a * b + c; }\n")
+    subprocess.run(["gcc", *build.FLAGS, "-shared", "-o", library, source], check=True)
+    f = ctypes.CDLL(str(library)).f
+    f.argtypes, f.restype = [ctypes.c_float] * 3, ctypes.c_float
+    assert f(1 + 2**-12, 1 + 2**-12, -1 - 2**-11) == 0  # fused: 2**-24
