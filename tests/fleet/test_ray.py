@@ -37,6 +37,7 @@ from bench.fleet_streams import (
     descendants,
     fleet_server,
     once_after,
+    one_by_one,
     served,
     stopped,
 )
@@ -49,7 +50,7 @@ pytestmark = pytest.mark.skipif(  # without an import, which takes a second of e
     find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
 )
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
-NUM_KILLS = 3  # each takes the CPU time of another replica; test_fleet_kills.py has more
+NUM_KILLS = 10
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
 
@@ -215,13 +216,13 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
     before = set(map(application, server.replica_pids()))
     with fleet_server(*flags, program=served(str(model)), environment=given) as other:
         sent = bodies(6, 1500)  # the model is quick: outputs must be longer than the way to here
-        undisturbed = asyncio.run(all_streams(other.url, sent))
+        alone = asyncio.run(one_by_one(other.url, sent))
         victim = max(pid for pid in server.replica_pids() if application(pid) not in before)
         kill = partial(os.kill, victim, signal.SIGKILL)
         with stopped(server.ray_pids("ServeController")):  # a new replica would only take CPU time
             streams = asyncio.run(all_streams(other.url, sent, once_after(1, kill)))
         assert [stream.error for stream in streams if stream.error] == []
-        assert [s.choices for s in streams] == [s.choices for s in undisturbed]
+        assert [s.choices for s in streams] == [s.choices for s in alone]
         assert other.metric("headway_fleet:moves_total") > 0
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
 
