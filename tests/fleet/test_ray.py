@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(  # without an import, which takes a second of e
     find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
 )
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
-NUM_KILLS = 3  # each takes the CPU time of another replica; test_fleet_kills.py has more
+NUM_KILLS = 10
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
 
@@ -98,15 +98,14 @@ def run_with(server: FleetServer, sent: list[dict[str, Any]], work: Callable[[],
 
 
 def kills(server: FleetServer) -> None:
-    """The oldest replica is killed while 32 streams run, as soon as another can take them.
-
-    Ray starts new replicas meanwhile.
-    """
+    """A replica with streams is killed while 32 run; Ray starts new replicas meanwhile."""
+    ready: list[int] = []
     for _ in range(NUM_KILLS):
-        server.wait_for_replicas(*range(2, NUM_REPLICAS + 1))
+        if len(ready) < 2:  # only now is it certain that every process has joined the fleet
+            server.wait_for_replicas(NUM_REPLICAS)
+            ready = server.replica_pids()
         moves = server.metric("headway_fleet:moves_total")
-        victim = server.replica_pids()[0]
-        run_with(server, letter_bodies(), partial(os.kill, victim, signal.SIGKILL))
+        run_with(server, letter_bodies(), partial(os.kill, ready.pop(), signal.SIGKILL))
         assert server.metric("headway_fleet:moves_total") > moves
     assert server.metric("headway_fleet:deaths_total") == NUM_KILLS
     server.wait_for_replicas(NUM_REPLICAS)

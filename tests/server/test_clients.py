@@ -298,17 +298,23 @@ def test_output_can_be_any_json_object(client: Any) -> None:
 
 ROME: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
 CITY: Any = WEATHER["function"]["parameters"]
+# So many tokens that a busy server cannot send them all in one event.
+HOURS: Any = {"type": "array", "items": {"type": "boolean"}, "minItems": 12, "maxItems": 12}
+FORECAST: Any = {
+    **CITY, "properties": {**CITY["properties"], "rain": HOURS}, "required": ["city", "rain"],
+}  # fmt: skip
 
 
 def test_a_model_without_tools_in_its_template_calls_tools(client: Any) -> None:
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": FORECAST}}
     asked: Any = {
-        "messages": ROME, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 60, **GREEDY,
+        "messages": ROME, "tools": [tool], "tool_choice": "required", "max_tokens": 90, **GREEDY,
         "parallel_tool_calls": False,
     }  # fmt: skip
     whole = client.chat.completions.create(**asked).choices[0]
     (call,) = whole.message.tool_calls
     assert call.function.name == "get_weather" and whole.finish_reason == "tool_calls"
-    assert set(json.loads(call.function.arguments)) == {"city"}
+    assert set(json.loads(call.function.arguments)) == {"city", "rain"}
     with client.chat.completions.stream(**asked) as stream:
         parts = [event.arguments_delta for event in stream
                  if event.type == "tool_calls.function.arguments.delta"]  # fmt: skip
@@ -319,7 +325,7 @@ def test_a_model_without_tools_in_its_template_calls_tools(client: Any) -> None:
         *ROME, whole.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"},
     ]  # fmt: skip
-    again = client.chat.completions.create(messages=talk, tools=[WEATHER], max_tokens=8, **GREEDY)
+    again = client.chat.completions.create(messages=talk, tools=[tool], max_tokens=8, **GREEDY)
     assert again.choices[0].message.content
 
 
@@ -343,13 +349,13 @@ def test_responses_complete_streamed_and_structured(openai: Any, client: Any) ->
 
 
 def test_responses_call_functions(client: Any) -> None:
-    tool: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
+    tool: Any = {"type": "function", "name": "get_weather", "parameters": FORECAST, "strict": True}
     asked: Any = {
         "model": NAME, "input": ROME, "tools": [tool], "tool_choice": "required", "temperature": 0,
-        "max_output_tokens": 60, "parallel_tool_calls": False,
+        "max_output_tokens": 90, "parallel_tool_calls": False,
     }  # fmt: skip
     (call,) = client.responses.create(**asked).output
-    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city"}
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city", "rain"}
     with client.responses.stream(**asked) as stream:
         kind = "response.function_call_arguments.delta"
         parts = [event.delta for event in stream if event.type == kind]
