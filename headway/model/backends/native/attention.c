@@ -4,6 +4,11 @@
    fit in the first cache. */
 #define KEYS (LANES == 4 ? 32 : 64)
 #define MAX_QUERIES 32
+#if LANES == 4
+#define SCORED 4 /* rows that share the loads of keys; their sums fit in the registers */
+#else
+#define SCORED 1
+#endif
 #define MAX_HEAD 256
 
 ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsilon, float *y) {
@@ -105,6 +110,10 @@ static void share_rotate_and_store(Member *me, float *qkv, int64_t M, int64_t H,
 
 /* The sums over the lanes of LANES vectors, as one vector. */
 ALWAYS vec sums_of(vec v[LANES]) {
+#if defined(__aarch64__)
+    const float32x4_t low = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
+    return (vec)vpaddq_f32(low, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]));
+#else
 #if LANES == 16
 #pragma GCC unroll 8
     FOLD(8)
@@ -117,6 +126,7 @@ ALWAYS vec sums_of(vec v[LANES]) {
     FOLD(2)
     FOLD(1)
     return v[0];
+#endif
 }
 
 /* Query rows of one sequence that share a key-value head. */
@@ -130,32 +140,80 @@ typedef struct {
 
 static const float nothing[MAX_HEAD];
 
-ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D, float scale,
-                  float *out) {
+/* out[rows, count] = scale q keys, where `keys` has a multiple of LANES places. Prefetches the keys at
+   `later`, if it is not 0, a line at a time: many at once would fill the queues of the cache. */
+ALWAYS void score(const int rows, const float *const *q, const float *const *keys,
+                  const float *const *later, int count, int64_t D, float scale, float (*out)[KEYS]) {
     for (int first = 0; first < count; first += LANES) {
-        vec sums[LANES];
+        vec sums[SCORED][LANES];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) sums[i] = (vec){0};
+            for (int i = 0; i < LANES; i++) sums[r][i] = (vec){0};
         for (int64_t d = 0; d < D; d += LANES) {
-            vec part = load(q + d);
+            if (later)
+                for (int64_t line = d * LANES / 16; line < (d + LANES) * LANES / 16; line++)
+                    __builtin_prefetch(later[first + line % LANES] + line / LANES * 16);
+            vec parts[SCORED];
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) parts[r] = load(q[r] + d);
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
-                sums[i] = multiply_add(part, load(keys[first + i] + d), sums[i]);
+            for (int i = 0; i < LANES; i++) {
+                const vec key = load(keys[first + i] + d);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) sums[r][i] = multiply_add(parts[r], key, sums[r][i]);
+            }
         }
-        store(out + first, sums_of(sums) * scale);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) store(out[r] + first, sums_of(sums[r]) * scale);
     }
 }
 
-/* out[rows, D] += weights[rows, count] values, a few vectors of D at a time. */
+/* `score` for up to SCORED rows. */
+static void score_some(int rows, const float *const *q, const float *const *keys,
+                       const float *const *later, int count, int64_t D, float scale,
+                       float (*out)[KEYS]) {
+    switch (rows) {
+    case 1: score(1, q, keys, later, count, D, scale, out); break;
+#if SCORED > 1
+    case 2: score(2, q, keys, later, count, D, scale, out); break;
+    case 3: score(3, q, keys, later, count, D, scale, out); break;
+    case 4: score(4, q, keys, later, count, D, scale, out); break;
+#endif
+    }
+}
+
+/* out[rows, D] += weights[rows, count] values, a few vectors of D at a time. Prefetches like `score`. */
 ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const float *const *values,
-                   int count, int64_t d, float (*out)[MAX_HEAD]) {
+                   const float *const *later, int count, int64_t d, float (*out)[MAX_HEAD]) {
     vec sums[4][4];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) sums[r][v] = load(out[r] + d + v * LANES);
-    for (int j = 0; j < count; j++) {
+    int j = 0;
+#if defined(__aarch64__)
+    for (; j + 4 <= count; j += 4) {
+        float32x4_t four[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) four[r] = vld1q_f32(weights[r] + j);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            if (later) __builtin_prefetch(later[j + i] + d);
+#pragma GCC unroll 4
+            for (int v = 0; v < vecs; v++) {
+                const float32x4_t value = vld1q_f32(values[j + i] + d + v * LANES);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++)
+                    sums[r][v] = (vec)MULTIPLY_ADD((float32x4_t)sums[r][v], value, four[r], i);
+            }
+        }
+    }
+#endif
+    for (; j < count; j++) {
         const float *from = values[j] + d;
+        if (later)
+            for (int i = 0; i < vecs * LANES; i += 16) __builtin_prefetch(later[j] + d + i);
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) {
             vec value = load(from + v * LANES);
@@ -170,11 +228,22 @@ ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const
         for (int v = 0; v < vecs; v++) store(out[r] + d + v * LANES, sums[r][v]);
 }
 
-ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const float *const *values, int count,
-                       int64_t D, float (*out)[MAX_HEAD]) {
+ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const float *const *values,
+                       const float *const *later, int count, int64_t D, float (*out)[MAX_HEAD]) {
     int64_t d = 0;
-    for (; d + 4 * LANES <= D; d += 4 * LANES) gather(rows, 4, weights, values, count, d, out);
-    for (; d < D; d += LANES) gather(rows, 1, weights, values, count, d, out);
+    for (; d + 4 * LANES <= D; d += 4 * LANES) gather(rows, 4, weights, values, later, count, d, out);
+    for (; d < D; d += LANES) gather(rows, 1, weights, values, later, count, d, out);
+}
+
+/* `gather_all` for up to 4 rows. */
+static void gather_some(int rows, float (*weights)[KEYS], const float *const *values,
+                        const float *const *later, int count, int64_t D, float (*out)[MAX_HEAD]) {
+    switch (rows) {
+    case 1: gather_all(1, weights, values, later, count, D, out); break;
+    case 2: gather_all(2, weights, values, later, count, D, out); break;
+    case 3: gather_all(3, weights, values, later, count, D, out); break;
+    case 4: gather_all(4, weights, values, later, count, D, out); break;
+    }
 }
 
 /* Online softmax: add one tile of keys, and rescale the earlier ones if a larger score appears. */
@@ -183,17 +252,19 @@ ALWAYS void weigh(float *scores, int64_t seen, float *most, float *total, float 
     vec top = load(scores);
     for (int j = LANES; j < KEYS; j += LANES) top = larger(top, load(scores + j));
     float now = largest(top);
-    now = now > *most ? now : *most;
-    float shrink = exponential(splat(*most - now))[0];
+    if (now > *most) {
+        const float shrink = exponential(splat(*most - now))[0];
+        for (int64_t d = 0; d < D; d += LANES) store(out + d, load(out + d) * shrink);
+        *total *= shrink;
+        *most = now;
+    }
     vec sums = {0};
     for (int j = 0; j < KEYS; j += LANES) {
-        vec weight = exponential(load(scores + j) - now);
+        vec weight = exponential(load(scores + j) - *most);
         store(scores + j, weight);
         sums += weight;
     }
-    *total = *total * shrink + sum(sums);
-    *most = now;
-    for (int64_t d = 0; d < D; d += LANES) store(out + d, load(out + d) * shrink);
+    *total += sum(sums);
 }
 
 /* The addresses of the keys of positions [first, first + count). */
@@ -224,38 +295,38 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
         memset(out[r], 0, (size_t)D * 4);
     }
     for (int64_t first = 0; first < queries->last; first += KEYS) {
-        const float *keys[KEYS], *values[KEYS];
+        const float *keys[KEYS], *values[KEYS], *next_keys[KEYS], *next_values[KEYS];
         const int count = queries->last - first < KEYS ? (int)(queries->last - first) : KEYS;
-        for (int j = 0; j < KEYS; j++) keys[j] = nothing;
+        for (int j = 0; j < KEYS; j++) keys[j] = next_keys[j] = next_values[j] = nothing;
         find(cache, head, table, first, count, keys);
         for (int j = 0; j < count; j++) values[j] = keys[j] + cache->value_offset;
         const int64_t rest = queries->last - first - KEYS;
         const int next = rest <= 0 ? after->count : rest < KEYS ? (int)rest : KEYS;
-        const float *later[KEYS];
-        if (rest > 0) find(cache, head, table, first + KEYS, next, later);
-        else find(cache, after->head, after->table, 0, next, later);
+        if (rest > 0) find(cache, head, table, first + KEYS, next, next_keys);
+        else find(cache, after->head, after->table, 0, next, next_keys);
+        for (int j = 0; j < next; j++) next_values[j] = next_keys[j] + cache->value_offset;
         int started = 0; /* first row that sees these keys; later rows see more positions */
         while (queries->end[started] <= first) started++;
-        for (int r = started, fetched = 0; r < queries->rows; r++) {
-            const int upto = next * (r - started + 1) / (queries->rows - started);
-            for (; fetched < upto; fetched++) /* prefetch a part of what comes next before each row */
-                for (int64_t d = 0; d < D; d += 16) {
-                    __builtin_prefetch(later[fetched] + d, 0, 2);
-                    __builtin_prefetch(later[fetched] + d + cache->value_offset, 0, 2);
-                }
-            score(queries->q[r], keys, count, D, scale, scores[r]);
-            weigh(scores[r], queries->end[r] - first, &most[r], &total[r], out[r], D);
+        for (int r = started; r < queries->rows; r += SCORED) {
+            const int rows = queries->rows - r < SCORED ? queries->rows - r : SCORED;
+            score_some(rows, queries->q + r, keys, r == started ? next_keys : 0, count, D, scale,
+                       scores + r);
+            for (int i = r; i < r + rows; i++)
+                weigh(scores[i], queries->end[i] - first, &most[i], &total[i], out[i], D);
         }
-        int r = started;
-        for (; r + 4 <= queries->rows; r += 4) gather_all(4, scores + r, values, count, D, out + r);
-        switch (queries->rows - r) {
-        case 3: gather_all(3, scores + r, values, count, D, out + r); break;
-        case 2: gather_all(2, scores + r, values, count, D, out + r); break;
-        case 1: gather_all(1, scores + r, values, count, D, out + r); break;
-        }
+        for (int r = started; r < queries->rows; r += 4)
+            gather_some(queries->rows - r < 4 ? queries->rows - r : 4, scores + r, values,
+                        r == started ? next_values : 0, count, D, out + r);
+        for (int j = count; j < next; j++) /* more than the tile that has ended */
+            for (int64_t d = 0; d < D; d += 16) {
+                __builtin_prefetch(next_keys[j] + d);
+                __builtin_prefetch(next_values[j] + d);
+            }
     }
-    for (int r = 0; r < queries->rows; r++)
-        for (int64_t d = 0; d < D; d++) queries->out[r][d] = out[r][d] / total[r];
+    for (int r = 0; r < queries->rows; r++) {
+        const float inverse = 1.0f / total[r];
+        for (int64_t d = 0; d < D; d++) queries->out[r][d] = out[r][d] * inverse;
+    }
 }
 
 /* Attention of the q in qkv rows, to out[M, H D]. Sequence s has rows [starts[s], starts[s + 1]),

@@ -26,7 +26,10 @@ SOURCE = Path(__file__).with_name("kernels.c")
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # A product and a sum are fused only where the source says so: compilers fuse an expression in one
 # place and not in another, for example to avoid long chains of fused sums on some processors.
-FLAGS = ("-O3", NATIVE, "-std=gnu11", "-fPIC", "-Wno-psabi", "-ffp-contract=off")
+# Renaming registers at the end removes copies from the inner loops of products: a tenth of their time.
+FLAGS = (
+    "-O3", NATIVE, "-std=gnu11", "-fPIC", "-Wno-psabi", "-ffp-contract=off", "-frename-registers",
+)  # fmt: skip
 OPENMP = "-fopenmp"  # without it, as with Apple's compiler, team.c starts threads itself
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 SIGNATURES = {

@@ -87,6 +87,15 @@ ALWAYS float32x4_t scaled(int32x4_t dots, float32x4_t scale) {
     return vmulq_f32(vsubq_f32(vreinterpretq_f32_s32(dots), vdupq_n_f32(MAGIC)), scale);
 }
 
+static const int32_t magic_bits[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
+
+/* Load a vector even if a register holds it: a copy would occupy a unit that computes dot products. */
+ALWAYS float32x4_t reload(const void *from) {
+    float32x4_t loaded;
+    __asm__ volatile("ldr %q0, %1" : "=w"(loaded) : "m"(*(const float(*)[4])from));
+    return loaded;
+}
+
 /* WIDTH outputs of one row. */
 static void wide_row(const int8_t *w, WideRows x, float out[8][WIDTH]) {
     float32x4_t sums[4];
@@ -120,7 +129,7 @@ ALWAYS void wide_dots(const int rows, const int vecs, const int8_t *w, int first
 #if defined(__ARM_FEATURE_MATMUL_INT8) /* one instruction multiplies two rows and two outputs */
     int32x4_t pairs[8]; /* of rows 2 r and 2 r + 1: outputs 0 and 1, then outputs 2 and 3 */
 #pragma GCC unroll 8
-    for (int t = 0; t < tiles; t++) pairs[t] = vdupq_n_s32(MAGIC_BITS);
+    for (int t = 0; t < tiles; t++) pairs[t] = vreinterpretq_s32_f32(reload(magic_bits));
 #pragma GCC unroll 1
     for (int quad = 0; quad < WIDE / 4; quad += 2)
 #pragma GCC unroll 2
@@ -145,7 +154,7 @@ ALWAYS void wide_dots(const int rows, const int vecs, const int8_t *w, int first
     }
 #else
 #pragma GCC unroll 8
-    for (int t = 0; t < tiles; t++) dots[t] = vdupq_n_s32(MAGIC_BITS);
+    for (int t = 0; t < tiles; t++) dots[t] = vreinterpretq_s32_f32(reload(magic_bits));
 #pragma GCC unroll 1 /* with more, the compiler runs out of registers */
     for (int quad = 0; quad < WIDE / 4; quad++)
 #pragma GCC unroll 2
@@ -170,11 +179,18 @@ ALWAYS void wide_tile(const int rows, const int vecs, const int8_t *w, int first
     const int8_t *q = x.q;
     for (int64_t g = 0; g < x.K / WIDE; g++, w += WIDE_BYTES, q += WIDE * rows) {
         int32x4_t dots[8];
+        float32x4_t scales[2], offsets[2]; /* -MAGIC * scale has few bits, so that it is exact */
+#pragma GCC unroll 2
+        for (int v = 0; v < vecs; v++) {
+            scales[v] = wide_scales(w, first + v * 4);
+            offsets[v] = vmulq_n_f32(scales[v], -MAGIC);
+        }
         wide_dots(rows, vecs, w, first, q, dots);
 #pragma GCC unroll 8
         for (int t = 0; t < tiles; t++) {
             const float32x4_t steps = vld1q_f32(x.steps + g * rows + t % rows / 4 * 4);
-            const float32x4_t part = scaled(dots[t], wide_scales(w, first + t / rows * 4));
+            const float32x4_t part = vfmaq_f32(reload(&offsets[t / rows]),
+                                               vreinterpretq_f32_s32(dots[t]), scales[t / rows]);
             sums[t] = MULTIPLY_ADD(sums[t], part, steps, t % 4);
         }
     }
@@ -205,6 +221,7 @@ static void share_wide_linear(Member *me, float *space, int64_t M, int64_t K, co
             const WideRows block = wide_block(space, M, K, m);
             const int64_t rows = to - m < 8 ? to - m : 8;
             const int8_t *panel = w + task % panels * bytes;
+            for (int64_t r = 0; r < rows; r++) __builtin_prefetch(y + (m + r) * N + first, 1);
             if (block.rows == 8) wide_8_rows(panel, block, out);
             else if (block.rows == 4) wide_4_rows(panel, block, out);
             else wide_row(panel, block, out);

@@ -1,20 +1,25 @@
 /* Products with float weights. */
 
 #define ROWS_IN_CACHE 96
+#if defined(__aarch64__)
+#define INPUTS_IN_CACHE 512 /* of a panel of weights, in the first cache */
+#else
+#define INPUTS_IN_CACHE INT32_MAX
+#endif
 #define AHEAD 64 /* inputs ahead of use at which weights are prefetched */
 
 #if defined(__aarch64__)
 #include "neon.c"
 #else
 
-/* y[rows, PANEL] from x[rows, K] and one panel of weights [K, PANEL]. */
-ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w, int64_t K,
+/* y[rows, PANEL] from x[rows, K] and one panel of weights [K, PANEL]; added to it if `adds`. */
+ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w, int64_t K, int adds,
                  float out[MAX_ROWS][PANEL]) {
     vec sums[MAX_ROWS][VECS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) sums[r][v] = (vec){0};
+        for (int v = 0; v < VECS; v++) sums[r][v] = adds ? load(out[r] + v * LANES) : (vec){0};
     for (int64_t k = 0; k < K; k++) {
         vec b[VECS];
 #pragma GCC unroll 4
@@ -33,10 +38,11 @@ ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w,
         for (int v = 0; v < VECS; v++) store(out[r] + v * LANES, sums[r][v]);
 }
 
-static void tile_of(int rows, const float *x, int64_t stride, const float *w, int64_t K,
-                    float out[MAX_ROWS][PANEL]) {
+static void tile_of(int rows, int starts, const float *x, int64_t stride, const float *w, int64_t K,
+                    int adds, float out[MAX_ROWS][PANEL]) {
+    (void)starts;
     switch (rows) {
-#define CASE(n) case n: tile(n, x, stride, w, K, out); break;
+#define CASE(n) case n: tile(n, x, stride, w, K, adds, out); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if MAX_ROWS > 6
         CASE(7) CASE(8)
@@ -70,16 +76,17 @@ static void share_linear(Member *me, const float *x, int64_t M, int64_t K, const
                          const float *bias, float *y, int64_t adds) {
     const int64_t panels = (N + PANEL - 1) / PANEL, parts = (M + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE;
     for (int64_t task; (task = next_task(me, panels * parts)) >= 0;) {
-        float out[MAX_ROWS][PANEL];
+        float out[ROWS_IN_CACHE][PANEL];
         const int64_t p = task % panels, first = p * PANEL, from = task / panels * ROWS_IN_CACHE;
-        const int64_t to = from + ROWS_IN_CACHE < M ? from + ROWS_IN_CACHE : M;
+        const int64_t rows = M - from < ROWS_IN_CACHE ? M - from : ROWS_IN_CACHE;
         const int width = N - first < PANEL ? (int)(N - first) : PANEL;
-        for (int64_t m = from; m < to; m += MAX_ROWS) {
-            const int rows = to - m < MAX_ROWS ? (int)(to - m) : MAX_ROWS;
-            tile_of(rows, x + m * K, K, w + p * K * PANEL, K, out);
-            for (int r = 0; r < rows; r++)
-                put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, width, (int)adds);
-        }
+        for (int64_t k = 0; k < K; k += INPUTS_IN_CACHE)
+            for (int64_t m = 0; m < rows; m += MAX_ROWS)
+                tile_of(rows - m < MAX_ROWS ? (int)(rows - m) : MAX_ROWS, m == 0, x + (from + m) * K + k,
+                        K, w + (p * K + k) * PANEL, K - k < INPUTS_IN_CACHE ? K - k : INPUTS_IN_CACHE,
+                        k > 0, out + m);
+        for (int64_t m = 0; m < rows; m++)
+            put(y + (from + m) * N + first, out[m], bias ? bias + first : 0, width, (int)adds);
     }
 }
 

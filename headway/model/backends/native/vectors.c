@@ -67,6 +67,8 @@ ALWAYS vec either(ivec which, vec a, vec b) { return (vec)((which & (ivec)a) | (
 ALWAYS vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 #elif defined(__AVX2__)
 ALWAYS vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+#elif defined(__aarch64__)
+ALWAYS vec larger(vec a, vec b) { return (vec)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b); }
 #else
 ALWAYS vec larger(vec a, vec b) { return either(a > b, a, b); }
 #endif
@@ -103,7 +105,7 @@ ALWAYS vec exponential(vec x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     ivec vanishes = x < splat(-87.0f);
     vec t = larger(either(x < splat(88.0f), x, splat(88.0f)), splat(-87.0f));
-    vec whole = multiply_add(t, splat(1.44269504f), splat(magic)) - magic;
+    vec biased = multiply_add(t, splat(1.44269504f), splat(magic)), whole = biased - magic;
     vec r = multiply_add(whole, splat(-0.693359375f), t);
     r = multiply_add(whole, splat(2.12194440e-4f), r);
     vec p = splat(1.9875691500e-4f);
@@ -113,6 +115,6 @@ ALWAYS vec exponential(vec x) {
     p = multiply_add(p, r, splat(1.6666665459e-1f));
     p = multiply_add(p, r, splat(5.0000001201e-1f));
     p = multiply_add(p, r * r, r) + 1.0f;
-    ivec power = (__builtin_convertvector(whole, ivec) + 127) << 23;
+    ivec power = ((ivec)biased << 23) + (127 << 23); /* the low bits of `biased` are the integer */
     return (vec)((ivec)(p * (vec)power) & ~vanishes);
 }
