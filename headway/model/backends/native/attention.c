@@ -36,11 +36,18 @@ static int64_t first_largest(const float *x, int64_t n) {
     return 0;
 }
 
-/* y[N] = silu(x[:N]) * x[N:]. N is a multiple of LANES. */
-ALWAYS void gate(const float *x, int64_t N, float *y) {
+/* The activations of gates. GELU in its tanh form is x times a sigmoid too, of an odd cubic of x. */
+enum { NO_GATE, SILU, GELU };
+#define GELU_LINEAR 1.5957691216f /* 2 sqrt(2 / pi) */
+#define GELU_CUBIC 0.0713548163f  /* 0.044715 times that */
+
+/* y[N] = activation(x[:N]) * x[N:]. N is a multiple of LANES. */
+ALWAYS void gate(const float *x, int64_t N, const int activation, float *y) {
     for (int64_t i = 0; i < N; i += LANES) {
-        vec gate = load(x + i), up = load(x + N + i);
-        store(y + i, gate / (1.0f + exponential(-gate)) * up);
+        vec gate = load(x + i), up = load(x + N + i), slope = gate;
+        if (activation == GELU)
+            slope = gate * multiply_add(gate * gate, splat(GELU_CUBIC), splat(GELU_LINEAR));
+        store(y + i, gate / (1.0f + exponential(-slope)) * up);
     }
 }
 
@@ -123,7 +130,7 @@ ALWAYS vec sums_of(vec v[LANES]) {
 typedef struct {
     const float *q[MAX_QUERIES];
     float *out[MAX_QUERIES];
-    int64_t end[MAX_QUERIES]; /* number of positions that each row sees */
+    int64_t begin[MAX_QUERIES], end[MAX_QUERIES]; /* positions that each row sees: [begin, end) */
     int rows;
     int64_t last; /* the largest value of `end` */
 } Queries;
@@ -177,9 +184,12 @@ ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const float *cons
     for (; d < D; d += LANES) gather(rows, 1, weights, values, count, d, out);
 }
 
-/* Online softmax: add one tile of keys, and rescale the earlier ones if a larger score appears. */
-ALWAYS void weigh(float *scores, int64_t seen, float *most, float *total, float *out, int64_t D) {
-    for (int64_t j = seen < 0 ? 0 : seen; j < KEYS; j++) scores[j] = -INFINITY;
+/* Online softmax: add the keys [begin, end) of a tile, and rescale the earlier ones if a larger score
+   appears. */
+ALWAYS void weigh(float *scores, int64_t begin, int64_t end, float *most, float *total, float *out,
+                  int64_t D) {
+    for (int64_t j = 0; j < begin; j++) scores[j] = -INFINITY;
+    for (int64_t j = end < 0 ? 0 : end; j < KEYS; j++) scores[j] = -INFINITY;
     vec top = load(scores);
     for (int j = LANES; j < KEYS; j += LANES) top = larger(top, load(scores + j));
     float now = largest(top);
@@ -207,13 +217,15 @@ static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t
     }
 }
 
-/* Keys and values that will be read later: the first `count` positions of a sequence. */
+/* Keys and values that will be read later: `count` positions of a sequence. */
 typedef struct {
     const int32_t *table;
-    int64_t head;
+    int64_t head, first;
     int count;
 } Ahead;
 
+/* Rows without keys in a tile are skipped, so that a row's tiles do not depend on the other rows.
+   Positions before the first row's window are not read: their blocks may belong to others. */
 static void attend(const Queries *queries, const Cache *cache, int64_t head, const int32_t *table,
                    float scale, const Ahead *after) {
     const int64_t D = cache->head_size;
@@ -223,32 +235,36 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
         most[r] = -INFINITY, total[r] = 0;
         memset(out[r], 0, (size_t)D * 4);
     }
-    for (int64_t first = 0; first < queries->last; first += KEYS) {
+    const int64_t begin = queries->begin[0];
+    for (int64_t first = begin / KEYS * KEYS; first < queries->last; first += KEYS) {
         const float *keys[KEYS], *values[KEYS];
         const int count = queries->last - first < KEYS ? (int)(queries->last - first) : KEYS;
-        for (int j = 0; j < KEYS; j++) keys[j] = nothing;
-        find(cache, head, table, first, count, keys);
-        for (int j = 0; j < count; j++) values[j] = keys[j] + cache->value_offset;
+        const int skipped = first < begin ? (int)(begin - first) : 0;
+        for (int j = 0; j < KEYS; j++) keys[j] = values[j] = nothing;
+        find(cache, head, table, first + skipped, count - skipped, keys + skipped);
+        for (int j = skipped; j < count; j++) values[j] = keys[j] + cache->value_offset;
         const int64_t rest = queries->last - first - KEYS;
         const int next = rest <= 0 ? after->count : rest < KEYS ? (int)rest : KEYS;
         const float *later[KEYS];
         if (rest > 0) find(cache, head, table, first + KEYS, next, later);
-        else find(cache, after->head, after->table, 0, next, later);
-        int started = 0; /* first row that sees these keys; later rows see more positions */
+        else find(cache, after->head, after->table, after->first, next, later);
+        int started = 0, stop = queries->rows; /* rows that see these keys; later rows see later ones */
         while (queries->end[started] <= first) started++;
-        for (int r = started, fetched = 0; r < queries->rows; r++) {
-            const int upto = next * (r - started + 1) / (queries->rows - started);
+        while (queries->begin[stop - 1] >= first + KEYS) stop--;
+        for (int r = started, fetched = 0; r < stop; r++) {
+            const int upto = next * (r - started + 1) / (stop - started);
             for (; fetched < upto; fetched++) /* prefetch a part of what comes next before each row */
                 for (int64_t d = 0; d < D; d += 16) {
                     __builtin_prefetch(later[fetched] + d, 0, 2);
                     __builtin_prefetch(later[fetched] + d + cache->value_offset, 0, 2);
                 }
             score(queries->q[r], keys, count, D, scale, scores[r]);
-            weigh(scores[r], queries->end[r] - first, &most[r], &total[r], out[r], D);
+            weigh(scores[r], queries->begin[r] - first, queries->end[r] - first, &most[r], &total[r],
+                  out[r], D);
         }
         int r = started;
-        for (; r + 4 <= queries->rows; r += 4) gather_all(4, scores + r, values, count, D, out + r);
-        switch (queries->rows - r) {
+        for (; r + 4 <= stop; r += 4) gather_all(4, scores + r, values, count, D, out + r);
+        switch (stop - r) {
         case 3: gather_all(3, scores + r, values, count, D, out + r); break;
         case 2: gather_all(2, scores + r, values, count, D, out + r); break;
         case 1: gather_all(1, scores + r, values, count, D, out + r); break;
@@ -258,14 +274,19 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
         for (int64_t d = 0; d < D; d++) queries->out[r][d] = out[r][d] / total[r];
 }
 
+/* The first of `end` positions that the last of them sees through a window; 0: no window. */
+ALWAYS int64_t first_seen(int64_t end, int64_t window) {
+    return window && end > window ? end - window : 0;
+}
+
 /* Attention of the q in qkv rows, to out[M, H D]. Sequence s has rows [starts[s], starts[s + 1]),
-   the last of its ends[s] tokens; each row sees all tokens of the sequence up to itself. A task is
-   (sequence, first row), with at most `tokens` rows. It computes one key-value head at a time, or,
-   if `split` is above 1, a part of the query heads of one. */
+   the last of its ends[s] tokens; each row sees the tokens of the sequence up to itself, or only the
+   last `window` of these. A task is (sequence, first row), with at most `tokens` rows. It computes
+   one key-value head at a time, or, if `split` is above 1, a part of the query heads of one. */
 static void share_attention(Member *me, const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
                             int64_t table_width, const int32_t *starts, const int32_t *ends,
-                            double scale, const int32_t *tasks, int64_t num_tasks, int64_t tokens,
-                            int64_t split, float *out) {
+                            int64_t window, double scale, const int32_t *tasks, int64_t num_tasks,
+                            int64_t tokens, int64_t split, float *out) {
     const int64_t G = cache->heads, D = cache->head_size, group = H / G / split;
     const int64_t stride = (H + 2 * G) * D;
     for (int64_t task; (task = next_task(me, num_tasks * G * split)) >= 0;) {
@@ -277,13 +298,17 @@ static void share_attention(Member *me, const float *qkv, int64_t H, const Cache
             for (int64_t h = part * group; h < (part + 1) * group; h++) {
                 queries.q[queries.rows] = qkv + m * stride + h * D;
                 queries.out[queries.rows] = out + m * H * D + h * D;
-                queries.end[queries.rows++] = queries.last = ends[s] - (rows - 1 - m);
+                queries.last = ends[s] - (rows - 1 - m);
+                queries.begin[queries.rows] = first_seen(queries.last, window);
+                queries.end[queries.rows++] = queries.last;
             }
         Ahead after = {.count = 0};
         if (task + 1 < num_tasks * G * split) {
-            const int64_t next = tasks[2 * ((task + 1) / (G * split))];
-            after = (Ahead){tables + next * table_width, (task + 1) % (G * split) / split,
-                            ends[next] < KEYS ? ends[next] : KEYS};
+            const int32_t *then = tasks + 2 * ((task + 1) / (G * split));
+            const int64_t upto = ends[then[0]] - (starts[then[0] + 1] - 1 - then[1]);
+            const int64_t from = first_seen(upto, window), left = ends[then[0]] - from;
+            after = (Ahead){tables + then[0] * table_width, (task + 1) % (G * split) / split, from,
+                            left < KEYS ? (int)left : KEYS};
         }
         attend(&queries, cache, part / split, tables + s * table_width, (float)scale, &after);
     }
