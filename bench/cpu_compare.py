@@ -2,6 +2,7 @@
 
     python bench/cpu_compare.py                       prints one JSON object, progress to stderr
     python bench/cpu_compare.py --quick --out FILE    fewer tokens, one round; also writes a file
+    python bench/cpu_compare.py --model gemma3-270m --batches 1 8 --skip-peers    only our engine
 
 headway ... llama_cpp_q4_1   output tok/s while decoding, by batch; 128 prompt and 128 output tokens
 prefill    prompt tok/s by engine and batch
@@ -90,7 +91,6 @@ def make_task(model: Path, threads: int, *, is_quick: bool) -> Rates:
         "model": str(model),
         "threads": threads,
         "num_output": 32 if is_quick else 128,
-        "batches": [1, 8, MAX_BATCH],
         "scored": text[:NUM_SCORED],
         "prompts": [text[start : start + NUM_PROMPT] for start in range(0, 61 * MAX_BATCH, 61)],
         "mixed": [
@@ -386,6 +386,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m", help="name or path of a GGUF file")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 8, MAX_BATCH], metavar="N",
+        choices=range(1, MAX_BATCH + 1), help=f"batch sizes, each from 1 to {MAX_BATCH}",
+    )  # fmt: skip
     parser.add_argument("--repeat", type=int, default=3, help="rounds; figures are medians")
     parser.add_argument("--quick", action="store_true", help="32 output tokens, one round")
     parser.add_argument("--skip-peers", action="store_true", help="run only our engine")
@@ -406,6 +410,7 @@ def main() -> None:
         )
     engines, reasons = engines_to_run(skip_peers=options.skip_peers)
     task = make_task(model, options.threads, is_quick=options.quick)
+    task["batches"] = options.batches
     machine = describe_machine(model, options.threads)
     found = run_rounds(engines, task, 1 if options.quick else options.repeat)
     text = json.dumps(report(machine, found, reasons), indent=2)

@@ -71,8 +71,8 @@ class ModelConfig:
     quantization: str | None = None  # of the weights in the file: "fp8", or None
 
     @property
-    def plain_only(self) -> str | None:
-        """The reason that only plain torch on one CPU rank computes this model; None if others can."""
+    def cpu_only(self) -> str | None:
+        """The reason that this model runs on a CPU and on one rank only; None if there is none."""
         if self.windowed_layers:
             return f"{self.architecture} has layers with a sliding window"
         if self.has_output_norms or self.activation != "silu":

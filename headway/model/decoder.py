@@ -46,20 +46,19 @@ class Decoder:
         self.norm = backend.vector(checkpoint, "model.norm.weight")
         tied = self.config.tie_embeddings
         self.head = self.embedding if tied else backend.weight(checkpoint, ["lm_head"])
-        self._frequencies = self._inverse_frequencies(self.config.rope)
-        windowed, own = self.config.windowed_layers, self.config.window_rope
-        self._window_frequencies = self._inverse_frequencies(own) if own else self._frequencies
+        self._angles = self._angles_of(self.config.rope)
+        self._window_angles = self._angles_of(self.config.window_rope or self.config.rope)
+        windowed = self.config.windowed_layers
         kinds = [number in windowed for number in range(self.config.num_layers)]
         # The place of each layer in the KV blocks of its kind.
         self._places = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]
-        self._rope_table: tuple[Tensor, Tensor] | None = None
         self._weights = ModelWeights(
             embedding=self.embedding, layers=self.layers, norm=self.norm, head=self.head
         )
 
-    def _inverse_frequencies(self, rope: Rope) -> Tensor:
-        found = torch.from_numpy(rope.inverse_frequencies(self.config.head_dim))
-        return found.to(self.norm.device)
+    def _angles_of(self, rope: Rope) -> Angles:
+        frequencies = torch.from_numpy(rope.inverse_frequencies(self.config.head_dim))
+        return Angles(frequencies.to(self.norm.device), rope.scale)
 
     def _layer(self, checkpoint: Checkpoint, prefix: str) -> LayerWeights:
         weight, vector = self.backend.weight, self.backend.vector
@@ -104,27 +103,34 @@ class Decoder:
 
         `window_blocks` are the KV blocks of the sliding-window layers, if the model has such layers.
         """
-        return self._hidden(self._begin(batch, blocks), batch, watch, window_blocks)
+        return self._hidden(batch, *self._begin(batch, blocks, window_blocks), watch)
 
-    def _begin(self, batch: ForwardBatch, blocks: Tensor) -> ForwardPass:
-        return self.backend.begin(self.config, batch, blocks, *self._rope(batch, blocks.shape[4]))
+    def _begin(
+        self, batch: ForwardBatch, blocks: Tensor, window_blocks: Tensor | None
+    ) -> tuple[ForwardPass, ForwardPass | None]:
+        """Passes through the layers that see all tokens, and through the sliding-window layers."""
+        angles = self._rope(self._angles, batch, blocks.shape[4])
+        forward_pass = self.backend.begin(self.config, batch, blocks, *angles)
+        if window_blocks is None:
+            return forward_pass, None
+        assert batch.windowed is not None, "the batch has no tables for sliding-window layers"
+        angles = self._rope(self._window_angles, batch, blocks.shape[4])
+        return forward_pass, self.backend.begin(self.config, batch.windowed, window_blocks, *angles)
 
     def _hidden(
         self,
-        forward_pass: ForwardPass,
         batch: ForwardBatch,
+        forward_pass: ForwardPass,
+        window_pass: ForwardPass | None,
         watch: Callable[[int, Tensor], None] | None,
-        window_blocks: Tensor | None,
     ) -> Tensor:
         x = self._embedded(batch.tokens_t)
-        if watch is None and window_blocks is None:
+        if watch is None and window_pass is None:
             return forward_pass.layers(self.layers, x)
-        window_pass = forward_pass
-        if window_blocks is not None:
-            window_pass = self._begin_windowed(batch, window_blocks)
-        windowed = self.config.windowed_layers
         for number, layer in enumerate(self.layers):
-            own_pass = window_pass if number in windowed else forward_pass
+            own_pass = forward_pass
+            if window_pass is not None and number in self.config.windowed_layers:
+                own_pass = window_pass
             x = own_pass.layer(self._places[number], layer, x)
             if watch:
                 watch(number, x)
@@ -134,20 +140,13 @@ class Decoder:
         self, batch: ForwardBatch, blocks: Tensor, *, window_blocks: Tensor | None = None
     ) -> PassOutput:
         """A pass with the logits of its sampled rows, in one call of the backend if it has one."""
-        forward_pass = self._begin(batch, blocks)
-        output = forward_pass.run(self._weights)
+        passes = self._begin(batch, blocks, window_blocks)
+        output = passes[0].run(self._weights, passes[1])
         if output is not None:
             return output
-        hidden = self._hidden(forward_pass, batch, None, window_blocks)
+        hidden = self._hidden(batch, *passes, None)
         sampled = hidden[batch.sampled_n] if len(batch.sampled_n) else None
         return PassOutput(hidden, None if sampled is None else self.logits(sampled))
-
-    def _begin_windowed(self, batch: ForwardBatch, blocks: Tensor) -> ForwardPass:
-        """A pass through the sliding-window layers."""
-        assert batch.windowed is not None, "the batch has no tables for sliding-window layers"
-        rope, frequencies = self.config.window_rope or self.config.rope, self._window_frequencies
-        angles = _cos_sin(batch.positions_t, frequencies, rope.scale)
-        return self.backend.begin(self.config, batch.windowed, blocks, *angles)
 
     @contextmanager
     def shortened(self, num_layers: int) -> Iterator[None]:
@@ -177,20 +176,31 @@ class Decoder:
         found = rows(tokens_t) if self.shard is None else self.shard.embed(rows, tokens_t)
         return found if scale == 1.0 else found * torch.tensor(scale, dtype=found.dtype)
 
-    def _rope(self, batch: ForwardBatch, block_size: int) -> tuple[Tensor, Tensor]:
+    def _rope(self, angles: Angles, batch: ForwardBatch, block_size: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, of every token or, if the backend looks them up, of every position."""
         if not self.backend.uses_rope_table:
-            return _cos_sin(batch.positions_t, self._frequencies, self.config.rope.scale)
+            return angles.of(batch.positions_t)
         length = self.config.max_model_len
         if not self.backend.supports_padding:  # a captured pass keeps the table's address
             num_positions = batch.tables_sw.shape[1] * block_size  # limits those of the batch
             length = min(length, 1 << max(10, num_positions.bit_length()))
-        if self._rope_table is None or len(self._rope_table[0]) < length:
-            positions = torch.arange(length, device=self._frequencies.device)
-            self._rope_table = _cos_sin(positions, self._frequencies, self.config.rope.scale)
-        return self._rope_table
+        return angles.table(length)
 
 
-def _cos_sin(positions_t: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    angles = positions_t[:, None].float() * frequencies
-    return angles.cos() * scale, angles.sin() * scale
+class Angles:
+    """Cosines and sines of a rope."""
+
+    def __init__(self, frequencies: Tensor, scale: float) -> None:
+        """`frequencies` are radians per position; `scale` is the factor of cosine and sine."""
+        self._frequencies, self._scale = frequencies, scale
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def of(self, positions_t: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions_t[:, None].float() * self._frequencies
+        return angles.cos() * self._scale, angles.sin() * self._scale
+
+    def table(self, length: int) -> tuple[Tensor, Tensor]:
+        """Those of at least the first `length` positions; the same tensors while they suffice."""
+        if self._table is None or len(self._table[0]) < length:
+            self._table = self.of(torch.arange(length, device=self._frequencies.device))
+        return self._table

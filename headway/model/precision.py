@@ -71,8 +71,8 @@ def choose_backend(
     """
     device = torch.device(device)
     if device.type == "cuda":
-        if config.plain_only:
-            raise ConfigError(f"{config.plain_only}, which runs on CPUs only; use --device cpu")
+        if config.cpu_only:
+            raise ConfigError(f"{config.cpu_only}, which runs on CPUs only; use --device cpu")
         if deterministic:
             return _deterministic_backend(precision, device, kv_dtype, attention)
         return _gpu_backend(config, precision, device, kv_dtype, attention)
@@ -271,7 +271,7 @@ def why_not_native(config: ModelConfig | None = None) -> str | None:
         load()
     except NativeUnavailable as reason:
         return str(reason)
-    return (config.plain_only or native.unsupported_reason(config)) if config else None
+    return native.unsupported_reason(config) if config else None
 
 
 def byte_products() -> str:

@@ -192,9 +192,9 @@ def divided(count: int, size: int, unit: int = 1) -> list[range]:
 
 def check_size(model: ModelConfig, size: int) -> None:
     """ConfigError unless every rank of `size` gets heads and a part of the MLP."""
-    if size > 1 and model.plain_only:
+    if size > 1 and model.cpu_only:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but {model.plain_only}, which runs on one rank; use "
+            f"tensor_parallel_size is {size}, but {model.cpu_only}, which runs on one rank; use "
             "--tensor-parallel-size 1"
         )
     most = min(model.num_heads, model.intermediate_size // gcd(model.intermediate_size, UNIT))

@@ -77,7 +77,6 @@ FAMILIES = {
     "gemma3 in shards": Family("Gemma3Text", {**GEMMA, **GLOBAL}, torch.bfloat16, "60KB"),
     "odd heads": Family("Llama", {"head_dim": 10, "intermediate_size": 150}),
 }  # fmt: skip
-PLAIN_ONLY = ("gemma3", "gemma3 in shards", "odd heads")
 FITTING = [name for name in FAMILIES if name != "odd heads"]
 BACKENDS: dict[str, Callable[[], Backend]] = {"native": NativeBackend, "plain": PlainBackend}
 
@@ -154,8 +153,6 @@ def check_against_transformers(model: Decoder, reference: Any) -> None:
 def test_logits_and_tokens_equal_transformers(saved: Saved, name: str, backend: str) -> None:
     if backend == "native" and (reason := why_not_native()):
         pytest.skip(reason)
-    if backend == "native" and name in PLAIN_ONLY:
-        pytest.skip("the native kernels do not support this family")
     folder, reference = saved(name)
     is_sharded = (folder / "model.safetensors.index.json").exists()
     assert is_sharded == ("shards" in name), "the model's size no longer gives several shards"

@@ -17,6 +17,8 @@ import torch
 from headway import LLM, PRESETS, SamplingParams
 from headway.errors import ConfigError
 from headway.loading import fit
+from headway.model.backends.base import Backend
+from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend, why_not_native
@@ -29,11 +31,17 @@ from tests.support.real import Seen, Trial
 
 WINDOW, NUM_TOKENS = 20, 24
 Tokens = dict[str, list[int]]
+needs_native = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "native": NativeBackend,
+    "native int8": lambda: NativeBackend(is_quantized=True),
+    "plain": PlainBackend,
+}
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model, prompts, and the greedy tokens of transformers after them."""
+    """The model in plain torch, prompts, and the greedy tokens of transformers after them."""
 
     folder: Path
     decoder: Decoder
@@ -65,6 +73,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(folder, decoder, prompts, outputs)
 
 
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "plain" else needs_native) for name in BACKENDS],
+)
+def run(model: Model, request: pytest.FixtureRequest) -> Run:
+    """A backend, and the tokens after the prompts: of transformers, or of requests one by one."""
+    decoder = Decoder(open_checkpoint(model.folder), BACKENDS[request.param]())
+    if request.param != "native int8":
+        return decoder, model.outputs
+    trial, outputs = Trial(decoder), {}
+    for name, prompt in model.prompts.items():
+        outputs |= trial.ask_one({name: prompt}, NUM_TOKENS)
+    return decoder, outputs
+
+
+Run = tuple[Decoder, Tokens]
+
+
 def test_the_window_matters(model: Model) -> None:
     tokens = model.prompts["75"]
     near = real.logits_of(model.decoder, tokens)
@@ -76,9 +102,11 @@ def test_the_window_matters(model: Model) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_generates_the_tokens_of_transformers(model: Model, preset: str) -> None:
-    trial = Trial(model.decoder, preset, block_size=4)
-    assert trial.ask_one(model.prompts, NUM_TOKENS) == model.outputs
+def test_every_preset_generates_the_tokens_of_transformers(
+    model: Model, run: Run, preset: str
+) -> None:
+    trial = Trial(run[0], preset, block_size=4)
+    assert trial.ask_one(model.prompts, NUM_TOKENS) == run[1]
     assert trial.seen.most_decodes == len(model.prompts)
 
 
@@ -110,11 +138,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_setting_changes_a_token(model: Model, name: str) -> None:
+def test_no_setting_changes_a_token(model: Model, run: Run, name: str) -> None:
     case = CASES[name]
-    trial = Trial(model.decoder, **{"block_size": 4, **case.settings})
+    trial = Trial(run[0], **{"block_size": 4, **case.settings})
     for _ in range(case.num_times):
-        assert trial.ask_one(model.prompts, NUM_TOKENS) == model.outputs
+        assert trial.ask_one(model.prompts, NUM_TOKENS) == run[1]
     assert case.happened(trial.seen), trial.seen
 
 
@@ -135,8 +163,6 @@ def test_a_gguf_file_of_the_model_has_the_same_weights(model: Model, tmp_path: P
 
 def test_what_other_backends_do_not_support_is_named(model: Model) -> None:
     config = model.decoder.config
-    assert isinstance(choose_backend(config, "float32"), PlainBackend)
-    assert "sliding window" in str(why_not_native(config)) or why_not_native() is not None
     with pytest.raises(ConfigError, match="sliding window, which runs on CPUs only"):
         choose_backend(config, "bfloat16", "cuda")
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but gemma3 has"):

@@ -7,8 +7,10 @@ this.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -82,7 +84,11 @@ CONFIGS = {
     "7 query heads per KV head, with norms": sizes(7, 1, 32, "Qwen3", attention_bias=True),
     "1 query head per KV head, with biases": sizes(3, 3, 80, "Qwen2"),
     "8 query heads per KV head, wide heads": sizes(8, 1, 256),
-}
+    "sliding windows, output norms": sizes(
+        4, 1, 32, "Gemma3", layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
+        num_hidden_layers=3, sliding_window=40, query_pre_attn_scalar=24, hidden_size=128,
+    ),
+}  # fmt: skip
 
 
 @cache
@@ -96,16 +102,27 @@ def decoder(name: str, precision: str) -> Decoder:
 Sequences = list[list[int]]
 
 
+def shuffled_tables(widths: list[int], rng: random.Random) -> list[list[int]]:
+    """Tables of these widths over blocks in random order, of which three are left."""
+    numbers = list(range(sum(widths) + 3))
+    rng.shuffle(numbers)
+    return [[numbers.pop() for _ in range(width)] for width in widths]
+
+
 @torch.inference_mode()
 def logits_in_batches(
     model: Decoder, sequences: Sequences, block_size: int, rng: random.Random
 ) -> list[Tensor]:
-    """Logits at every position of every sequence, computed in random chunks and batches."""
+    """Logits at every position of every sequence, computed in random chunks and batches.
+
+    Blocks of sliding-window layers are overwritten with NaN when no later token needs them.
+    """
     widths = [-(-len(tokens) // block_size) for tokens in sequences]
-    numbers = list(range(sum(widths) + 3))
-    rng.shuffle(numbers)
-    tables = [[numbers.pop() for _ in range(width)] for width in widths]
-    blocks = real.blocks_for(model, (sum(widths) + 3) * block_size, block_size)
+    tables, window_tables = shuffled_tables(widths, rng), shuffled_tables(widths, rng)
+    num_tokens, window = (sum(widths) + 3) * block_size, model.config.sliding_window
+    blocks, window_blocks = real.blocks_for(model, num_tokens, block_size), None
+    if window is not None:
+        window_blocks = real.blocks_for(model, num_tokens, block_size, windowed=True)
     found: list[list[Tensor]] = [[] for _ in sequences]
     done = [0] * len(sequences)
     while left := [s for s, tokens in enumerate(sequences) if done[s] < len(tokens)]:
@@ -117,7 +134,9 @@ def logits_in_batches(
         ]
         batch = real.batch_of(parts, block_size)
         batch.sampled_n = torch.arange(len(batch.tokens_t))
-        output = model.run(batch, blocks)
+        own = [(*part[:2], window_tables[s]) for s, part in zip(chosen, parts, strict=True)]
+        batch.windowed = replace(real.batch_of(own, block_size), window=window)
+        output = model.run(batch, blocks, window_blocks=window_blocks)
         assert output.logits is not None and output.best is not None
         logits = output.logits.clone()
         assert output.best.tolist() == logits.argmax(-1).tolist()
@@ -126,6 +145,9 @@ def logits_in_batches(
         ):
             found[s].append(rows)
             done[s] += len(rows)
+            if window is not None and window_blocks is not None:
+                unseen = max(0, done[s] + 1 - window) // block_size
+                window_blocks[window_tables[s][:unseen]] = math.nan
     return [torch.cat(rows) for rows in found]
 
 
@@ -155,11 +177,12 @@ def test_the_bundled_model_gives_bit_identical_logits_in_prefill_and_decode(prec
         assert torch.equal(one, other)
 
 
-def test_logits_do_not_depend_on_the_number_of_threads() -> None:
+@pytest.mark.parametrize("name", ["as the bundled model", "sliding windows, output norms"])
+def test_logits_do_not_depend_on_the_number_of_threads(name: str) -> None:
     rng, before = random.Random(3), torch.get_num_threads()
     tokens = [rng.randrange(131) for _ in range(70)]
     for precision in ("float32", "8 bits", "4 bits"):
-        model = decoder("as the bundled model", precision)
+        model = decoder(name, precision)
         found = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -326,15 +349,21 @@ def test_norms_match_the_plain_backend(width: int) -> None:
         torch.testing.assert_close(found, expected.float(), rtol=2e-6, atol=1e-7)
 
 
-def test_gates_match_the_plain_backend_and_handle_overflow() -> None:
+# Relative: the exponent, up to 87, is a rounded cubic. Absolute: 1 + tanh(u) loses digits near -1.
+GELU_ERRORS = 4 * 87 * EPSILON, 1e-12
+
+
+@pytest.mark.parametrize("name", ["silu_multiply", "gelu_multiply"])
+def test_gates_match_the_plain_backend_and_handle_overflow(name: str) -> None:
     for num_rows, width in ((1, 16), (3, 48), (9, 1536)):
         x = torch.randn(num_rows, 2 * width, generator=_generator(width)) * 20
         x[0, :8] = torch.tensor([0.0, -0.0, 88.5, -88.5, 1e4, -1e4, 3e38, -3e38])
         x[0, width : width + 8] = 0.5
-        exact = PlainBackend(torch.float64).silu_multiply(x.double())
-        found = NativeBackend().silu_multiply(x)
-        torch.testing.assert_close(found, exact.float(), rtol=1e-6, atol=2e-36 * 3e38)
-        torch.testing.assert_close(found[:, 8:], exact[:, 8:].float(), rtol=1e-6, atol=1e-33)
+        exact = getattr(PlainBackend(torch.float64), name)(x.double())
+        found = getattr(NativeBackend(), name)(x)
+        rtol, atol = (1e-6, 1e-33) if name == "silu_multiply" else GELU_ERRORS
+        torch.testing.assert_close(found, exact.float(), rtol=rtol, atol=2e-36 * 3e38)
+        torch.testing.assert_close(found[:, 8:], exact[:, 8:].float(), rtol=rtol, atol=atol)
 
 
 # Attention.
@@ -388,6 +417,28 @@ def test_attention_matches_the_plain_backend(head_dim: int) -> None:
             qkv = torch.randn(len(batch.tokens_t), width, generator=_generator(width)) * 1.5
             found, exact = native.attention(1, qkv), plain.attention(1, qkv.double())
             torch.testing.assert_close(found, exact.float(), rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("head_dim", [32, 256])
+def test_windowed_attention_matches_the_plain_backend_and_reads_only_the_window(
+    head_dim: int,
+) -> None:
+    """Positions before the window of a sequence's first row are NaN in the native cache."""
+    rng, config = random.Random(head_dim), replace(sizes(4, 1, head_dim), attention_scale=0.3)
+    for window in (1, 2, 31, 33, 64, 99):
+        block_size = rng.choice((1, 16, 64))
+        batch, num_blocks = random_batch(rng, block_size)
+        batch.window = window
+        shape = (num_blocks, 2, 2, 1, block_size, head_dim)
+        blocks = torch.randn(shape, generator=_generator(window))
+        (native, cache), (plain, _) = on_both_backends(config, batch, blocks)
+        lengths = batch.starts_s.diff()
+        for table, first in zip(batch.tables_sw, batch.ends_s - lengths, strict=True):
+            for position in range(max(0, int(first) + 1 - window)):
+                cache[table[position // block_size], :, :, :, position % block_size] = math.nan
+        qkv = torch.randn(len(batch.tokens_t), 6 * head_dim, generator=_generator(window)) * 1.5
+        found, exact = native.attention(1, qkv), plain.attention(1, qkv.double())
+        torch.testing.assert_close(found, exact.float(), rtol=2e-5, atol=5e-6)
 
 
 def drop_some_slots(batch: ForwardBatch, rng: random.Random) -> ForwardBatch:

@@ -86,8 +86,11 @@ class ForwardPass(Protocol):
             x = self.layer(number, layer, x)
         return x
 
-    def run(self, model: ModelWeights) -> PassOutput | None:
-        """Take the batch through the whole model in one call; None if that is not supported."""
+    def run(self, model: ModelWeights, windowed: ForwardPass | None = None) -> PassOutput | None:
+        """Take the batch through the whole model in one call; None if that is not supported.
+
+        `windowed` is the pass through the sliding-window layers, if the model has such layers.
+        """
         return None
 
 

@@ -41,11 +41,18 @@ static int64_t first_largest(const float *x, int64_t n) {
     return 0;
 }
 
-/* y[N] = silu(x[:N]) * x[N:]. N is a multiple of LANES. */
-ALWAYS void gate(const float *x, int64_t N, float *y) {
+/* The activations of gates. GELU in its tanh form is x times a sigmoid too, of an odd cubic of x. */
+enum { NO_GATE, SILU, GELU };
+#define GELU_LINEAR 1.5957691216f /* 2 sqrt(2 / pi) */
+#define GELU_CUBIC 0.0713548163f  /* 0.044715 times that */
+
+/* y[N] = activation(x[:N]) * x[N:]. N is a multiple of LANES. */
+ALWAYS void gate(const float *x, int64_t N, const int activation, float *y) {
     for (int64_t i = 0; i < N; i += LANES) {
-        vec gate = load(x + i), up = load(x + N + i);
-        store(y + i, gate / (1.0f + exponential(-gate)) * up);
+        vec gate = load(x + i), up = load(x + N + i), slope = gate;
+        if (activation == GELU)
+            slope = gate * multiply_add(gate * gate, splat(GELU_CUBIC), splat(GELU_LINEAR));
+        store(y + i, gate / (1.0f + exponential(-slope)) * up);
     }
 }
 
@@ -133,10 +140,15 @@ ALWAYS vec sums_of(vec v[LANES]) {
 typedef struct {
     const float *q[MAX_QUERIES];
     float *out[MAX_QUERIES];
-    int64_t end[MAX_QUERIES]; /* number of positions that each row sees */
+    int64_t begin[MAX_QUERIES], end[MAX_QUERIES]; /* positions that each row sees: [begin, end) */
     int rows;
-    int64_t last; /* the largest value of `end` */
 } Queries;
+
+/* The state of these rows: the weights of a tile's keys, their sums so far, and the largest score. */
+typedef struct {
+    float scores[MAX_QUERIES][KEYS], out[MAX_QUERIES][MAX_HEAD];
+    float most[MAX_QUERIES], total[MAX_QUERIES];
+} Rows;
 
 static const float nothing[MAX_HEAD];
 
@@ -183,26 +195,27 @@ static void score_some(int rows, const float *const *q, const float *const *keys
     }
 }
 
-/* out[rows, D] += weights[rows, count] values, a few vectors of D at a time. Prefetches like `score`. */
-ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const float *const *values,
-                   const float *const *later, int count, int64_t d, float (*out)[MAX_HEAD]) {
+/* out[rows, D] += weights[rows, from:to] values, a few vectors of D at a time; the values are
+   `offset` floats after the keys. Prefetches like `score`. */
+ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const float *const *keys,
+                   const float *const *later, int64_t offset, int from, int to, float (*out)[MAX_HEAD]) {
     vec sums[4][4];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) sums[r][v] = load(out[r] + d + v * LANES);
-    int j = 0;
+        for (int v = 0; v < vecs; v++) sums[r][v] = load(out[r] + v * LANES);
+    int j = from;
 #if defined(__aarch64__)
-    for (; j + 4 <= count; j += 4) {
+    for (; j + 4 <= to; j += 4) {
         float32x4_t four[4];
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) four[r] = vld1q_f32(weights[r] + j);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            if (later) __builtin_prefetch(later[j + i] + d);
+            if (later) __builtin_prefetch(later[j + i] + offset);
 #pragma GCC unroll 4
             for (int v = 0; v < vecs; v++) {
-                const float32x4_t value = vld1q_f32(values[j + i] + d + v * LANES);
+                const float32x4_t value = vld1q_f32(keys[j + i] + offset + v * LANES);
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++)
                     sums[r][v] = (vec)MULTIPLY_ADD((float32x4_t)sums[r][v], value, four[r], i);
@@ -210,13 +223,13 @@ ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const
         }
     }
 #endif
-    for (; j < count; j++) {
-        const float *from = values[j] + d;
+    for (; j < to; j++) {
+        const float *values = keys[j] + offset;
         if (later)
-            for (int i = 0; i < vecs * LANES; i += 16) __builtin_prefetch(later[j] + d + i);
+            for (int i = 0; i < vecs * LANES; i += 16) __builtin_prefetch(later[j] + offset + i);
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) {
-            vec value = load(from + v * LANES);
+            vec value = load(values + v * LANES);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++)
                 sums[r][v] = multiply_add(splat(weights[r][j]), value, sums[r][v]);
@@ -225,118 +238,142 @@ ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) store(out[r] + d + v * LANES, sums[r][v]);
+        for (int v = 0; v < vecs; v++) store(out[r] + v * LANES, sums[r][v]);
 }
 
-ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const float *const *values,
-                       const float *const *later, int count, int64_t D, float (*out)[MAX_HEAD]) {
+#define FROM(out, d) ((float(*)[MAX_HEAD])((out)[0] + (d)))
+
+ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const float *const *keys,
+                       const float *const *later, int64_t offset, int from, int to, int64_t D,
+                       float (*out)[MAX_HEAD]) {
     int64_t d = 0;
-    for (; d + 4 * LANES <= D; d += 4 * LANES) gather(rows, 4, weights, values, later, count, d, out);
-    for (; d < D; d += LANES) gather(rows, 1, weights, values, later, count, d, out);
+    for (; d + 4 * LANES <= D; d += 4 * LANES)
+        gather(rows, 4, weights, keys, later, offset + d, from, to, FROM(out, d));
+    for (; d < D; d += LANES)
+        gather(rows, 1, weights, keys, later, offset + d, from, to, FROM(out, d));
 }
 
 /* `gather_all` for up to 4 rows. */
-static void gather_some(int rows, float (*weights)[KEYS], const float *const *values,
-                        const float *const *later, int count, int64_t D, float (*out)[MAX_HEAD]) {
+static void gather_some(int rows, float (*weights)[KEYS], const float *const *keys,
+                        const float *const *later, int64_t offset, int from, int to, int64_t D,
+                        float (*out)[MAX_HEAD]) {
     switch (rows) {
-    case 1: gather_all(1, weights, values, later, count, D, out); break;
-    case 2: gather_all(2, weights, values, later, count, D, out); break;
-    case 3: gather_all(3, weights, values, later, count, D, out); break;
-    case 4: gather_all(4, weights, values, later, count, D, out); break;
+    case 1: gather_all(1, weights, keys, later, offset, from, to, D, out); break;
+    case 2: gather_all(2, weights, keys, later, offset, from, to, D, out); break;
+    case 3: gather_all(3, weights, keys, later, offset, from, to, D, out); break;
+    case 4: gather_all(4, weights, keys, later, offset, from, to, D, out); break;
     }
 }
 
-/* Online softmax: add one tile of keys, and rescale the earlier ones if a larger score appears. */
-ALWAYS void weigh(float *scores, int64_t seen, float *most, float *total, float *out, int64_t D) {
-    for (int64_t j = seen < 0 ? 0 : seen; j < KEYS; j++) scores[j] = -INFINITY;
+/* Online softmax: add the keys [begin, end) of a tile to a row, and rescale the earlier ones if a larger
+   score appears. */
+ALWAYS void weigh(Rows *rows, int r, int64_t begin, int64_t end, int64_t D) {
+    float *scores = rows->scores[r], *out = rows->out[r];
+    for (int64_t j = 0; j < begin; j++) scores[j] = -INFINITY;
+    for (int64_t j = end < 0 ? 0 : end; j < KEYS; j++) scores[j] = -INFINITY;
     vec top = load(scores);
     for (int j = LANES; j < KEYS; j += LANES) top = larger(top, load(scores + j));
-    float now = largest(top);
-    if (now > *most) {
-        const float shrink = exponential(splat(*most - now))[0];
+    const float now = largest(top);
+    if (now > rows->most[r]) {
+        const float shrink = exponential(splat(rows->most[r] - now))[0];
         for (int64_t d = 0; d < D; d += LANES) store(out + d, load(out + d) * shrink);
-        *total *= shrink;
-        *most = now;
+        rows->total[r] *= shrink;
+        rows->most[r] = now;
     }
+    const float most = rows->most[r];
     vec sums = {0};
     for (int j = 0; j < KEYS; j += LANES) {
-        vec weight = exponential(load(scores + j) - *most);
+        vec weight = exponential(load(scores + j) - most);
         store(scores + j, weight);
         sums += weight;
     }
-    *total += sum(sums);
+    rows->total[r] += sum(sums);
 }
 
-/* The addresses of the keys of positions [first, first + count). */
-static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t first, int count,
-                 const float **keys) {
-    const int64_t size = cache->block_size, D = cache->head_size;
-    int64_t place = first / size, offset = first % size;
-    for (int j = 0; j < count; place++, offset = 0) {
-        const float *key = key_of(cache, table[place], head, offset);
-        for (; j < count && offset < size; j++, offset++, key += D) keys[j] = key;
-    }
-}
-
-/* Keys and values that will be read later: the first `count` positions of a sequence. */
+/* Positions of a sequence: [begin, end) of its block table, keys and values of one head. */
 typedef struct {
     const int32_t *table;
-    int64_t head;
-    int count;
-} Ahead;
+    int64_t head, begin, end;
+} Span;
 
-static void attend(const Queries *queries, const Cache *cache, int64_t head, const int32_t *table,
-                   float scale, const Ahead *after) {
-    const int64_t D = cache->head_size;
-    float scores[MAX_QUERIES][KEYS], out[MAX_QUERIES][MAX_HEAD];
-    float most[MAX_QUERIES], total[MAX_QUERIES];
-    for (int r = 0; r < queries->rows; r++) {
-        most[r] = -INFINITY, total[r] = 0;
-        memset(out[r], 0, (size_t)D * 4);
+/* The addresses of the keys in the tile at `first`, as far as the span has them; zeros elsewhere. */
+static void find(const Cache *cache, Span span, int64_t first, const float **keys) {
+    const int64_t size = cache->block_size, D = cache->head_size;
+    const int to = span.end - first < KEYS ? (int)(span.end - first) : KEYS;
+    int j = span.begin > first ? (int)(span.begin - first) : 0;
+    for (int i = 0; i < KEYS; i++) keys[i] = nothing;
+    int64_t place = (first + j) / size, offset = (first + j) % size;
+    for (; j < to; place++, offset = 0) {
+        const float *key = key_of(cache, span.table[place], span.head, offset);
+        for (; j < to && offset < size; j++, offset++, key += D) keys[j] = key;
     }
-    for (int64_t first = 0; first < queries->last; first += KEYS) {
-        const float *keys[KEYS], *values[KEYS], *next_keys[KEYS], *next_values[KEYS];
-        const int count = queries->last - first < KEYS ? (int)(queries->last - first) : KEYS;
-        for (int j = 0; j < KEYS; j++) keys[j] = next_keys[j] = next_values[j] = nothing;
-        find(cache, head, table, first, count, keys);
-        for (int j = 0; j < count; j++) values[j] = keys[j] + cache->value_offset;
-        const int64_t rest = queries->last - first - KEYS;
-        const int next = rest <= 0 ? after->count : rest < KEYS ? (int)rest : KEYS;
-        if (rest > 0) find(cache, head, table, first + KEYS, next, next_keys);
-        else find(cache, after->head, after->table, 0, next, next_keys);
-        for (int j = 0; j < next; j++) next_values[j] = next_keys[j] + cache->value_offset;
-        int started = 0; /* first row that sees these keys; later rows see more positions */
+}
+
+/* Add the keys [from, to) of the tile at `first` to the rows [start, stop), which see some of them. */
+static void attend_tile(const Queries *queries, int start, int stop, int64_t first, int from, int to,
+                        const float *const *keys, const float *const *later, int64_t value_offset,
+                        int64_t D, float scale, Rows *rows) {
+    for (int r = start; r < stop; r += SCORED) {
+        const int some = stop - r < SCORED ? stop - r : SCORED;
+        score_some(some, queries->q + r, keys, r == start ? later : 0, to, D, scale,
+                   rows->scores + r);
+        for (int i = r; i < r + some; i++)
+            weigh(rows, i, queries->begin[i] - first, queries->end[i] - first, D);
+    }
+    for (int r = start; r < stop; r += 4)
+        gather_some(stop - r < 4 ? stop - r : 4, rows->scores + r, keys, r == start ? later : 0,
+                    value_offset, from, to, D, rows->out + r);
+}
+
+/* The attention of some rows to the keys of a span, and prefetches for the span after it. Rows without
+   keys in a tile are skipped, so that a row's tiles do not depend on the other rows. Positions before
+   the first row's window are not read: their blocks may belong to others. */
+static void attend(const Queries *queries, const Cache *cache, Span span, float scale, Span after) {
+    const int64_t D = cache->head_size;
+    const float *tiles[2][KEYS];
+    Rows rows;
+    for (int r = 0; r < queries->rows; r++) {
+        rows.most[r] = -INFINITY, rows.total[r] = 0;
+        memset(rows.out[r], 0, (size_t)D * 4);
+    }
+    int64_t first = span.begin / KEYS * KEYS;
+    find(cache, span, first, tiles[0]);
+    for (int turn = 0; first < span.end; first += KEYS, turn = !turn) {
+        const float **keys = tiles[turn], **later = tiles[!turn];
+        const int count = span.end - first < KEYS ? (int)(span.end - first) : KEYS;
+        const int is_last = first + KEYS >= span.end;
+        if (is_last) find(cache, after, after.begin / KEYS * KEYS, later);
+        else find(cache, span, first + KEYS, later);
+        int started = 0, stop = queries->rows; /* rows that see these keys; later rows see later ones */
         while (queries->end[started] <= first) started++;
-        for (int r = started; r < queries->rows; r += SCORED) {
-            const int rows = queries->rows - r < SCORED ? queries->rows - r : SCORED;
-            score_some(rows, queries->q + r, keys, r == started ? next_keys : 0, count, D, scale,
-                       scores + r);
-            for (int i = r; i < r + rows; i++)
-                weigh(scores[i], queries->end[i] - first, &most[i], &total[i], out[i], D);
-        }
-        for (int r = started; r < queries->rows; r += 4)
-            gather_some(queries->rows - r < 4 ? queries->rows - r : 4, scores + r, values,
-                        r == started ? next_values : 0, count, D, out + r);
-        for (int j = count; j < next; j++) /* more than the tile that has ended */
-            for (int64_t d = 0; d < D; d += 16) {
-                __builtin_prefetch(next_keys[j] + d);
-                __builtin_prefetch(next_values[j] + d);
+        while (queries->begin[stop - 1] >= first + KEYS) stop--;
+        attend_tile(queries, started, stop, first, first < span.begin ? (int)(span.begin - first) : 0,
+                    count, keys, later, cache->value_offset, D, scale, &rows);
+        for (int j = count; is_last && j < KEYS && later[j] != nothing; j++)
+            for (int64_t d = 0; d < D; d += 16) { /* those that this tile was too short for */
+                __builtin_prefetch(later[j] + d);
+                __builtin_prefetch(later[j] + d + cache->value_offset);
             }
     }
     for (int r = 0; r < queries->rows; r++) {
-        const float inverse = 1.0f / total[r];
-        for (int64_t d = 0; d < D; d++) queries->out[r][d] = out[r][d] * inverse;
+        const float inverse = 1.0f / rows.total[r];
+        for (int64_t d = 0; d < D; d++) queries->out[r][d] = rows.out[r][d] * inverse;
     }
 }
 
+/* The first of `end` positions that the last of them sees through a window; 0: no window. */
+ALWAYS int64_t first_seen(int64_t end, int64_t window) {
+    return window && end > window ? end - window : 0;
+}
+
 /* Attention of the q in qkv rows, to out[M, H D]. Sequence s has rows [starts[s], starts[s + 1]),
-   the last of its ends[s] tokens; each row sees all tokens of the sequence up to itself. A task is
-   (sequence, first row), with at most `tokens` rows. It computes one key-value head at a time, or,
-   if `split` is above 1, a part of the query heads of one. */
+   the last of its ends[s] tokens; each row sees the tokens of the sequence up to itself, or only the
+   last `window` of these. A task is (sequence, first row), with at most `tokens` rows. It computes
+   one key-value head at a time, or, if `split` is above 1, a part of the query heads of one. */
 static void share_attention(Member *me, const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
                             int64_t table_width, const int32_t *starts, const int32_t *ends,
-                            double scale, const int32_t *tasks, int64_t num_tasks, int64_t tokens,
-                            int64_t split, float *out) {
+                            int64_t window, double scale, const int32_t *tasks, int64_t num_tasks,
+                            int64_t tokens, int64_t split, float *out) {
     const int64_t G = cache->heads, D = cache->head_size, group = H / G / split;
     const int64_t stride = (H + 2 * G) * D;
     for (int64_t task; (task = next_task(me, num_tasks * G * split)) >= 0;) {
@@ -346,16 +383,21 @@ static void share_attention(Member *me, const float *qkv, int64_t H, const Cache
         Queries queries = {.rows = 0};
         for (int64_t m = begin; m < end; m++)
             for (int64_t h = part * group; h < (part + 1) * group; h++) {
+                const int64_t seen = ends[s] - (rows - 1 - m);
                 queries.q[queries.rows] = qkv + m * stride + h * D;
                 queries.out[queries.rows] = out + m * H * D + h * D;
-                queries.end[queries.rows++] = queries.last = ends[s] - (rows - 1 - m);
+                queries.begin[queries.rows] = first_seen(seen, window);
+                queries.end[queries.rows++] = seen;
             }
-        Ahead after = {.count = 0};
+        const Span span = {tables + s * table_width, part / split, queries.begin[0],
+                           queries.end[queries.rows - 1]};
+        Span after = {.begin = 0};
         if (task + 1 < num_tasks * G * split) {
-            const int64_t next = tasks[2 * ((task + 1) / (G * split))];
-            after = (Ahead){tables + next * table_width, (task + 1) % (G * split) / split,
-                            ends[next] < KEYS ? ends[next] : KEYS};
+            const int32_t *then = tasks + 2 * ((task + 1) / (G * split));
+            const int64_t seen = ends[then[0]] - (starts[then[0] + 1] - 1 - then[1]);
+            after = (Span){tables + then[0] * table_width, (task + 1) % (G * split) / split,
+                           first_seen(seen, window), ends[then[0]]};
         }
-        attend(&queries, cache, part / split, tables + s * table_width, (float)scale, &after);
+        attend(&queries, cache, span, (float)scale, after);
     }
 }

@@ -124,25 +124,32 @@ class NativeBackend:
         return out
 
     def silu_multiply(self, x: Tensor) -> Tensor:
+        return self._gated(x, "silu")
+
+    def gelu_multiply(self, x: Tensor) -> Tensor:
+        return self._gated(x, "gelu")
+
+    def _gated(self, x: Tensor, activation: str) -> Tensor:
         rows, width = x.shape
         out = torch.empty(rows, width // 2)
-        self.library.silu_multiply(
-            x.data_ptr(), rows, width // 2, out.data_ptr(), torch.get_num_threads()
-        )
+        self.library.gate_rows(
+            x.data_ptr(), rows, width // 2, structs.ACTIVATIONS[activation], out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return torch.from_numpy(np.empty((num_blocks, *shape), np.float32))  # in large pages
 
-    def layer_struct(self, layer: LayerWeights, epsilon: float) -> structs.LayerStruct:
+    def layer_struct(self, layer: LayerWeights, config: ModelConfig) -> structs.LayerStruct:
         if (found := self._layers.get(layer)) is None:
-            found = self._layers[layer] = structs.layer_struct(layer, epsilon)
+            found = self._layers[layer] = structs.layer_struct(layer, config)
         return found
 
-    def model_pointers(self, model: ModelWeights, epsilon: float) -> structs.ModelPointers:
+    def model_pointers(self, model: ModelWeights, config: ModelConfig) -> structs.ModelPointers:
         if (found := self._models.get(model)) is None:
-            found = self._models[model] = structs.ModelPointers(model, epsilon)
+            found = self._models[model] = structs.ModelPointers(model, config)
         return found
 
     def buffers(self, config: ModelConfig, rows: int, num_sampled: int) -> PassBuffers:
@@ -174,7 +181,7 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
 
 
 class NativePass(ForwardPass):
-    """One batch; all layers use the same arguments and buffers."""
+    """One batch; all layers of a kind use the same arguments, and all layers the same buffers."""
 
     def __init__(
         self,
@@ -196,30 +203,33 @@ class NativePass(ForwardPass):
             cosine, sine, batch.tokens_t, batch.positions_t, batch.slots_t, batch.tables_sw,
             batch.starts_s, batch.ends_s, batch.sampled_n,
         )  # fmt: skip
-        num_sampled = batch.sampled_n.shape[0]
+        num_sampled, scale = batch.sampled_n.shape[0], config.attention_scale
         self._buffers = buffers = backend.buffers(config, rows, num_sampled)
         self._struct = structs.PassStruct(
             cache, buffers.space.struct, rows, config.num_heads, batch.ends_s.shape[0],
             batch.tables_sw.stride(0), num_sampled, *map(Tensor.data_ptr, inputs),
-            buffers.tasks, 0, task_rows, 1, 1 / math.sqrt(size), *buffers.results,
+            buffers.tasks, 0, task_rows, 1, batch.window or 0,
+            1 / math.sqrt(size) if scale is None else scale, *buffers.results,
         )  # fmt: skip
         self._kept = (blocks, inputs)  # keeps pointers valid
         self._pointer = ctypes.addressof(self._struct)
 
-    def run(self, model: ModelWeights) -> PassOutput:
-        pointers = self._backend.model_pointers(model, self._config.norm_eps)
+    def run(self, model: ModelWeights, windowed: ForwardPass | None = None) -> PassOutput:
+        assert windowed is None or isinstance(windowed, NativePass)
+        pointers = self._backend.model_pointers(model, self._config)
         hidden = torch.empty(self._struct.rows, self._config.hidden_size)
         logits, num_sampled = self._buffers.logits, self._struct.num_sampled
         best = np.empty(num_sampled, dtype=np.intc)
         self._backend.library.forward(
-            pointers.address, self._pointer, hidden.data_ptr(), logits.data_ptr(), best.ctypes.data
-        )
+            pointers.address, self._pointer, 0 if windowed is None else windowed._pointer,
+            hidden.data_ptr(), logits.data_ptr(), best.ctypes.data,
+        )  # fmt: skip
         if not num_sampled:
             return PassOutput(hidden, None)
         return PassOutput(hidden, logits[:num_sampled], best)
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        struct = self._backend.layer_struct(layer, self._config.norm_eps)
+        struct = self._backend.layer_struct(layer, self._config)
         self._backend.library.layer(ctypes.addressof(struct), number, self._pointer, x.data_ptr())
         return x
 
@@ -260,7 +270,8 @@ class PassBuffers:
         self._config, self._rows, self._times = config, rows, times
         self.space = Space(rows, max(config.hidden_size, inner, attended), times)
         self.logits = torch.empty(num_sampled, config.vocab_size)
-        widths = (heads * size, attended, 2 * inner)
+        unnormed = config.hidden_size if config.has_output_norms else 0
+        widths = (heads * size, attended, 2 * inner, unnormed)
         self._results = [torch.empty(rows, width) for width in widths]
         self._tasks = torch.empty(rows, 2, dtype=torch.int32)
         self.results = [each.data_ptr() for each in self._results]

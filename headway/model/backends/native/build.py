@@ -34,12 +34,12 @@ OPENMP = "-fopenmp"  # without it, as with Apple's compiler, team.c starts threa
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 SIGNATURES = {
     "layout": [POINTER],
-    "forward": [POINTER, POINTER, POINTER, POINTER, POINTER],
+    "forward": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER],
     "layer": [POINTER, INTEGER, POINTER, POINTER],
     "multiply": [POINTER, POINTER, INTEGER, POINTER, REAL, POINTER, INTEGER, POINTER],
     "weight_rows": [POINTER, POINTER, INTEGER, POINTER],
     "rms_norm": [POINTER, POINTER, INTEGER, INTEGER, REAL, POINTER, INTEGER],
-    "silu_multiply": [POINTER, INTEGER, INTEGER, POINTER, INTEGER],
+    "gate_rows": [POINTER, INTEGER, INTEGER, INTEGER, POINTER, INTEGER],
     "rotate_and_store": [POINTER, INTEGER, POINTER, POINTER, POINTER, REAL],
     "attention": [POINTER, INTEGER, POINTER, POINTER],
 }

@@ -14,14 +14,16 @@ typedef struct {
 
 typedef struct {
     const float *input_norm, *post_norm, *q_norm, *k_norm;
+    const float *attention_norm, *mlp_norm; /* of the outputs of attention and MLP; 0: none */
     Weight qkv, output, gate_up, down;
     double epsilon;
+    int64_t activation, is_windowed;
 } Layer;
 
 typedef struct {
     Weight embedding, head;
     const float *norm; /* before the head */
-    double epsilon;
+    double epsilon, embedding_scale;
     const Layer *const *layers;
     int64_t num_layers;
 } Model;
@@ -38,7 +40,8 @@ typedef struct {
     int64_t *times;            /* nanoseconds of each part; 0: do not measure */
 } Space;
 
-/* What all layers of a forward pass share, and buffers for the results between products. */
+/* What all layers of a kind share in a forward pass, and buffers for the results between products.
+   Sliding-window layers have a cache, a rope, slots and tables of their own. */
 typedef struct {
     Cache cache;
     Space space;
@@ -49,8 +52,10 @@ typedef struct {
     const int64_t *sampled; /* rows whose logits are computed */
     int32_t *tasks;         /* of attention: sequence and first row; at most one for each row */
     int64_t num_tasks, task_rows, split;
+    int64_t window; /* tokens that a token sees, itself included; 0: all before it */
     double scale;
     float *qkv, *attended, *inner;
+    float *unnormed; /* outputs that are normalized before they are added; 0: the model has none */
 } Pass;
 
 /* Add the time since the last mark to a part. */
@@ -67,7 +72,7 @@ ALWAYS void mark(Member *me, const Space *space, int part) {
 typedef struct {
     const float *x, *norm;
     double epsilon;
-    int is_gated;
+    int activation;
     const int64_t *rows; /* which rows of x, to normalize them; 0: all */
 } Input;
 
@@ -75,7 +80,7 @@ typedef struct {
 ALWAYS const float *input_row(const Input *in, int64_t m, int64_t K, float *to) {
     if (in->norm)
         normalize(in->x + (in->rows ? in->rows[m] : m) * K, in->norm, K, (float)in->epsilon, to);
-    else if (in->is_gated) gate(in->x + m * 2 * K, K, to);
+    else if (in->activation) gate(in->x + m * 2 * K, K, in->activation, to);
     else return in->x + m * K;
     return to;
 }
@@ -97,7 +102,7 @@ static void share_multiply(Member *me, const Input *in, int64_t M, const Weight 
                            int64_t adds, const Space *space) {
     float *row = space->own + me->thread * space->own_size;
     float *prepared = M == 1 ? row + space->own_size / 4 : space->scratch;
-    const int is_ready = w->bits == 32 && !in->norm && !in->is_gated;
+    const int is_ready = w->bits == 32 && !in->norm && !in->activation;
     if (M == 1) {
         if (!is_ready) prepare(in, 0, 1, w, row, prepared);
     } else if (!is_ready) {
@@ -122,11 +127,25 @@ static void share_multiply(Member *me, const Input *in, int64_t M, const Weight 
     meet(me);
 }
 
+/* x += in w, where the product is normalized first if there are norm weights. */
+static void share_add(Member *me, const Input *in, const Weight *w, const float *norm, double epsilon,
+                      const Pass *p, float *x) {
+    share_multiply(me, in, p->rows, w, norm ? p->unnormed : x, !norm, &p->space);
+    if (!norm) return;
+    const int64_t N = w->outputs;
+    for (int64_t m; (m = next_task(me, p->rows)) >= 0;) {
+        float *row = p->unnormed + m * N;
+        normalize(row, norm, N, (float)epsilon, row);
+        put(x + m * N, row, 0, (int)N, 1);
+    }
+    meet(me);
+}
+
 static void share_layer(Member *me, const Layer *l, const Pass *p, const Cache *cache, float *x) {
     const Input normed = {.x = x, .norm = l->input_norm, .epsilon = l->epsilon};
     const Input attended = {.x = p->attended};
     const Input after = {.x = x, .norm = l->post_norm, .epsilon = l->epsilon};
-    const Input gated = {.x = p->inner, .is_gated = 1};
+    const Input gated = {.x = p->inner, .activation = (int)l->activation};
     mark(me, &p->space, BEGINNING);
     share_multiply(me, &normed, p->rows, &l->qkv, p->qkv, 0, &p->space);
     mark(me, &p->space, QKV);
@@ -135,14 +154,14 @@ static void share_layer(Member *me, const Layer *l, const Pass *p, const Cache *
     meet(me);
     mark(me, &p->space, ROTATION);
     share_attention(me, p->qkv, p->heads, cache, p->tables, p->table_width, p->starts, p->ends,
-                    p->scale, p->tasks, p->num_tasks, p->task_rows, p->split, p->attended);
+                    p->window, p->scale, p->tasks, p->num_tasks, p->task_rows, p->split, p->attended);
     meet(me);
     mark(me, &p->space, ATTENTION);
-    share_multiply(me, &attended, p->rows, &l->output, x, 1, &p->space);
+    share_add(me, &attended, &l->output, l->attention_norm, l->epsilon, p, x);
     mark(me, &p->space, OUTPUT);
     share_multiply(me, &after, p->rows, &l->gate_up, p->inner, 0, &p->space);
     mark(me, &p->space, GATE_UP);
-    share_multiply(me, &gated, p->rows, &l->down, x, 1, &p->space);
+    share_add(me, &gated, &l->down, l->mlp_norm, l->epsilon, p, x);
     mark(me, &p->space, DOWN);
 }
 
@@ -175,6 +194,15 @@ static void weight_row(const Weight *w, int64_t id, float *y) {
     else quantized_weight_row(id, w->inputs, w->panels, w->bits, y);
 }
 
+/* The embedding of a token, in row m of x. */
+static void embed(const Model *model, int64_t token, float *x, int64_t m) {
+    const int64_t K = model->embedding.inputs;
+    const float scale = (float)model->embedding_scale;
+    weight_row(&model->embedding, token, x + m * K);
+    if (scale != 1)
+        for (int64_t k = 0; k < K; k++) x[m * K + k] *= scale;
+}
+
 /* The logits of the sampled rows of x, and the first token with the highest logit of each. */
 static void share_head(Member *me, const Model *model, const Pass *p, const float *x, float *logits,
                        int32_t *best) {
@@ -190,32 +218,35 @@ static void share_head(Member *me, const Model *model, const Pass *p, const floa
 /* The arguments of an exported function, for the threads of its team. */
 typedef struct {
     const Model *model;
-    const Pass *pass;
+    const Pass *passes[2]; /* of the layers that see all tokens, and of those with a window */
     float *x, *logits;
     int32_t *best;
 } ForwardCall;
 
 static void run_forward(Member *me, const void *call) {
     const ForwardCall *c = call;
-    const Pass *p = c->pass;
-    const int64_t K = c->model->embedding.inputs;
+    const Pass *p = c->passes[0];
+    int64_t places[2] = {0, 0};
     mark(me, &p->space, BEGINNING);
-    for (int64_t m; (m = next_task(me, p->rows)) >= 0;)
-        weight_row(&c->model->embedding, p->tokens[m], c->x + m * K);
+    for (int64_t m; (m = next_task(me, p->rows)) >= 0;) embed(c->model, p->tokens[m], c->x, m);
     meet(me);
     mark(me, &p->space, PREPARATION);
     for (int64_t i = 0; i < c->model->num_layers; i++) {
-        const Cache cache = cache_of(p, i);
-        share_layer(me, c->model->layers[i], p, &cache, c->x);
+        const Layer *layer = c->model->layers[i];
+        const Pass *own = c->passes[layer->is_windowed];
+        const Cache cache = cache_of(own, places[layer->is_windowed]++);
+        share_layer(me, layer, own, &cache, c->x);
     }
     if (p->num_sampled) share_head(me, c->model, p, c->x, c->logits, c->best);
 }
 
 /* Take a batch through the whole model with one team of threads: the hidden states x[M, hidden] after
-   the last layer, and of the sampled rows the logits and the most probable tokens. */
-void forward(const Model *model, Pass *pass, float *x, float *logits, int32_t *best) {
+   the last layer, and of the sampled rows the logits and the most probable tokens. `windowed` is the
+   pass of the sliding-window layers; 0: the model has none. */
+void forward(const Model *model, Pass *pass, Pass *windowed, float *x, float *logits, int32_t *best) {
     divide(pass);
-    const ForwardCall call = {model, pass, x, logits, best};
+    if (windowed) divide(windowed);
+    const ForwardCall call = {model, {pass, windowed}, x, logits, best};
     run_team(pass->space.threads, run_forward, &call);
 }
 

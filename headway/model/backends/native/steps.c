@@ -18,9 +18,9 @@ void rms_norm(const float *x, const float *weight, int64_t M, int64_t K, double 
     run_team(M > 4 ? threads : 1, run_rows, &call);
 }
 
-/* y[M, K] = silu(x[M, :K]) * x[M, K:]. */
-void silu_multiply(const float *x, int64_t M, int64_t K, float *y, int64_t threads) {
-    const RowsCall call = {{x, 0, 0, 1, 0}, M, K, y};
+/* y[M, K] = activation(x[M, :K]) * x[M, K:]. */
+void gate_rows(const float *x, int64_t M, int64_t K, int64_t activation, float *y, int64_t threads) {
+    const RowsCall call = {{x, 0, 0, (int)activation, 0}, M, K, y};
     run_team(M > 4 ? threads : 1, run_rows, &call);
 }
 
@@ -49,7 +49,7 @@ static void run_attention(Member *me, const void *call) {
     const StepCall *c = call;
     const Pass *p = c->pass;
     share_attention(me, c->qkv, p->heads, &c->cache, p->tables, p->table_width, p->starts, p->ends,
-                    p->scale, p->tasks, p->num_tasks, p->task_rows, p->split, c->out);
+                    p->window, p->scale, p->tasks, p->num_tasks, p->task_rows, p->split, c->out);
 }
 
 void attention(Pass *pass, int64_t layer, float *qkv, float *out) {

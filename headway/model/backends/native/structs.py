@@ -6,6 +6,9 @@ import ctypes
 
 from headway.model.backends import base
 from headway.model.backends.native.weights import NativeWeight, WeightStruct, address
+from headway.model.config import ModelConfig
+
+ACTIVATIONS = {"silu": 1, "gelu": 2}  # as in attention.c
 
 
 def _integers(*names: str) -> tuple[tuple[str, type], ...]:
@@ -28,9 +31,10 @@ class CacheStruct(ctypes.Structure):
 
 class LayerStruct(ctypes.Structure):
     _fields_ = (
-        *_pointers("input_norm", "post_norm", "q_norm", "k_norm"),
+        *_pointers("input_norm", "post_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm"),
         *((name, WeightStruct) for name in ("qkv", "output", "gate_up", "down")),
         ("epsilon", ctypes.c_double),
+        *_integers("activation", "is_windowed"),
     )
 
 
@@ -42,6 +46,7 @@ class ModelStruct(ctypes.Structure):
         ("head", WeightStruct),
         *_pointers("norm"),
         ("epsilon", ctypes.c_double),
+        ("embedding_scale", ctypes.c_double),
         *_pointers("layers"),
         *_integers("num_layers"),
     )
@@ -59,7 +64,7 @@ class SpaceStruct(ctypes.Structure):
 
 
 class PassStruct(ctypes.Structure):
-    """What all layers of a forward pass share."""
+    """What all layers of a kind share in a forward pass."""
 
     _fields_ = (
         ("cache", CacheStruct),
@@ -67,18 +72,24 @@ class PassStruct(ctypes.Structure):
         *_integers("rows", "heads", "sequences", "table_width", "num_sampled"),
         *_pointers("cosine", "sine", "tokens", "positions", "slots", "tables", "starts", "ends"),
         *_pointers("sampled", "tasks"),
-        *_integers("num_tasks", "task_rows", "split"),
+        *_integers("num_tasks", "task_rows", "split", "window"),
         ("scale", ctypes.c_double),
-        *_pointers("qkv", "attended", "inner"),
+        *_pointers("qkv", "attended", "inner", "unnormed"),
     )
 
 
-def layer_struct(layer: base.LayerWeights, epsilon: float) -> LayerStruct:
+def layer_struct(
+    layer: base.LayerWeights, config: ModelConfig, *, is_windowed: bool = False
+) -> LayerStruct:
     """A layer's weights as a C struct."""
+    norms = (
+        layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm, layer.attention_norm,
+        layer.mlp_norm,
+    )  # fmt: skip
     return LayerStruct(
-        address(layer.input_norm), address(layer.post_norm),
-        address(layer.q_norm), address(layer.k_norm),
-        *map(_struct_of, (layer.qkv, layer.output, layer.gate_up, layer.down)), epsilon,
+        *map(address, norms),
+        *map(_struct_of, (layer.qkv, layer.output, layer.gate_up, layer.down)),
+        config.norm_eps, ACTIVATIONS[config.activation], is_windowed,
     )  # fmt: skip
 
 
@@ -90,12 +101,15 @@ def _struct_of(weight: base.Weight) -> WeightStruct:
 class ModelPointers:
     """The C structs of a model, valid while its weights are alive."""
 
-    def __init__(self, model: base.ModelWeights, epsilon: float) -> None:
-        layers = [layer_struct(layer, epsilon) for layer in model.layers]
+    def __init__(self, model: base.ModelWeights, config: ModelConfig) -> None:
+        layers = [
+            layer_struct(layer, config, is_windowed=number in config.windowed_layers)
+            for number, layer in enumerate(model.layers)
+        ]
         stack = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
         struct = ModelStruct(
-            _struct_of(model.embedding), _struct_of(model.head), address(model.norm), epsilon,
-            ctypes.addressof(stack), len(layers),
+            _struct_of(model.embedding), _struct_of(model.head), address(model.norm),
+            config.norm_eps, config.embedding_scale, ctypes.addressof(stack), len(layers),
         )  # fmt: skip
         self._kept = (layers, stack, struct)
         self.address = ctypes.addressof(struct)
