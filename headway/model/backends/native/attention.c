@@ -1,11 +1,5 @@
 /* The parts of a layer between its products: norms, gates, rotation, attention by block tables. */
 
-/* Positions per tile of keys; tiles start at position 0 of the sequence. Two tiles of keys and values
-   fit in the first cache. */
-#define KEYS (LANES == 4 ? 32 : 64)
-#define MAX_QUERIES 32
-#define MAX_HEAD 256
-
 ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsilon, float *y) {
     vec squares = {0};
     float rest = 0;
@@ -44,15 +38,21 @@ ALWAYS void gate(const float *x, int64_t N, float *y) {
     }
 }
 
-/* The memory layout of keys and values: a block is [layers, 2, G, block_size, D]. */
+/* The memory layout of keys and values: a block is [layers, 2, G, block_size, row]. A row has D floats
+   (32 bits) or bytes and a scale (8 bits, kv_bytes.c). Strides and offsets are in bytes. */
 typedef struct {
-    float *blocks;
-    int64_t block_stride, layer_offset, value_offset, block_size, heads, head_size;
+    char *blocks;
+    int64_t block_stride, layer_offset, value_offset, row_bytes, block_size, heads, head_size, bits;
 } Cache;
 
-ALWAYS float *key_of(const Cache *c, int64_t block, int64_t head, int64_t offset) {
+ALWAYS char *key_of(const Cache *c, int64_t block, int64_t head, int64_t offset) {
     return c->blocks + block * c->block_stride + c->layer_offset +
-           (head * c->block_size + offset) * c->head_size;
+           (head * c->block_size + offset) * c->row_bytes;
+}
+
+ALWAYS void store_row(const Cache *c, const float *x, char *to) {
+    if (c->bits == 8) store_bytes(x, c->head_size, to);
+    else memcpy(to, x, (size_t)c->head_size * 4);
 }
 
 ALWAYS void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
@@ -81,9 +81,9 @@ static void share_rotate_and_store(Member *me, float *qkv, int64_t M, int64_t H,
         }
         if (slots[m] < 0) continue;
         for (int64_t g = 0; g < G; g++) {
-            float *key = key_of(cache, slots[m] / cache->block_size, g, slots[m] % cache->block_size);
-            memcpy(key, row + (H + g) * D, (size_t)D * 4);
-            memcpy(key + cache->value_offset, row + (H + G + g) * D, (size_t)D * 4);
+            char *key = key_of(cache, slots[m] / cache->block_size, g, slots[m] % cache->block_size);
+            store_row(cache, row + (H + g) * D, key);
+            store_row(cache, row + (H + G + g) * D, key + cache->value_offset);
         }
     }
 }
@@ -128,9 +128,7 @@ typedef struct {
     int64_t last; /* the largest value of `end` */
 } Queries;
 
-static const float nothing[MAX_HEAD];
-
-ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D, float scale,
+ALWAYS void score(const float *q, const char *const *keys, int count, int64_t D, float scale,
                   float *out) {
     for (int first = 0; first < count; first += LANES) {
         vec sums[LANES];
@@ -140,14 +138,14 @@ ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D
             vec part = load(q + d);
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++)
-                sums[i] = multiply_add(part, load(keys[first + i] + d), sums[i]);
+                sums[i] = multiply_add(part, load((const float *)keys[first + i] + d), sums[i]);
         }
         store(out + first, sums_of(sums) * scale);
     }
 }
 
 /* out[rows, D] += weights[rows, count] values, a few vectors of D at a time. */
-ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const float *const *values,
+ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const char *const *values,
                    int count, int64_t d, float (*out)[MAX_HEAD]) {
     vec sums[4][4];
 #pragma GCC unroll 4
@@ -155,7 +153,7 @@ ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) sums[r][v] = load(out[r] + d + v * LANES);
     for (int j = 0; j < count; j++) {
-        const float *from = values[j] + d;
+        const float *from = (const float *)values[j] + d;
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) {
             vec value = load(from + v * LANES);
@@ -170,7 +168,7 @@ ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const
         for (int v = 0; v < vecs; v++) store(out[r] + d + v * LANES, sums[r][v]);
 }
 
-ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const float *const *values, int count,
+ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const char *const *values, int count,
                        int64_t D, float (*out)[MAX_HEAD]) {
     int64_t d = 0;
     for (; d + 4 * LANES <= D; d += 4 * LANES) gather(rows, 4, weights, values, count, d, out);
@@ -198,12 +196,12 @@ ALWAYS void weigh(float *scores, int64_t seen, float *most, float *total, float 
 
 /* The addresses of the keys of positions [first, first + count). */
 static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t first, int count,
-                 const float **keys) {
-    const int64_t size = cache->block_size, D = cache->head_size;
+                 const char **keys) {
+    const int64_t size = cache->block_size;
     int64_t place = first / size, offset = first % size;
     for (int j = 0; j < count; place++, offset = 0) {
-        const float *key = key_of(cache, table[place], head, offset);
-        for (; j < count && offset < size; j++, offset++, key += D) keys[j] = key;
+        const char *key = key_of(cache, table[place], head, offset);
+        for (; j < count && offset < size; j++, offset++, key += cache->row_bytes) keys[j] = key;
     }
 }
 
@@ -217,21 +215,24 @@ typedef struct {
 static void attend(const Queries *queries, const Cache *cache, int64_t head, const int32_t *table,
                    float scale, const Ahead *after) {
     const int64_t D = cache->head_size;
+    const int is_bytes = cache->bits == 8;
     float scores[MAX_QUERIES][KEYS], out[MAX_QUERIES][MAX_HEAD];
     float most[MAX_QUERIES], total[MAX_QUERIES];
+    Rounded rounded[MAX_QUERIES];
     for (int r = 0; r < queries->rows; r++) {
         most[r] = -INFINITY, total[r] = 0;
         memset(out[r], 0, (size_t)D * 4);
+        if (is_bytes) round_all(queries->q[r], D, &rounded[r]);
     }
     for (int64_t first = 0; first < queries->last; first += KEYS) {
-        const float *keys[KEYS], *values[KEYS];
+        const char *keys[KEYS], *values[KEYS];
         const int count = queries->last - first < KEYS ? (int)(queries->last - first) : KEYS;
-        for (int j = 0; j < KEYS; j++) keys[j] = nothing;
+        for (int j = 0; j < KEYS; j++) keys[j] = values[j] = (const char *)nothing;
         find(cache, head, table, first, count, keys);
         for (int j = 0; j < count; j++) values[j] = keys[j] + cache->value_offset;
         const int64_t rest = queries->last - first - KEYS;
         const int next = rest <= 0 ? after->count : rest < KEYS ? (int)rest : KEYS;
-        const float *later[KEYS];
+        const char *later[KEYS];
         if (rest > 0) find(cache, head, table, first + KEYS, next, later);
         else find(cache, after->head, after->table, 0, next, later);
         int started = 0; /* first row that sees these keys; later rows see more positions */
@@ -239,14 +240,19 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
         for (int r = started, fetched = 0; r < queries->rows; r++) {
             const int upto = next * (r - started + 1) / (queries->rows - started);
             for (; fetched < upto; fetched++) /* prefetch a part of what comes next before each row */
-                for (int64_t d = 0; d < D; d += 16) {
-                    __builtin_prefetch(later[fetched] + d, 0, 2);
-                    __builtin_prefetch(later[fetched] + d + cache->value_offset, 0, 2);
+                for (int64_t at = 0; at < cache->row_bytes; at += 64) {
+                    __builtin_prefetch(later[fetched] + at, 0, 2);
+                    __builtin_prefetch(later[fetched] + at + cache->value_offset, 0, 2);
                 }
-            score(queries->q[r], keys, count, D, scale, scores[r]);
+            if (is_bytes) score_bytes(&rounded[r], keys, count, D, scale, scores[r]);
+            else score(queries->q[r], keys, count, D, scale, scores[r]);
             weigh(scores[r], queries->end[r] - first, &most[r], &total[r], out[r], D);
         }
         int r = started;
+        if (is_bytes) {
+            add_values(scores + r, queries->rows - r, values, count, D, out + r);
+            continue;
+        }
         for (; r + 4 <= queries->rows; r += 4) gather_all(4, scores + r, values, count, D, out + r);
         switch (queries->rows - r) {
         case 3: gather_all(3, scores + r, values, count, D, out + r); break;

@@ -18,6 +18,7 @@
 #if defined(__ARM_FEATURE_DOTPROD)
 #include "dotprod.c"
 #endif
+#include "kv_bytes.c"
 #include "attention.c"
 #include "layers.c"
 #include "steps.c"
