@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from headway.checks import number_problem, one_of
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.kv.window import most_useful_window_blocks
+from headway.model.backends.base import kv_itemsize
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.model.devices import (
@@ -108,6 +110,28 @@ class Loaded:
     def is_on_gpu(self) -> bool:
         return self.device != "cpu"
 
+    @property
+    def kv_dtype(self) -> str:
+        """The type of the KV cache: float32, int8 and so on."""
+        blocks = self.decoder.backend.kv_blocks(self.decoder.config, 0, 1)
+        return str(blocks.dtype).removeprefix("torch.")
+
+    @property
+    def execution(self) -> str:
+        """Precision and device, and the type of the KV cache if it has 8 bits."""
+        has_bytes = self.kv_dtype in ("int8", "float8_e4m3fn")
+        kv = f" with {self.kv_dtype} KV cache" if has_bytes else ""
+        return f"{self.precision} on {self.device}{kv}"
+
+    @property
+    def kv_cache(self) -> str:
+        """The number, type and size of the KV blocks."""
+        config = self.config
+        return (
+            f"{config.num_blocks:,} KV blocks of {config.block_size} tokens in {self.kv_dtype}, "
+            f"{size(self.kv_bytes)}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRoom:
@@ -152,7 +176,7 @@ def load(
         if ranks is not None:
             ranks.wait_until_loaded()
         tokenizer = find_tokenizer(path)
-        itemsize = backend.kv_blocks(decoder.config, 0, 1).element_size()
+        itemsize = kv_itemsize(backend, decoder.config)
         room = _gpu_room(decoder, device, options.gpu_memory_utilization, measure, ranks)
         config = fit(
             decoder.config, itemsize, preset_name, options.kv_memory, settings, room,
@@ -220,7 +244,7 @@ def find_tokenizer(path: Path) -> Tokenizer | None:
 
 def fit(
     model: ModelConfig,
-    itemsize: int,
+    itemsize: int | Fraction,
     preset_name: str,
     kv_memory: int | str | None,
     settings: Mapping[str, Any],
@@ -255,7 +279,7 @@ def fit(
     return config
 
 
-def _block_bytes(model: ModelConfig, config: Config, itemsize: int) -> tuple[int, int]:
+def _block_bytes(model: ModelConfig, config: Config, itemsize: int | Fraction) -> tuple[int, int]:
     """Bytes of a KV block of the layers that see all tokens, and of the sliding-window layers."""
     full, windowed = (model.layers_of_kind(windowed=kind) for kind in (False, True))
     return config.block_size * full.kv_bytes(itemsize), config.block_size * windowed.kv_bytes(
@@ -265,7 +289,7 @@ def _block_bytes(model: ModelConfig, config: Config, itemsize: int) -> tuple[int
 
 def _fit_windowed(
     model: ModelConfig,
-    itemsize: int,
+    itemsize: int | Fraction,
     config: Config,
     kv_memory: int | str | None,
     *,

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,12 @@ class ModelConfig:
         """Number of parameters in all tensors."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
-    def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values in `num_layers` layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+    def kv_bytes(self, itemsize: int | Fraction) -> int:
+        """Bytes of one token's keys and values in `num_layers` layers.
+
+        `itemsize` are the bytes of a number with its part of the row's scale, if rows have a scale.
+        """
+        return int(2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by its Hugging Face name; matrices are [out, in]."""

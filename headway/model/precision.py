@@ -31,7 +31,7 @@ from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "fp8", "auto")
 FASTEST = "fastest"  # measured when the model is loaded
-KV_DTYPES = ("auto", "fp8")
+KV_DTYPES = ("auto", "fp8", "int8")
 # Attention libraries: (module, package).
 ATTENTIONS = {
     "flashinfer": ("flashinfer", "flashinfer-python"),
@@ -79,6 +79,8 @@ def choose_backend(
     wanted, precision = precision, measured_precision(config, precision)
     if deterministic:
         check_deterministic(config, precision)
+    if kv_dtype == torch.int8:
+        _check_int8_kv(config, precision)
     if precision in ("bfloat16", "float16"):
         return PlainBackend(getattr(torch, precision))
     reason = why_not_native(config)
@@ -86,10 +88,23 @@ def choose_backend(
         forms = None
         if wanted == FASTEST and precision == "int8" and checkpoint is not None:
             forms = {each.matrix: each.chosen for each in probe_products(checkpoint)}
-        return native.NativeBackend(is_quantized=precision == "int8", forms=forms)
+        return native.NativeBackend(
+            is_quantized=precision == "int8", forms=forms, kv_dtype=kv_dtype
+        )
     if precision == "int8":
         raise ConfigError(f"quantization int8 needs the native kernels: {reason}")
     return PlainBackend()
+
+
+def _check_int8_kv(config: ModelConfig, precision: str) -> None:
+    """ConfigError unless the native CPU kernels compute this model in this precision."""
+    reason = why_not_native(config)
+    if precision in ("bfloat16", "float16"):
+        reason = f"they compute in float32 or with quantization int8, not in {precision}"
+    if reason is not None:
+        raise ConfigError(
+            f"kv_cache_dtype int8 needs the native kernels: {reason}; or use --kv-cache-dtype auto"
+        )
 
 
 def _gpu_backend(
@@ -215,6 +230,13 @@ def kv_dtype_for(name: str, device: torch.device) -> torch.dtype | None:
         raise ConfigError(f"unknown kv_cache_dtype {name!r}; use one of {known}")
     if name == "auto":
         return None
+    if name == "int8":
+        if device.type == "cuda":
+            raise ConfigError(
+                "kv_cache_dtype int8 is supported on CPUs only; use --kv-cache-dtype fp8 or auto, "
+                "or --device cpu"
+            )
+        return torch.int8
     _require_fp8(f"kv_cache_dtype {name}", "--kv-cache-dtype auto", device)
     return torch.float8_e4m3fn
 

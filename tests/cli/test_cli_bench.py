@@ -19,7 +19,7 @@ from headway.observe.trace import read_trace
 from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
 
-SETTING = {"model", "dtype", "load_format", "config"}
+SETTING = {"model", "dtype", "kv_cache_dtype", "load_format", "config"}
 THROUGHPUT = {
     "elapsed_time", "num_requests", "total_num_tokens", "requests_per_second", "tokens_per_second",
     "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput",

@@ -44,7 +44,7 @@ def test_json_output_has_results_config_and_summary(tiny: list[str], tmp_path: P
     trace = tmp_path / "run.jsonl"
     done = headway("run", *tiny, "--json", "--trace-out", trace, "--preset", "vllm")
     run = json.loads(done.out)
-    assert done.code == 0 and set(run) == {"model", "config", "results", "summary"}
+    assert done.code == 0 and set(run) == {"model", "config", "kv_cache", "results", "summary"}
     assert [row["id"] for row in run["results"]] == NAMES
     assert all(set(row) == ROW for row in run["results"])
     check_summary(run["summary"])

@@ -170,12 +170,12 @@ def test_a_gpu_gets_the_gpu_backend(precision: str) -> None:
     assert str(backend.device) == "cuda:1" and backend.kv_dtype == torch.float8_e4m3fn  # type: ignore[attr-defined]
 
 
-def test_an_8_bit_kv_cache_needs_a_gpu() -> None:
+def test_an_fp8_kv_cache_needs_a_gpu() -> None:
     assert kv_dtype_for("auto", CPU) is kv_dtype_for("auto", CUDA) is None
     with pytest.raises(ConfigError, match="kv_cache_dtype fp8 needs a GPU: .") as refused:
         kv_dtype_for("fp8", CPU)
     assert (why_no_cuda() or "--device cuda") in str(refused.value)
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype 'int4'.*auto, fp8"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype 'int4'.*auto, fp8, int8"):
         kv_dtype_for("int4", CPU)
 
 

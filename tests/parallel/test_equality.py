@@ -57,6 +57,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "float32": NativeBackend,
     "int8": lambda: NativeBackend(is_quantized=True),
     "4 bits": lambda: NativeBackend(is_quantized=True),
+    "int8 KV cache": lambda: NativeBackend(kv_dtype=torch.int8),
 }
 
 

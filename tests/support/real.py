@@ -22,6 +22,7 @@ from torch import Tensor
 from headway import Engine, Scheduler, StepReport
 from headway.executor.cpu import CpuExecutor
 from headway.loading import find_tokenizer, fit
+from headway.model.backends.base import kv_itemsize
 from headway.model.batch import ForwardBatch
 from headway.model.config import load_hf
 from headway.model.decoder import Decoder
@@ -179,7 +180,7 @@ class Trial:
     def __init__(
         self, model: Decoder, preset: str = "headway", *, async_scheduling: int = 0, **settings: Any
     ) -> None:
-        itemsize = model.backend.kv_blocks(model.config, 0, 1).element_size()
+        itemsize = kv_itemsize(model.backend, model.config)
         self.config = fit(model.config, itemsize, preset, "400MiB", settings)
         executor = CpuExecutor(model, self.config)
         self.seen = Seen()
@@ -230,7 +231,8 @@ def blocks_for(
         -(-num_tokens // block_size),
         model.config.layers_of_kind(windowed=windowed),
     )
-    return model.backend.kv_blocks(config, num_blocks, block_size).fill_(math.nan)
+    blocks = model.backend.kv_blocks(config, num_blocks, block_size)
+    return blocks.fill_(math.nan if blocks.is_floating_point() else -1)  # -1: scales are NaN
 
 
 def batch_of(

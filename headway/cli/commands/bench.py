@@ -151,6 +151,7 @@ def _setting(llm: LLM, model: ModelOptions) -> dict[str, Any]:
     named = {
         "model": model.model,
         "dtype": llm.loaded.precision,
+        "kv_cache_dtype": llm.loaded.kv_dtype,
         "load_format": model.load_format,
     }
     return named | {"config": header(llm.config, llm.engine.async_scheduling)["config"]}

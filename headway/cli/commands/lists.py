@@ -25,7 +25,8 @@ Fetch = Annotated[str | None, typer.Option(help="Download this model into the ca
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", help="Measure the forms of quantized matrices too, and show the chosen ones."
+        "--verbose",
+        help="Measure the forms of quantized matrices and the types of the KV cache too.",
     ),
 ]
 
@@ -37,7 +38,7 @@ def models_command(fetch: Fetch = None, verbose: Verbose = False, json_: Json = 
             resolve(fetch, progress=fractions(advance))
     models, machine = list_models(), _machine()
     if verbose and "layer" in machine and machine["native_kernels"] == "yes":
-        machine["products"] = _products()
+        machine |= {"products": _products(), "kv_cache": _kv_cache()}
     if json_:
         print(json.dumps({"models": [_row(m) for m in models], "machine": machine}, indent=2))
         return
@@ -105,6 +106,27 @@ def _products() -> dict[str, Any]:
     return {each.matrix: each.summary() for each in probe_products(open_checkpoint(path))}
 
 
+def _kv_cache() -> dict[str, Any]:
+    """The KV cache of the default model by type: its size, and the time of a decode's attention."""
+    from headway.model.backends.native.kv_probe import probe_kv_cache
+    from headway.model.weights.checkpoint import open_checkpoint
+
+    path = next(m.path for m in list_models() if m.path is not None)
+    return {
+        each.dtype: {"token_bytes": each.token_bytes, "attention_ms": each.seconds * 1e3}
+        for each in probe_kv_cache(open_checkpoint(path).config)
+    }
+
+
+def _print_kv_cache(console: Console, types: dict[str, Any]) -> None:
+    table = Table(title="KV cache by --kv-cache-dtype (auto is float32)", header_style="bold")
+    for column in ("type", "bytes per token", "attention of a layer: 32 decodes of 256 tokens"):
+        table.add_column(column, justify="left" if column == "type" else "right")
+    for name, each in types.items():
+        table.add_row(name, f"{each['token_bytes']:,}", f"{each['attention_ms']:,.3f} ms")
+    console.print(table)
+
+
 def _print_products(console: Console, products: dict[str, Any]) -> None:
     first = next(iter(products.values()))["forms"]
     rows = list(next(iter(first.values()))["us_by_rows"])
@@ -145,12 +167,17 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
     if machine.get("native_kernels", "yes") != "yes":
         reason = f"Native kernels are not used: {escape(machine['native_kernels'])}"
         console.print(f"{reason}. Plain torch is slower; a C compiler (gcc) enables them.")
-    if "byte_products" in machine:
-        console.print(f"Products with quantized weights: {machine['byte_products']}")
-    if machine.get("products"):
-        _print_products(console, machine["products"])
+    _print_kernels(console, machine)
     if "error" in machine:
         console.print(f"[dim]{escape(machine['error'])}[/]")
+
+
+def _print_kernels(console: Console, machine: dict[str, Any]) -> None:
+    if "byte_products" in machine:
+        console.print(f"Products with quantized weights: {machine['byte_products']}")
+    for name, show in (("products", _print_products), ("kv_cache", _print_kv_cache)):
+        if machine.get(name):
+            show(console, machine[name])
 
 
 def _row(model: ModelEntry) -> dict[str, Any]:

@@ -127,7 +127,13 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Mod
     summary = summarize(metrics)
     if json_:
         rows = [generate.row(*both) for both in zip(entries, results, strict=True)]
-        run = {"model": llm.model_name, "config": metrics.config, "results": rows}
+        kv_cache = {"dtype": llm.loaded.kv_dtype, "num_bytes": llm.loaded.kv_bytes}
+        run = {
+            "model": llm.model_name,
+            "config": metrics.config,
+            "kv_cache": kv_cache,
+            "results": rows,
+        }
         print(json.dumps({**run, "summary": summary}, indent=2))
         return
     _show(llm, results, summary)
@@ -180,6 +186,7 @@ def _show(llm: LLM, results: Sequence[RequestOutput], summary: Summary) -> None:
         f"average; {num_cached:,} of {summary['prompt_tokens']:,} prompt tokens from the prefix "
         f"cache; {render.counted(summary['preemptions'], 'preemption')}; "
         f"{render.counted(summary['recomputed_tokens'], 'token')} recomputed.",
+        f"{llm.loaded.kv_cache}.",
         "",
         *HINTS,
     )

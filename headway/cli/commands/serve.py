@@ -49,7 +49,7 @@ class ModelInfo:
     model_name: str
     max_model_len: int
     preset: str
-    execution: str  # precision and device
+    execution: str  # precision, device and type of the KV cache
     description: str  # of the model and its execution
     tool_call_parser: str = "auto"
 
@@ -148,9 +148,9 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
     info = ModelInfo(
         input_processor=llm.input_processor, model_name=serving.served_model_name or _short(model.model),
         max_model_len=config.max_model_len, preset=model.preset,
-        tool_call_parser=serving.tool_call_parser, execution=f"{loaded.precision} on {loaded.device}",
+        tool_call_parser=serving.tool_call_parser, execution=loaded.execution,
         description=f"{loaded.precision} on {loaded.device}, max_num_seqs {config.max_num_seqs}, "
-        f"{config.num_blocks:,} KV blocks of {config.block_size} tokens",
+        f"{loaded.kv_cache}",
     )  # fmt: skip
 
     closing = ExitStack()

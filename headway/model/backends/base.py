@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
@@ -114,9 +115,18 @@ class Backend(Protocol):
     def linear(self, x: Tensor, weight: Weight) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
-        """[B, L, 2, G, P, D] for the layers of the config, not initialized; a block with all its layers is contiguous."""
+        """[B, L, 2, G, P, D] for the layers of the config, not initialized; a block with all its layers is contiguous.
+
+        The last dimension is larger than D if rows have a scale.
+        """
         ...
 
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass: ...
+
+
+def kv_itemsize(backend: Backend, config: ModelConfig) -> Fraction:
+    """Bytes of a number in the backend's KV cache, with its part of the row's scale."""
+    none = backend.kv_blocks(config, 0, 1)
+    return Fraction(none.shape[-1] * none.element_size(), config.head_dim)

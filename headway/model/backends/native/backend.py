@@ -37,6 +37,7 @@ from headway.model.weights.tensors import QuantizedMatrix
 
 MAX_QUERIES = 32  # rows of queries in one attention task
 MAX_HEAD = 256
+SCALE_BYTES = 4  # of a row of an 8-bit KV cache
 QUANTIZED_TOGETHER = 16  # maximum number of rows that the quantized product quantizes together
 PARTS = (
     "preparation", "qkv", "rotation", "attention", "output", "gate_up", "down", "head", "choice",
@@ -57,12 +58,24 @@ def unsupported_reason(config: ModelConfig) -> str | None:
 
 
 class NativeBackend:
-    """Weights as floats, or quantized: the file's groups, or new 8-bit groups."""
+    """Weights as floats, or quantized: the file's groups, or new 8-bit groups.
+
+    The KV cache is in float32 or int8. A row of an int8 cache (one token's key or value of one head)
+    has its float32 scale at its end.
+    """
 
     uses_rope_table, supports_padding = True, False
 
-    def __init__(self, *, is_quantized: bool = False, forms: Forms | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        is_quantized: bool = False,
+        forms: Forms | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         """`forms` are those of quantized matrices where they differ from the default."""
+        assert kv_dtype in (None, torch.float32, torch.int8), f"no KV cache of type {kv_dtype}"
+        self.kv_dtype = kv_dtype or torch.float32
         self.library = load()
         self._layers = WeakKeyDictionary[LayerWeights, structs.LayerStruct]()
         self._models = WeakKeyDictionary[ModelWeights, structs.ModelPointers]()
@@ -139,8 +152,10 @@ class NativeBackend:
         return out
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
-        shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        return torch.from_numpy(np.empty((num_blocks, *shape), np.float32))  # in large pages
+        is_int8 = self.kv_dtype == torch.int8
+        width = config.head_dim + (SCALE_BYTES if is_int8 else 0)
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, width)
+        return torch.from_numpy(np.empty(shape, np.int8 if is_int8 else np.float32))  # large pages
 
     def layer_struct(self, layer: LayerWeights, config: ModelConfig) -> structs.LayerStruct:
         if (found := self._layers.get(layer)) is None:
@@ -195,10 +210,11 @@ class NativePass(ForwardPass):
         self._backend, self._config = backend, config
         rows, size = batch.tokens_t.shape[0], config.head_dim
         task_rows = MAX_QUERIES // (config.num_heads // config.num_kv_heads)
+        itemsize = blocks.element_size()
+        strides = (blocks.stride(axis) * itemsize for axis in (0, 1, 2, 4))
         cache = structs.CacheStruct(
-            blocks.data_ptr(), blocks.stride(0), blocks.stride(1), blocks.stride(2), blocks.shape[4],
-            config.num_kv_heads, size,
-        )  # fmt: skip
+            blocks.data_ptr(), *strides, blocks.shape[4], config.num_kv_heads, size, 8 * itemsize
+        )
         inputs = (
             cosine, sine, batch.tokens_t, batch.positions_t, batch.slots_t, batch.tables_sw,
             batch.starts_s, batch.ends_s, batch.sampled_n,

@@ -18,6 +18,9 @@
 #if defined(__ARM_FEATURE_DOTPROD)
 #include "dotprod.c"
 #endif
+#include "norms.c"
+#include "kv_floats.c"
+#include "kv_bytes.c"
 #include "attention.c"
 #include "layers.c"
 #include "steps.c"

@@ -20,12 +20,12 @@ def _pointers(*names: str) -> tuple[tuple[str, type], ...]:
 
 
 class CacheStruct(ctypes.Structure):
-    """The memory layout of keys and values."""
+    """The memory layout of keys and values; strides and offsets in bytes."""
 
     _fields_ = (
         *_pointers("blocks"),
-        *_integers("block_stride", "layer_offset", "value_offset", "block_size"),
-        *_integers("heads", "head_size"),
+        *_integers("block_stride", "layer_offset", "value_offset", "row_bytes"),
+        *_integers("block_size", "heads", "head_size", "bits"),
     )
 
 
