@@ -177,6 +177,7 @@ def test_no_setting_changes_a_token(settings: dict[str, Any], happened: str) -> 
 
 HARNESS = """
 #include "vectors.c"
+#include "kv_floats.c"
 #include "kv_bytes.c"
 void run(const float *query, const float *rows, int64_t count, int64_t D, char *stored,
          float (*scores)[64], float (*out)[MAX_HEAD]) {

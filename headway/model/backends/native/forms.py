@@ -144,8 +144,7 @@ def probe(checkpoint: Checkpoint, multiply: Multiply) -> list[MatrixProbe]:
         shape = sum(rows for rows, _ in shapes), shapes[0][1]
         forms = forms_of(shape[1], file_bits(checkpoint, names))
         if forms:
-            times = [FormTimes(form, _seconds(form, shape, multiply)) for form in forms]
-            found.append(MatrixProbe(matrix, shape, times))
+            found.append(MatrixProbe(matrix, shape, _measure(forms, shape, multiply)))
     return found
 
 
@@ -164,22 +163,29 @@ def file_bits(checkpoint: Checkpoint, names: Sequence[str]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _seconds(form: Form, shape: tuple[int, int], multiply: Multiply) -> tuple[float, ...]:
+def _measure(forms: Sequence[Form], shape: tuple[int, int], multiply: Multiply) -> list[FormTimes]:
+    """Measure all forms in turns, so that a slow moment of the machine does not affect only one."""
     outputs, inputs = shape
     num_rows = min(outputs, max(1, MAX_WEIGHTS // inputs))
-    weight, arena = _random_weight(form, (num_rows, inputs)), Arena()
-    copies = [weight.placed(arena) for _ in range(2 + COLD_BYTES // weight.num_bytes)]
-    found = []
+    copies = [_copies(_random_weight(form, (num_rows, inputs))) for form in forms]
+    best = {(form, rows): float("inf") for form in forms for rows in ROWS}
     for rows in ROWS:
-        x, used = torch.randn(rows, inputs), copies[: 2 + len(copies) * 4 // (4 + rows)]
-        best = float("inf")
+        x = torch.randn(rows, inputs)
         for _ in range(TRIES):  # other load only adds time
-            begun = time.perf_counter()
-            for each in used:
-                multiply(x, each)
-            best = min(best, time.perf_counter() - begun)
-        found.append(best / len(used) * outputs / num_rows)
-    return tuple(found)
+            for form, weights in zip(forms, copies, strict=True):
+                used = weights[: 2 + len(weights) * 4 // (4 + rows)]
+                begun = time.perf_counter()
+                for each in used:
+                    multiply(x, each)
+                took = (time.perf_counter() - begun) / len(used) * outputs / num_rows
+                best[form, rows] = min(best[form, rows], took)
+    return [FormTimes(form, tuple(best[form, rows] for rows in ROWS)) for form in forms]
+
+
+def _copies(weight: NativeWeight) -> list[NativeWeight]:
+    """So many copies of a matrix that no cache holds the next one when it is needed."""
+    arena = Arena()
+    return [weight.placed(arena) for _ in range(2 + COLD_BYTES // weight.num_bytes)]
 
 
 def _random_weight(form: Form, shape: tuple[int, int]) -> NativeWeight:
