@@ -22,8 +22,8 @@ from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
 SETTING = {"model", "dtype", "kv_cache_dtype", "load_format", "config"}
 THROUGHPUT = {
     "elapsed_time", "num_requests", "total_num_tokens", "requests_per_second", "tokens_per_second",
-    "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput",
-    "total_token_throughput",
+    "total_input_tokens", "total_output_tokens", "request_throughput", "input_throughput",
+    "output_throughput", "total_token_throughput",
 }  # fmt: skip
 TIMES = {f"{mark}_{name}_ms" for mark in ("mean", "median", "p90", "p99", "p99.9", "max")
          for name in ("ttft", "tpot", "itl", "e2el", "stall")} | {"ttft_by_prompt"}  # fmt: skip
@@ -52,6 +52,9 @@ def test_throughput_counts_requests_and_tokens(bare: list[str], tmp_path: Path) 
         result["total_num_tokens"]
     )
     assert result["output_throughput"] * result["elapsed_time"] == pytest.approx(35)
+    assert result["input_throughput"] * result["elapsed_time"] == pytest.approx(
+        result["total_input_tokens"]
+    )
     assert result["requests_per_second"] == result["request_throughput"]
     assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"]
     assert result["p99_e2el_ms"] <= result["elapsed_time"] * 1e3

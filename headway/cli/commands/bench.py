@@ -78,7 +78,8 @@ def throughput_command(
 ) -> None:
     """Measure tokens and requests per second, and latencies, of many requests at once.
 
-    Prompts are random tokens, so they share no prefix; outputs have their full length.
+    Without a file, prompts are random tokens that share no prefix. Outputs have their full length,
+    and a trace's arrival times are ignored.
     """
     dataset = Dataset(
         count=num_prompts, inputs=parse_length_range("input-len", input_len),
@@ -163,7 +164,7 @@ def _show_throughput(result: dict[str, Any]) -> None:
         f"\n[bold]{result['num_requests']:,} requests[/], {result['total_input_tokens']:,} prompt "
         f"and {result['total_output_tokens']:,} output tokens in {result['elapsed_time']:.1f} s\n"
         f"[bold]{result['output_throughput']:,.1f} output tokens/s[/], "
-        f"{result['tokens_per_second']:,.1f} tokens/s including prompts, "
+        f"{result['input_throughput']:,.1f} prompt tokens/s, "
         f"{result['requests_per_second']:,.2f} requests/s\n",
         highlight=False,
     )

@@ -145,6 +145,7 @@ def throughput(metrics: RunStats, seconds: float) -> dict[str, Any]:
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "request_throughput": len(requests) / seconds,
+        "input_throughput": num_input / seconds,
         "output_throughput": num_output / seconds,
         "total_token_throughput": num_tokens / seconds,
     }
