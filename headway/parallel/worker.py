@@ -8,6 +8,7 @@ rank 0 does: its socket closes, a collective fails, or its parent has another pr
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -106,6 +107,8 @@ class Worker:
         config = config_of(command["start"])
         executor = make_executor(decoder, config, enforce_eager=command["enforce_eager"])
         plans, flight = PlanDecoder(config.max_num_seqs), deque[Handle]()
+        gc.freeze()
+        gc.enable()
         self._reply(None)
         while self.control.recv(4096):
             while (message := self.channel.read()) is not None:
@@ -117,6 +120,7 @@ class Worker:
 
 
 def main() -> None:
+    gc.disable()  # until plans run: modules and weights stay
     worker = Worker(*map(int, sys.argv[1:]))
     code = 1
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headway.engine.async_engine import AsyncEngine
+from headway.engine.engine import Engine
 from headway.errors import ExecutorError, InvalidRequest
 from headway.fleet.client import FleetClient
 from headway.fleet.links import OnBatch, OnLost, ThreadLink
@@ -63,15 +64,28 @@ def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return run
 
 
+async def until(holds: Callable[[], object]) -> None:
+    """Wait for a condition on engines that run on threads of their own."""
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def generates(engine: Engine, num_requests: int) -> bool:
+    """Whether an engine has this many running requests, all with a token."""
+    running = list(engine.scheduler.running)
+    return len(running) == num_requests and all(request.output for request in running)
+
+
 WANTED = [1] * 19 + [END]
 
 
 @on_loop
 async def test_a_stopped_replica_is_replaced() -> None:
-    link = StoppableLink("a", make_engine(0.005))
+    engine = make_engine(0.03)
+    link = StoppableLink("a", engine)
     async with Fleet(link, ThreadLink("b", make_engine())) as fleet:
         runs = [asyncio.create_task(fleet.run(str(i))) for i in range(4)]
-        await asyncio.sleep(0.02)
+        await until(lambda: generates(engine, 2))
         link.is_stopped = True
         assert await asyncio.gather(*runs) == [WANTED] * 4
         assert fleet.counters.num_deaths == 1 and fleet.counters.num_moves == 2
@@ -93,8 +107,7 @@ async def test_a_failed_step_is_a_pause() -> None:
 async def test_requests_wait_for_a_replica_and_then_fail() -> None:
     async with Fleet(no_replica_seconds=0.3) as fleet:
         waiting = asyncio.create_task(fleet.run("a"))
-        await asyncio.sleep(0.01)
-        assert fleet.client.describe()["num_without_replica"] == 1
+        await until(lambda: fleet.client.describe()["num_without_replica"] == 1)
         await fleet.client.add(ThreadLink("late", make_engine()))
         assert await waiting == WANTED
         await fleet.client.remove("late")
@@ -107,12 +120,11 @@ async def test_requests_wait_for_a_replica_and_then_fail() -> None:
 
 @on_loop
 async def test_a_drained_replica_is_free_at_once_and_streams_go_on() -> None:
-    engines = [make_engine(0.01) for _ in range(2)]
+    engines = [make_engine(0.03) for _ in range(2)]
     links = [ThreadLink(name, engine) for name, engine in zip("ab", engines, strict=True)]
     async with Fleet(*links) as fleet:
         runs = [asyncio.create_task(fleet.run(str(i), n=2)) for i in range(4)]
-        await asyncio.sleep(0.08)
-        assert engines[0].scheduler.requests and engines[1].scheduler.requests
+        await until(lambda: all(generates(engine, 4) for engine in engines))
         began = asyncio.get_running_loop().time()
         await fleet.client.drain("a")
         assert asyncio.get_running_loop().time() - began < 1.0
@@ -125,13 +137,14 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on() -> None:
 
 @on_loop
 async def test_queries_reach_the_right_replicas() -> None:
-    links = [ThreadLink(name, make_engine(0.02)) for name in "ab"]
+    engines = [make_engine(0.02) for _ in range(2)]
+    links = [ThreadLink(name, engine) for name, engine in zip("ab", engines, strict=True)]
     links[1].loop.step_queries["film_lines"] = lambda _: "of b"
     links[0].loop.step_queries["film_lines"] = lambda _: "of a"
     async with Fleet(*links) as fleet:
         ask = fleet.engine.ask
-        runs = [asyncio.create_task(fleet.run(str(i))) for i in range(3)]
-        await asyncio.sleep(0.03)
+        runs = [asyncio.create_task(fleet.run(str(i), 60)) for i in range(3)]
+        await until(lambda: sum(len(engine.scheduler.running) for engine in engines) == 3)
         assert (await ask("load"))["running"] == 3
         why = await ask("why")
         assert "Replica a: " in why and "Replica b: " in why
@@ -153,11 +166,11 @@ async def test_the_tracker_equals_the_pools() -> None:
         for round_number in range(3):
             salts = [f"{round_number}{i}" for i in range(6)]
             await asyncio.gather(*(fleet.run(salt, salt=salt) for salt in salts))
-        await asyncio.sleep(0.05)
         tracker = fleet.client.dispatcher.router.tracker
         for name, engine in zip("ab", engines, strict=True):
             keys = engine.scheduler.kv.pool.index.block_of.keys()
-            assert tracker.keys_of(name) == keys and keys
+            await until(lambda name=name, keys=keys: tracker.keys_of(name) == keys)  # type: ignore[misc]
+            assert keys
         await fleet.client.remove("a")
         assert not tracker.keys_of("a")
 
@@ -172,7 +185,7 @@ async def test_leaving_early_aborts_on_the_replica_and_close_ends_open_requests(
             await asyncio.sleep(0.005)
         assert not fleet.client.dispatcher.requests
         left = asyncio.create_task(fleet.run("b", 200))
-        await asyncio.sleep(0.02)
+        await until(lambda: engine.scheduler.requests)
     with pytest.raises(ExecutorError, match=r"close\(\) was called"):
         await left
 

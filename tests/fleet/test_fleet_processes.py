@@ -49,7 +49,7 @@ def test_killed_and_stopped_processes_are_replaced_within_two_seconds(
         links = [link(tmp_path, name) for name in "abc"]
         fleet = FleetClient(links, block_size=4, settings=FleetSettings(max_deaths=3))
         engine, loop = AsyncEngine(fleet), asyncio.get_running_loop()
-        longest = 0.0  # seconds between two updates of one request
+        longest, begun = 0.0, set[str]()  # seconds between two updates of one request
         await engine.start()
 
         async def one(id: str) -> list[int]:
@@ -57,11 +57,13 @@ def test_killed_and_stopped_processes_are_replaced_within_two_seconds(
             tokens, latest = list[int](), loop.time()
             async for updates in engine.stream(id, [5] * 9, script(80)):
                 longest, latest = max(longest, loop.time() - latest), loop.time()
+                begun.add(id)
                 tokens += [token for update in updates for token in update.tokens]
             return tokens
 
         runs = [asyncio.create_task(one(str(i))) for i in range(9)]
-        await asyncio.sleep(0.2)
+        while len(begun) < len(runs):
+            await asyncio.sleep(0.005)
         processes["a"].send_signal(signal.SIGSTOP)
         processes["b"].kill()
         outputs = await asyncio.gather(*runs)

@@ -37,7 +37,6 @@ from bench.fleet_streams import (
     descendants,
     fleet_server,
     once_after,
-    one_by_one,
     served,
     stopped,
 )
@@ -59,8 +58,8 @@ def letter_bodies(number: int = 32, length: int = 30) -> list[dict[str, Any]]:
     """Requests for capitals, each with another prompt."""
     return [
         {
-            "model": "letters", "prompt": (ALPHABET[i % 26 :] + ALPHABET * 5)[:length], "stream": True,
-            "max_tokens": length, **FEATURES[i % len(FEATURES)],
+            "model": "letters", "prompt": (ALPHABET * (length // 26 + 2))[i % 26 :][:length],
+            "stream": True, "max_tokens": length, **FEATURES[i % len(FEATURES)],
         }
         for i in range(number)
     ]  # fmt: skip
@@ -94,7 +93,7 @@ def run_with(server: FleetServer, sent: list[dict[str, Any]], work: Callable[[],
         done.set()
 
     check_letters(asyncio.run(all_streams(server.url, sent, once_after(200, disturb))), sent)
-    assert done.wait(30), "the work did not end"
+    assert done.wait(60), "the work did not end"
 
 
 def kills(server: FleetServer) -> None:
@@ -162,10 +161,14 @@ def redeploy(server: FleetServer) -> None:
 
 def autoscaling(server: FleetServer) -> None:
     """A queue adds a replica; when it is gone, one replica hands its long streams over and ends."""
-    drains = server.metric("headway_fleet:drains_total")
-    run_with(server, letter_bodies(150, 150), partial(server.wait_for_replicas, 2, seconds=25))
-    moves = server.metric("headway_fleet:moves_total")
-    run_with(server, letter_bodies(8, 250), partial(server.wait_for_replicas, 1, seconds=25))
+    drains, moves = (server.metric(f"headway_fleet:{name}_total") for name in ("drains", "moves"))
+
+    def grow_and_shrink() -> None:
+        server.wait_for_replicas(2, seconds=60)
+        # Few and long: open on both replicas until one of them is drained, however late that is.
+        run_with(server, letter_bodies(3, 700), partial(server.wait_for_replicas, 1, seconds=60))
+
+    run_with(server, letter_bodies(40, 150), grow_and_shrink)
     assert server.metric("headway_fleet:drains_total") == drains + 1
     assert server.metric("headway_fleet:moves_total") > moves
     assert server.metric("headway_fleet:failed_total") == 0
@@ -215,15 +218,23 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
     before = set(map(application, server.replica_pids()))
     with fleet_server(*flags, program=served(str(model)), environment=given) as other:
         sent = bodies(6, 1500)  # the model is quick: outputs must be longer than the way to here
-        alone = asyncio.run(one_by_one(other.url, sent))
+        alone = [answer(other, body) for body in sent]
         victim = max(pid for pid in server.replica_pids() if application(pid) not in before)
         kill = partial(os.kill, victim, signal.SIGKILL)
         with stopped(server.ray_pids("ServeController")):  # a new replica would only take CPU time
             streams = asyncio.run(all_streams(other.url, sent, once_after(1, kill)))
         assert [stream.error for stream in streams if stream.error] == []
-        assert [s.choices for s in streams] == [s.choices for s in alone]
+        assert [stream.choices for stream in streams] == alone
         assert other.metric("headway_fleet:moves_total") > 0
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
+
+
+def answer(server: FleetServer, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The choices of a request that is sent alone, and not as a stream."""
+    found = Stream()
+    found.add(server.client.post("/v1/completions", json={**body, "stream": False}).json(), 0.0)
+    assert found.error is None
+    return found.choices
 
 
 def application(pid: int) -> str:

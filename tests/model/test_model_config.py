@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,16 @@ ROPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@cache
+def values_of(name: str) -> dict[str, Any]:
+    """The values that config.json has."""
+    values: dict[str, Any] = CONFIGS[name]().to_dict()
+    return values
+
+
 def read(**changes: Any) -> ModelConfig:
     """The config of a small Llama, with some values of its config.json changed."""
-    return from_hf({**config_of("Llama").to_dict(), **changes}, "config.json")
+    return from_hf({**values_of("llama"), **changes}, "config.json")
 
 
 def error_of(**changes: Any) -> str:
@@ -293,7 +300,7 @@ JUNK = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(base=st.sampled_from(sorted(CONFIGS)), junk=st.data())
 def test_random_values_are_read_or_rejected(base: str, junk: st.DataObject) -> None:
-    values = CONFIGS[base]().to_dict()
+    values = dict(values_of(base))
     names = [*values, "rope_scaling", "quantization_config", "original_max_position_embeddings"]
     values[junk.draw(st.sampled_from(sorted(names)))] = junk.draw(JUNK)
     rope = {"rope_type": junk.draw(st.sampled_from(("linear", "llama3", "yarn")))}

@@ -32,6 +32,7 @@ from headway.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from tests.support import real
 
 NAME = "smollm2-135m"
 KEY = "unused"
@@ -95,8 +96,8 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2: Path) -> Iterator[LLM]:
-    with LLM(str(smollm2), device="cpu", quantization="int8", threads=1, num_blocks=512) as llm:
+def llm() -> Iterator[LLM]:
+    with real.open_llm("int8", threads=1, num_blocks=512) as llm:
         yield llm
 
 
@@ -298,7 +299,7 @@ def test_output_can_be_any_json_object(client: Any) -> None:
 
 ROME: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
 CITY: Any = WEATHER["function"]["parameters"]
-# So many tokens that a busy server cannot send them all in one event.
+# More tokens than a busy server sends in one event.
 HOURS: Any = {"type": "array", "items": {"type": "boolean"}, "minItems": 12, "maxItems": 12}
 FORECAST: Any = {
     **CITY, "properties": {**CITY["properties"], "rain": HOURS}, "required": ["city", "rain"],

@@ -31,8 +31,11 @@ def test_the_watchdog_reports_a_stuck_step_until_it_ends() -> None:
         assert await watchdog(running) is None, "an idle engine is healthy"
         gate.open.clear()
         stuck = asyncio.create_task(drain(running, "a"))
+        begun = time.monotonic()
         await asyncio.sleep(0.05)
-        assert await watchdog(running) is None, "idle time before the request does not count"
+        problem = await watchdog(running)
+        is_early = time.monotonic() - begun < 0.4  # otherwise this machine was busy
+        assert not (problem and is_early), "idle time before the request does not count"
         await asyncio.sleep(0.5)
         problem = await watchdog(running)
         assert problem is not None and "0." in problem

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import uvicorn
 from hypothesis import HealthCheck, settings
+from hypothesis.internal import charmap
+from hypothesis.internal.intervalsets import IntervalSet
 
 from tests.support import served
 
@@ -49,7 +51,17 @@ async def _serve(begun: Future[Listening]) -> None:
 
 
 @pytest.fixture(scope="module")
-def schema() -> Iterator[Any]:
+def quick_texts() -> Iterator[None]:
+    """Which characters UTF-8 can encode, which Hypothesis finds out by trying all of them."""
+    encoded = IntervalSet([(0, 0xD7FF), (0xE000, 0x10FFFF)])  # all but surrogates
+    find, known = charmap.intervals_from_codec, {"utf-8": (encoded, IntervalSet([]))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charmap, "intervals_from_codec", lambda name: known.get(name) or find(name))
+        yield
+
+
+@pytest.fixture(scope="module")
+def schema(quick_texts: None) -> Iterator[Any]:
     """The schema of a server on a thread; at the end no request is open."""
     schemathesis = pytest.importorskip(
         "schemathesis"

@@ -36,6 +36,7 @@ def speed_up() -> None:
     core.tensor.__init__ = shaped_once(core.tensor)
     interpreter.TensorHandle.__init__ = sized_once(interpreter._validate_np_data_size)
     interpreter._patch_builtin = listed_once(interpreter, core.is_builtin)
+    interpreter._patch_lang = patched_once(interpreter)
     interpreter._get_np_dtype = looked_up_once(interpreter._get_np_dtype)
     interpreter._convert_float = rounded_by_torch(interpreter._convert_float)
 
@@ -54,6 +55,22 @@ def prepared_once(kind: Any) -> Any:
         return prepare(self, *args, **options)
 
     return call
+
+
+def patched_once(interpreter: Any) -> Any:
+    """The interpreter replaces all functions of its language for a launch, and then restores them.
+
+    They stay replaced, because nothing in this process compiles kernels.
+    """
+    patch, known, nothing = interpreter._patch_lang, set[int](), interpreter._LangPatchScope()
+
+    def patched(function: Any) -> Any:
+        if (key := id(function.__globals__)) not in known:
+            known.add(key)
+            patch(function)
+        return nothing
+
+    return patched
 
 
 def called_directly(semantic: Any) -> Any:

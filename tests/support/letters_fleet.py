@@ -30,6 +30,7 @@ from headway.server.process.serve import ServedEngine, ServerFactory, bind
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 
 STEP_SECONDS = 0.02
+MAX_MODEL_LEN = 2048
 NUM_REPLICAS = 3  # so that several can be starting while a test goes on
 
 
@@ -50,8 +51,8 @@ def make_engine() -> ServedEngine:
     executor = Capitals()
     executor.seconds = STEP_SECONDS
     config = preset(
-        "headway", max_model_len=512, num_blocks=2048, block_size=16, max_num_seqs=64,
-        max_num_batched_tokens=256,
+        "headway", max_model_len=MAX_MODEL_LEN, num_blocks=2048, block_size=16, max_num_seqs=16,
+        max_num_batched_tokens=64,
     )  # fmt: skip
 
     def prepare(loop: EngineLoop) -> None:
@@ -65,8 +66,8 @@ def make_engine() -> ServedEngine:
 
 def make_app(engine: AsyncEngine, info: Info) -> Any:
     context = Context(
-        engine=engine, input_processor=info.input_processor, model_name=MODEL, max_model_len=512,
-        health=watch(engine),
+        engine=engine, input_processor=info.input_processor, model_name=MODEL,
+        max_model_len=MAX_MODEL_LEN, health=watch(engine),
     )  # fmt: skip
     return create_app(context, [live.router(context)])
 

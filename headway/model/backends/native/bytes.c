@@ -89,17 +89,25 @@ ALWAYS vec load_halves(const uint16_t *p) {
 }
 #else
 #define SIGNED 1
-typedef struct { uint8_t b[LANES * 4]; } bytes;
+typedef uint8_t bytes __attribute__((vector_size(LANES * 4)));
 ALWAYS bytes load_bytes(const uint8_t *p) { bytes b; memcpy(&b, p, sizeof b); return b; }
-ALWAYS bytes low(bytes b) { for (int i = 0; i < LANES * 4; i++) b.b[i] &= 15; return b; }
-ALWAYS bytes high(bytes b) { for (int i = 0; i < LANES * 4; i++) b.b[i] >>= 4; return b; }
+ALWAYS bytes low(bytes b) { return b & 15; }
+ALWAYS bytes high(bytes b) { return b >> 4; }
 ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
                 const int quad) {
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < 4; j++)
-            sums[i] += (int8_t)q.b[4 * i + j] * x[quad_of(row, quad) + j];
+    x += quad_of(row, quad);
+    /* The four bytes of each lane, lowest first: shifted to the top and back with their sign. */
+    sums += ((ivec)q << 24 >> 24) * x[0];
+    sums += ((ivec)q << 16 >> 24) * x[1];
+    sums += ((ivec)q << 8 >> 24) * x[2];
+    sums += ((ivec)q >> 24) * x[3];
     return sums;
 }
+#if defined(__aarch64__)
+ALWAYS vec load_halves(const uint16_t *p) {
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+#else
 ALWAYS vec load_halves(const uint16_t *p) {
     vec v;
     for (int i = 0; i < LANES; i++) { /* normal halves and zero; subnormal ones count as zero */
@@ -111,4 +119,5 @@ ALWAYS vec load_halves(const uint16_t *p) {
     }
     return v;
 }
+#endif
 #endif

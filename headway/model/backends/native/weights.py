@@ -119,10 +119,15 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """Rows with `count` more of zeros; not a copy if there are none."""
+    return F.pad(rows, (0, 0, 0, count)) if count else rows
+
+
 def pack_floats(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
     """Panels [P, K, panel], in the order in which a tile reads them."""
     panel = layout().panel
-    whole = F.pad(matrix_nk.float(), (0, 0, 0, -len(matrix_nk) % panel))
+    whole = _padded(matrix_nk.float(), -len(matrix_nk) % panel)
     packed = whole.view(-1, panel, matrix_nk.shape[1]).transpose(1, 2).contiguous()
     return NativeWeight.of(packed, matrix_nk.shape, 32, 0, bias)
 
@@ -134,12 +139,12 @@ def pack_groups(groups: QuantizedMatrix, bias: Tensor | None) -> NativeWeight:
     if layout().is_signed and groups.bits == 8:
         q, minimum = q - 128, minimum + 128 * groups.scale  # wraps: the same bytes, signed
     spare = -num_outputs % (lanes * PANELS_PER_TASK)
-    quads = F.pad(q, (0, 0, 0, spare)).view(-1, lanes, num_inputs // GROUP, 8, 4)
+    quads = _padded(q, spare).view(-1, lanes, num_inputs // GROUP, 8, 4)
     quads = quads.permute(0, 2, 3, 1, 4)  # [panel, group, quad, lane, 4]
     if bits == 4:
         quads = quads[:, :, 0::2] | (quads[:, :, 1::2] << 4)
     halves = [
-        F.pad(part, (0, 0, 0, spare)).half().view(-1, lanes, num_inputs // GROUP).transpose(1, 2)
+        _padded(part, spare).half().view(-1, lanes, num_inputs // GROUP).transpose(1, 2)
         for part in (groups.scale, minimum)
     ]
     sides = [half.contiguous().view(torch.uint8) for half in halves]
@@ -154,7 +159,7 @@ def pack_wide(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
         layout().wide_group,
         matrix_nk.shape,
     )
-    whole = F.pad(matrix_nk.float(), (0, 0, 0, -num_outputs % panel))
+    whole = _padded(matrix_nk.float(), -num_outputs % panel)
     grouped = whole.view(-1, panel, num_inputs // group, group)
     scale, q = _symmetric(grouped)
     quads = q.view(*grouped.shape[:3], group // 4, 4).permute(0, 2, 3, 1, 4)
@@ -166,8 +171,9 @@ def pack_wide(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
 def _symmetric(grouped: Tensor) -> tuple[Tensor, Tensor]:
     """The scales of groups (the last dimension), exact in float16, and integers up to 127."""
     scale = (grouped.abs().amax(-1) / 127).half().float()
-    steps = torch.where(scale[..., None] > 0, grouped / scale[..., None], 0.0)
-    return scale, steps.round().clamp(-127, 127).to(torch.int8)
+    # Where a scale is 0, the numbers are close to 0 and become 0.
+    steps = grouped / torch.where(scale > 0, scale, 1.0)[..., None]
+    return scale, steps.round_().clamp_(-127, 127).to(torch.int8)
 
 
 def quantize(matrix_nk: Tensor) -> QuantizedMatrix:
