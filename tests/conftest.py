@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Generator
 from functools import cache
+
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headway.engine.gc_freeze import gc_freeze
 from headway.model.registry import resolve
 from tests.support.interpreter import speed_up
 
@@ -68,6 +72,14 @@ LOADING = (
     "server/test_clients.py",
 )
 DECODERS: dict[tuple[Path, str], Decoder] = {}  # see shared_weights
+FROZEN = ExitStack()  # see pytest_collection
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # before they are started
+        from tests.support.hypothesis_cache import fill_cache
+
+        fill_cache()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -80,9 +92,16 @@ def pytest_collection() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
         gc.enable()
+        FROZEN.enter_context(gc_freeze())
+        _let_loggers_propagate()
+
+
+def _let_loggers_propagate() -> None:
+    """Pytest adds its handlers to every other logger three times per test; torch has 40 of them."""
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -98,7 +117,7 @@ def frozen_tests() -> Generator[None, None, None]:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries report objects that are not collected at exit
+    FROZEN.close()  # libraries report objects that are not collected at exit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,70 +3,87 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any
 
-import typer
+import typer.main
+from typer.core import TyperGroup
 
 from headway import __version__
-from headway.cli.commands import (
-    bench,
-    capacity,
-    chat,
-    compare,
-    deploy,
-    doctor,
-    generate,
-    lab,
-    lists,
-    profile,
-    run,
-    serve,
-    simulate,
-    sweep,
-    top,
-    trace,
-    tune,
-)
 from headway.cli.options.command import Command
 from headway.cli.options.packages import install, is_optional
-from headway.cli.view.render import print_error
 from headway.errors import HeadwayError
 from headway.version import commit
 
+COMMANDS = {  # the module in headway/cli/commands/ and the function; `app` is a group of commands
+    "run": "run.run_command",
+    "generate": "generate.generate_command",
+    "chat": "chat.chat_command",
+    "serve": "serve.serve_command",
+    "deploy": "deploy.deploy_command",
+    "top": "top.top_command",
+    "doctor": "doctor.doctor_command",
+    "models": "lists.models_command",
+    "profile": "profile.profile_command",
+    "simulate": "simulate.simulate_command",
+    "compare": "compare.compare_command",
+    "sweep": "sweep.sweep_command",
+    "breakeven": "sweep.breakeven_command",
+    "tune": "tune.tune_command",
+    "capacity": "capacity.capacity_command",
+    "trace": "trace.trace_command",
+    "lab": "lab.lab_command",
+    "step": "lab.step_command",
+    "demo": "simulate.demo_command",
+    "presets": "lists.presets_command",
+    "profiles": "lists.profiles_command",
+    "bench": "bench.app",
+}
+
+
+@cache
+def load_command(name: str) -> Any:
+    """Import a command and read its options. Both take time, so only commands in use are loaded."""
+    module, _, function = COMMANDS[name].partition(".")
+    found = getattr(import_module(f"headway.cli.commands.{module}"), function)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command(name, cls=Command)(found)
+    return typer.main.get_command(alone)
+
+
+class LazyCommands(Mapping[str, Any]):
+    """All commands by name; looking one up loads it."""
+
+    def __getitem__(self, name: str) -> Any:
+        return load_command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class CommandGroup(TyperGroup):
+    """The group of all commands."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = LazyCommands()  # type: ignore[assignment]  # Typer only reads it
+
+
 app = typer.Typer(
     name="headway",
+    cls=CommandGroup,
     help="An LLM inference engine built around its scheduler.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-COMMANDS: dict[str, Callable[..., None]] = {
-    "run": run.run_command,
-    "generate": generate.generate_command,
-    "chat": chat.chat_command,
-    "serve": serve.serve_command,
-    "deploy": deploy.deploy_command,
-    "top": top.top_command,
-    "doctor": doctor.doctor_command,
-    "models": lists.models_command,
-    "profile": profile.profile_command,
-    "simulate": simulate.simulate_command,
-    "compare": compare.compare_command,
-    "sweep": sweep.sweep_command,
-    "breakeven": sweep.breakeven_command,
-    "tune": tune.tune_command,
-    "capacity": capacity.capacity_command,
-    "trace": trace.trace_command,
-    "lab": lab.lab_command,
-    "step": lab.step_command,
-    "demo": simulate.demo_command,
-    "presets": lists.presets_command,
-    "profiles": lists.profiles_command,
-}
-for name, command in COMMANDS.items():
-    app.command(name, cls=Command)(command)
-app.add_typer(bench.app, name="bench")
 
 
 def _version(is_given: bool) -> None:
@@ -95,6 +112,8 @@ def main() -> None:
     try:
         app()
     except HeadwayError as error:
+        from headway.cli.view.render import print_error
+
         print_error(str(error))
         sys.exit(2)
     except ModuleNotFoundError as error:  # a base installation has only scheduler and simulator

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -56,6 +57,23 @@ class Observations:
         computes[self.step_of] = True
         computes &= self.copies[:, 0] == 0
         return computes
+
+    @cached_property
+    def columns(self) -> Numbers:
+        """[4, pass]: as `passes`, with the numbers of one kind side by side."""
+        return np.ascontiguousarray(self.passes.T)
+
+    @cached_property
+    def has_prompts(self) -> npt.NDArray[np.bool_]:
+        """[pass]: whether it computes more tokens than it samples."""
+        tokens, samples, *_ = self.columns
+        found: npt.NDArray[np.bool_] = tokens > samples
+        return found
+
+    @cached_property
+    def is_one_to_one(self) -> bool:
+        """Whether every step is one pass."""
+        return np.array_equal(self.step_of, np.arange(len(self.seconds)))
 
     def select(self, is_selected: npt.NDArray[np.bool_]) -> Observations:
         """The observations of the selected steps."""
@@ -118,26 +136,32 @@ def _gaps(steps: list[Line]) -> list[float]:
 
 def predict(profile: Profile, seen: Observations) -> Numbers:
     """Seconds of every step without copies, as `Profile.step_seconds` but for a whole log."""
-    tokens, samples, *_ = seen.passes.T
-    corrected = np.where(tokens > samples, 1.0, factors(profile.machine.corrections, tokens))
-    return _sums(seen, _pass_seconds(profile.unit_costs, seen) * corrected)
+    seconds = _pass_seconds(profile.unit_costs, seen)
+    if profile.machine.corrections:
+        tokens, corrections = seen.columns[0], profile.machine.corrections
+        seconds *= np.where(seen.has_prompts, 1.0, factors(corrections, tokens))
+    return _sums(seen, seconds)
 
 
 def _pass_seconds(costs: UnitCosts, seen: Observations) -> Numbers:
     """[pass], without corrections."""
-    tokens, samples, reads, pairs = seen.passes.T
+    tokens, samples, reads, pairs = seen.columns
     dense = tokens * costs.token + samples * costs.sample
     read, pair, exposed = reads * costs.read, pairs * costs.pair, 1 - costs.overlap
     linear = np.maximum(dense, costs.weights) + exposed * np.minimum(dense, costs.weights)
     attention = np.maximum(read, pair) + exposed * np.minimum(read, pair)
-    seconds = costs.fixed + linear + np.maximum(attention, costs.min_attention)
-    seconds += (tokens > samples) * costs.prompt
-    found: Numbers = seconds + tokens * costs.exchange
+    found: Numbers = costs.fixed + linear + np.maximum(attention, costs.min_attention)
+    if costs.prompt:
+        found += seen.has_prompts * costs.prompt
+    if costs.exchange:
+        found += tokens * costs.exchange
     return found
 
 
 def _sums(seen: Observations, of_passes: Numbers) -> Numbers:
     """[step] from [pass]."""
+    if seen.is_one_to_one:
+        return of_passes
     sums = np.bincount(seen.step_of, weights=of_passes, minlength=len(seen.seconds))
     return sums.astype(np.float64, copy=False)
 
@@ -220,7 +244,7 @@ def _corrections(profile: Profile, plain: Observations) -> Corrections:
 def _starts(plain: Observations, model: Model) -> list[Numbers]:
     """Points to search from: the fastest step is weights or fixed time, the slowest arithmetic."""
     shortest = float(plain.seconds.min())
-    tokens = _sums(plain, plain.passes[:, 0])
+    tokens = _sums(plain, plain.columns[0])
     rate = float(np.max(tokens / plain.seconds)) * model.dense_flops
     return [
         np.array([
@@ -320,7 +344,7 @@ def _descend(function: Loss, start: Numbers, max_moves: int = MAX_MOVES) -> Numb
     corners = np.vstack([start, start + STRIDE * np.eye(len(start))])
     values = np.array([function(corner) for corner in corners])
     for _ in range(max_moves):
-        order = np.argsort(values)
+        order = values.argsort()
         corners, values = corners[order], values[order]
         if values[-1] - values[0] < CLOSE:
             break
@@ -330,7 +354,7 @@ def _descend(function: Loss, start: Numbers, max_moves: int = MAX_MOVES) -> Numb
 
 def _move(function: Loss, corners: Numbers, values: Numbers) -> None:
     """Replace the last corner, the worst one, or shrink all towards the first; in place."""
-    middle = corners[:-1].mean(axis=0)
+    middle = np.add.reduce(corners[:-1]) / (len(corners) - 1)  # half the time of `mean`
     reflected = 2 * middle - corners[-1]
     value = function(reflected)
     if value < values[0]:

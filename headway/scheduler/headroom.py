@@ -25,7 +25,7 @@ from headway.scheduler.output_lengths import is_open_ended, survival_curve
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 NUM_EXACT = 8  # steps near the peak that are counted block by block
-NUM_MOMENTS = 32  # later steps at which the expected peak is computed
+MOMENTS = np.linspace(0.0, 1.0, 32)[:, None]  # at which the expected peak is computed
 PRESSURE_DEVIATIONS = 0.5  # per recent preemption, for open-ended requests
 MIN_CHANCE = 0.5  # ignore moments that an open-ended new request reaches with a lower chance
 PRIOR = (np.arange(16) + 0.5) / 16  # shares of the allowed output, before any request finished
@@ -150,8 +150,7 @@ class learned(Checked):
         if goes_on.all():
             return limit(batch, view)
         is_open = np.array([is_open_ended(request) for request in batch.requests]) & ~goes_on
-        moments = np.linspace(0.0, 1.0, NUM_MOMENTS)[:, None]
-        moments = batch.left.max() * (moments**2 if is_open.any() else moments)
+        moments = batch.left.max() * (MOMENTS**2 if is_open.any() else MOMENTS)
         chance, error = _chances(batch, is_open, moments, view)
         alive = np.where(goes_on, 1.0, chance) * (moments <= batch.left)
         order = np.argsort(-batch.left, kind="stable")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
+from collections.abc import Collection
 
 import numpy as np
 
@@ -69,7 +68,7 @@ def _finish_stopped(
     stopped: list[Request] = []
     if not state.stop_tokens:
         return stopped
-    places = _find_tokens(column, list(state.stop_tokens))
+    places = _find_tokens(column, state.stop_tokens)
     for place in sorted(places, key=lambda i: requests[i].history.admission):
         request, token = requests[place], int(column[place])
         goes_on = request.num_generated < request.params.min_tokens
@@ -81,14 +80,18 @@ def _finish_stopped(
     return stopped
 
 
-def _find_tokens(column: Column, tokens: list[int]) -> list[int]:
-    """The places of a column that hold one of the tokens."""
-    values = np.asarray(column)
+def _find_tokens(column: Column, tokens: Collection[int]) -> list[int]:
+    """The places of a column that hold one of the tokens, of which there is at least one."""
+    if isinstance(column, list):
+        return [place for place, token in enumerate(column) if token in tokens]
+    values, (first, *others) = np.asarray(column), tokens
     if len(tokens) > MAX_COMPARED:
-        found = np.isin(values, tokens)
+        found = np.isin(values, [first, *others])
     else:
-        found = reduce(or_, (values == token for token in tokens))
-    places: list[int] = np.flatnonzero(found).tolist()
+        found = values == first
+        for token in others:
+            found |= values == token
+    places: list[int] = found.nonzero()[0].tolist()
     return places
 
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from headway.cli.commands.profile import TIMES_COPIED, copy_blocks, fit_profile, model_work, run
+from headway.cli.commands.profile import (
+    TIMES_COPIED,
+    Measurement,
+    copy_blocks,
+    fit_profile,
+    measure,
+    model_work,
+    run,
+)
 from headway.cli.view.render import warn_of_profile
 from headway.lab.calibration import (
     QUICK_CPU_CALIBRATION,
@@ -32,6 +41,7 @@ TINY = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 RANDOM = ("--load-format", "dummy", "--kv-memory", "64MiB", "--threads", "1")
+MEASURED: list[Measurement] = []  # see measured_once
 
 
 @pytest.fixture
@@ -47,6 +57,19 @@ def write(path: Path, **changes: object) -> Path:
     return path
 
 
+@pytest.fixture
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `headway profile` measure the tiny model once in all; it takes seconds."""
+
+    def shared(llm: LLM, name: str, *, is_quick: bool) -> Measurement:
+        if not MEASURED:
+            MEASURED.append(measure(llm, name, is_quick=is_quick))
+        return MEASURED[0]._replace(profile=replace(MEASURED[0].profile, name=name))
+
+    monkeypatch.setattr("headway.cli.commands.profile.measure", shared)
+
+
+@pytest.mark.usefixtures("measured_once")
 def test_the_written_profile_can_be_simulated(folder: Path) -> None:
     done = headway("profile", folder, *RANDOM, "--quick", "--json", "--name", "mine")
     assert done.code == 0, done.err
@@ -62,6 +85,7 @@ def test_the_written_profile_can_be_simulated(folder: Path) -> None:
     assert used.code == 0 and json.loads(used.out)["completed"] == 9
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_the_table_has_units_and_names_the_next_command(folder: Path) -> None:
     done = headway("profile", folder, *RANDOM, "--quick")
     assert done.code == 0, done.err

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from headway.observe.trace import read_trace
 from headway.server.process.serve import bind
 from tests.cli.test_cli import sentence
 from tests.cli.test_cli_generate import options_of, save_tiny
+from tests.support.collector import HEADER, Receiver, check_exported
 from tests.support.processes import ROOT, serving
 
 
@@ -26,19 +28,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
 
 
-def ask(url: str, path: str, **fields: Any) -> Any:
-    headers = {"Authorization": "Bearer sesame"}
+def ask(url: str, path: str, more: Mapping[str, str] | None = None, **fields: Any) -> Any:
+    headers = {"Authorization": "Bearer sesame", **(more or {})}
     response = httpx.post(url + path, json=fields, headers=headers, timeout=20)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 @pytest.mark.parametrize(
-    "layout", [(), ("--api-server-count", "2")], ids=["one process", "several"]
+    "layout", [(), ("--api-server-count", "2", "--spans")], ids=["one process", "several"]
 )
 def test_a_model_is_served_until_sigterm(
     tiny: list[str], layout: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """With several processes, it also exports spans of the requests."""
     trace, template = tmp_path / "trace.jsonl", tmp_path / "chat.jinja"
     template.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
     options = (
@@ -46,13 +49,20 @@ def test_a_model_is_served_until_sigterm(
         "--chat-template", str(template), "--tool-call-parser", "hermes",
         "--preset", "vllm", "--max-model-len", "48",
     )  # fmt: skip
-    with serving(*tiny, *options, *layout) as (process, said):
+    with (
+        Receiver() as receiver,
+        serving(
+            *tiny, *options, *layout, environment={"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}
+        ) as (process, said),
+    ):
         found = re.search(r"at (http://127.0.0.1:\d+); .* 64 KV blocks of \d+ tokens", said)
         assert found and "vllm" in said and "max_model_len 48" in said, said
         url = found[1]
         assert httpx.get(f"{url}/v1/models").status_code == 401
-        body = ask(url, "/v1/completions", prompt="abc", max_tokens=5, temperature=0)
-        assert body["usage"]["completion_tokens"] <= 5 and body["model"] == Path(tiny[1]).name
+        asked = {"prompt": "abc", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        for parent in (HEADER, "invalid"):
+            body = ask(url, "/v1/completions", {"traceparent": parent}, **asked)
+            assert body["usage"]["completion_tokens"] == 5 and body["model"] == Path(tiny[1]).name
         talk = [{"role": "user", "content": "abc"}]
         tokens = ask(url, "/tokenize", messages=talk)["tokens"]
         assert ask(url, "/detokenize", tokens=tokens)["prompt"].strip() == "<abc>"
@@ -61,10 +71,14 @@ def test_a_model_is_served_until_sigterm(
         key = {"Authorization": "Bearer sesame"}
         assert "headway:generation_tokens_total" in httpx.get(f"{url}/metrics", headers=key).text
         assert httpx.get(f"{url}/live", headers=key).json()["kv_blocks"]["total"] == 64
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # exports the last spans
         _, rest = process.communicate(timeout=20)
         assert process.returncode == 0 and "sesame" not in said + rest
         assert "Traceback" not in rest and rest.count("SIGTERM") == 1, rest
+        if "--spans" in layout:
+            assert receiver.resource()["service.name"] == "headway"
+            check_exported(receiver.spans(), Path(tiny[1]).name)
+        assert bool(receiver.requests) == ("--spans" in layout)
     assert len(list(read_trace(trace))) > 1
 
 

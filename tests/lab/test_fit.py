@@ -106,6 +106,12 @@ def logs(profile: Profile, **changes: Any) -> tuple[list[Line], list[Line]]:
     )
 
 
+@cache
+def fitted(profile: Profile) -> Machine:
+    """The machine fitted to the clean log of a calibration."""
+    return fit(observations(logs(profile)[0]), profile.model).machine
+
+
 def step_errors(fitted: Machine, profile: Profile, lines: list[Line]) -> np.ndarray[Any, Any]:
     seen = observations(lines)
     after = replace(profile, machine=fitted)
@@ -118,9 +124,8 @@ def step_errors(fitted: Machine, profile: Profile, lines: list[Line]) -> np.ndar
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_a_fit_to_a_clean_log_predicts_another_run_within_one_percent(machine: Machine) -> None:
     profile = profile_of(machine)
-    fitted, held_out = logs(profile)
-    found, _ = fit(observations(fitted), SMALL)
-    off = step_errors(found, profile, held_out)
+    found = fitted(profile)
+    off = step_errors(found, profile, logs(profile)[1])
     assert np.median(off) < 0.01 and off.max() < 0.05
     assert found.host_seconds == pytest.approx(machine.host_seconds)
 
@@ -128,26 +133,24 @@ def test_a_fit_to_a_clean_log_predicts_another_run_within_one_percent(machine: M
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_and_slow_steps_hardly_change_predictions(seed: int) -> None:
     profile = profile_of(SLOW)
-    fitted, held_out = logs(profile)
-    found, _ = fit(observations(disturbed(fitted, noise=0.1, slow=0.1, seed=seed)), SMALL)
+    lines, held_out = logs(profile)
+    found, _ = fit(observations(disturbed(lines, noise=0.1, slow=0.1, seed=seed)), SMALL)
     off = step_errors(found, profile, held_out)
     assert np.median(off) < 0.05 and np.quantile(off, 0.9) < 0.1
 
 
 def test_the_profile_of_a_gpu_is_recovered() -> None:
     profile = load_profile("qwen3-0.6b-h200")
-    fitted, held_out = logs(profile)
-    off = step_errors(fit(observations(fitted), profile.model).machine, profile, held_out)
+    off = step_errors(fitted(profile), profile, logs(profile)[1])
     assert np.median(off) < 0.01 and off.max() < 0.05
 
 
 def test_plans_of_several_steps_are_fitted_as_well() -> None:
     profile = profile_of(SLOW)
-    fitted, held_out = logs(profile, num_scheduler_steps=4)
-    assert any(line.get("num_steps", 1) > 1 for line in fitted)
-    assert (
-        np.median(step_errors(fit(observations(fitted), SMALL).machine, profile, held_out)) < 0.01
-    )
+    lines, held_out = logs(profile, num_scheduler_steps=4)
+    assert any(line.get("num_steps", 1) > 1 for line in lines)
+    found = fit(observations(lines), SMALL).machine
+    assert np.median(step_errors(found, profile, held_out)) < 0.01
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -156,8 +159,8 @@ def test_no_number_is_negative_and_every_profile_can_be_read_again(
 ) -> None:
     """Even for random step times, which no machine could produce."""
     random = Random(seed)
-    fitted, held_out = logs(profile_of(SLOW))
-    lines = [{**line, "end": line["start"] + random.lognormvariate(-3, 2)} for line in fitted]
+    clean, held_out = logs(profile_of(SLOW))
+    lines = [{**line, "end": line["start"] + random.lognormvariate(-3, 2)} for line in clean]
     machine = fit(observations(lines), SMALL).machine
     corrections = machine.corrections
     assert all(0.5 <= factor <= 2 for _, factor in corrections)
@@ -257,6 +260,7 @@ def rates_of(machine: Machine) -> dict[str, float]:
     return {name: getattr(machine, name) for name, *_ in RATES.values()}
 
 
+@cache
 def fitted_launch_bound(seed: int, noise: float) -> Fit:
     """A fit to a few similar steps whose time is nearly all fixed time."""
     profile, random = profile_of(LAUNCH_BOUND, TINY), Random(seed)
@@ -277,7 +281,7 @@ def test_rates_stay_within_physical_limits_and_undetermined_ones_are_named(
 
 
 def test_an_undetermined_rate_is_a_lower_bound_that_predicts_as_well() -> None:
-    machine, warnings = fitted_launch_bound(0, noise=0.0)
+    machine, warnings = fitted_launch_bound(0, 0.0)
     true = rates_of(LAUNCH_BOUND)
     assert len(warnings) == 2
     assert all(value <= true[name] for name, value in rates_of(machine).items())
@@ -338,11 +342,11 @@ def test_copies_in_computing_steps_are_fitted_as_well() -> None:
 
 def test_copies_of_one_size_give_a_bandwidth_and_no_copies_the_memory_bandwidth() -> None:
     profile = profile_of(SLOW)
-    fitted, _ = logs(profile)
-    one_size = fit(observations(fitted + copying(profile, (32,) * 4)), SMALL).machine
+    lines, _ = logs(profile)
+    one_size = fit(observations(lines + copying(profile, (32,) * 4)), SMALL).machine
     after = replace(profile, machine=one_size)
     assert after.copy_seconds(512) == pytest.approx(profile.copy_seconds(512), rel=0.01)
-    none = fit(observations(fitted), SMALL).machine
+    none = fitted(profile)
     assert (none.copy_bandwidth, none.copy_seconds) == (none.bandwidth, 0.0)
 
 

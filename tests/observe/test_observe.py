@@ -23,7 +23,7 @@ from tests.support import processes
 from tests.support.scripted import make_engine, script
 from tests.support.served import MODEL, Server, on_loop, server
 
-MAX_SECONDS = 1.0  # the observed step takes longer
+MAX_SECONDS = 10.0  # the observed step takes longer
 PATHS = ("/metrics", "/load", "/live", "/health")
 
 
@@ -37,7 +37,7 @@ async def watched(**more: Any) -> AsyncIterator[Server]:
 
 
 async def wait_for_step(s: Server) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (
             not s.engine_client.loop.engine.num_in_flight
             and s.engine_client.loop.engine.step_began is None
@@ -89,16 +89,19 @@ async def test_the_age_grows_with_the_step_and_is_0_after_it() -> None:
             found = samples((await s.client.get("/metrics")).text)
             assert found["snapshot_age_seconds",] >= later["age"]
         await s.settled()
-        await asyncio.sleep(live.SECONDS_KEPT + 0.05)
-        idle = (await s.client.get("/live")).json()
-        assert idle["age"] < 0.05 and idle["step_seconds"] is None and idle["running"]["count"] == 0
+        idle = {"age": 1.0}
+        async with asyncio.timeout(30):
+            while idle["age"] > 0.05:  # not at once if the machine is busy
+                await asyncio.sleep(live.SECONDS_KEPT + 0.05)
+                idle = (await s.client.get("/live")).json()
+        assert idle["step_seconds"] is None and idle["running"]["count"] == 0
 
 
 @on_loop
 async def test_requests_received_during_a_step_are_shown_as_waiting() -> None:
     async with watched() as s, blocked(s):
         others = [asyncio.create_task(s.complete(prompt="xy", n=2)) for _ in range(3)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await s.client.get("/load")).json()["waiting"] < 6:
                 await asyncio.sleep(0.01)
         found = samples((await s.client.get("/metrics")).text)
@@ -179,7 +182,7 @@ def test_an_engine_in_another_process_is_observed_during_a_step() -> None:
         client = threading.Thread(target=lambda: _post(f"{s.url}v1/completions", body))
         client.start()
         with httpx.Client(base_url=s.url, timeout=10) as http:
-            ends_at = time.monotonic() + 10
+            ends_at = time.monotonic() + 30
             while http.get("/load").json()["running"] == 0:
                 assert time.monotonic() < ends_at
                 time.sleep(0.02)

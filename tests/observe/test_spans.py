@@ -1,22 +1,17 @@
-"""Spans cover each request from arrival to end, within the trace context of the request."""
+"""Spans cover each request from arrival to end, within the trace context of the request.
+
+tests/cli/test_cli_serve.py checks the spans that a server exports.
+"""
 
 from __future__ import annotations
 
-import re
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -26,103 +21,9 @@ from headway.engine.messages import Submit
 from headway.errors import ConfigError
 from headway.observe.spans import Spans, _make_provider, _within, check_installed, install
 from headway.server.http.middleware import TraceContextMiddleware, traceparent_of
-from tests.cli.test_cli_generate import options_of, save_tiny
+from tests.support.collector import HEADER, PARENT, TRACE
 from tests.support.gated import gated_engine, scripted
-from tests.support.processes import serving
 from tests.support.served import on_loop, server
-
-TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-HEADER = f"00-{TRACE}-{PARENT}-01"
-
-
-class Receiver:
-    """A collector that accepts OTLP over HTTP and keeps the spans."""
-
-    def __init__(self) -> None:
-        self.requests: list[ExportTraceServiceRequest] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.path == "/v1/traces":
-                    receiver.requests.append(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                """Log nothing."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}
-        )
-        self.thread.start()
-
-    def spans(self) -> list[Any]:
-        return [
-            span
-            for request in self.requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
-
-    def resource(self) -> dict[str, str]:
-        found = self.requests[0].resource_spans[0].resource.attributes
-        return {each.key: each.value.string_value for each in found}
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    made = Receiver()
-    yield made
-    made.server.shutdown()
-    made.thread.join()
-    made.server.server_close()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
-
-
-def test_a_server_exports_spans(tiny: list[str], receiver: Receiver) -> None:
-    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}
-    options = (*tiny, "--spans", "--engine-process")
-    with serving(*options, environment=environment) as (process, said):
-        found = re.search(r"at (http://127.0.0.1:\d+)", said)
-        assert found, said
-        body = {"prompt": "abc", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
-        for header in (HEADER, "invalid"):
-            answer = httpx.post(
-                f"{found[1]}/v1/completions", json=body, headers={"traceparent": header}, timeout=20
-            )
-            assert answer.status_code == 200, answer.text
-        process.send_signal(signal.SIGTERM)  # exports the last batch
-        _, rest = process.communicate(timeout=20)
-        assert process.returncode == 0 and "Traceback" not in rest, rest
-    assert receiver.resource()["service.name"] == "headway"
-    check_exported(receiver.spans(), Path(tiny[1]).name)
-
-
-def check_exported(spans: list[Any], model: str) -> None:
-    wholes = [span for span in spans if span.name == "llm_request"]
-    (whole,) = [span for span in wholes if span.parent_span_id.hex() == PARENT]
-    assert len(wholes) == 2 and whole.trace_id.hex() == TRACE
-    assert all(w.trace_id.hex() != TRACE and not w.parent_span_id for w in wholes if w is not whole)
-    parts = [span for span in spans if span.parent_span_id == whole.span_id]
-    assert [span.name for span in parts] == ["queue", "prefill", "decode"]
-    assert {span.trace_id.hex() for span in parts} == {TRACE}
-    found = {each.key: each.value for each in whole.attributes}
-    assert found["gen_ai.request.model"].string_value == model
-    assert found["gen_ai.usage.output_tokens"].int_value == 5
-    assert found["gen_ai.request.max_tokens"].int_value == 5
-    reasons = found["gen_ai.response.finish_reasons"].array_value.values
-    assert [each.string_value for each in reasons] == ["length"]
-    seconds = (whole.end_time_unix_nano - whole.start_time_unix_nano) / 1e9
-    assert 0 < found["gen_ai.latency.time_to_first_token"].double_value <= seconds
 
 
 def test_the_service_name_comes_from_the_environment(

@@ -14,9 +14,8 @@ SIDES = (", first scheduler", ", second scheduler")  # ends of the labels of pan
 
 
 @contextmanager
-def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
+def opened(context: Any, url: str) -> Iterator[Any]:
     """A page at this address; at its end it must have no console error and no foreign request."""
-    context = browser.new_context(**{"viewport": VIEWPORT, **options})
     page, problems = context.new_page(), list[str]()
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -26,7 +25,7 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
         if not request.url.startswith((own, *INLINE)):
             problems.append(f"foreign request {request.url}")
 
-    context.on("request", check)
+    page.on("request", check)
     page.goto(url)
     page.wait_for_selector("#jump")
     try:
@@ -34,7 +33,7 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
         # The browser itself logs a refused description; the page shows the reason.
         assert not [problem for problem in problems if "status of 400" not in problem]
     finally:
-        context.close()
+        page.close()
 
 
 def step(page: Any) -> int:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from headway.llm import LLM
 
 app = typer.Typer(
+    name="bench",
+    add_completion=False,
     help="Measure throughput, latency or a server. Result keys are those of `vllm bench`.",
     no_args_is_help=True,
     rich_markup_mode=None,

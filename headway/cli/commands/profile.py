@@ -15,6 +15,7 @@ from headway.cli.options.common import Json, check_writable, progress_bar
 from headway.cli.options.model import KV_MEMORY_DEFAULT, MODEL_HELP, ModelOptions, resolved
 from headway.cli.view.render import print_profile, warn_of_profile
 from headway.cli.workload_run import run_workload
+from headway.engine.gc_freeze import gc_freeze
 from headway.lab.calibration import (
     CPU_CALIBRATION,
     GPU_CALIBRATION,
@@ -181,7 +182,7 @@ def run(llm: LLM, calibration: Calibration) -> Logs:
         (before if is_async else [], logs.synchronous, False),
     ]  # fmt: skip
     total = sum(len(wave.lengths) for waves, *_ in stages for wave in waves)
-    with progress_bar("profiling", total) as advance:
+    with gc_freeze(), progress_bar("profiling", total) as advance:
         for waves, log, hides_host in stages:
             for wave in waves:
                 run_wave(llm, wave, log, hides_host, advance)

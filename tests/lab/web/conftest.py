@@ -19,8 +19,9 @@ from headway.lab.web.app import LabApp
 from headway.lab.web.server import LabServer
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler import preset
-from tests.support.lab_page import CHROMIUM, opened, wait_for_step
+from tests.support.lab_page import CHROMIUM, VIEWPORT, opened, wait_for_step
 
+ARGUMENTS = ("--no-sandbox", "--renderer-process-limit=1", "--disable-site-isolation-trials")
 WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
 
 
@@ -46,12 +47,15 @@ def lab(trace: Path) -> Iterator[LabServer]:
 
 @pytest.fixture(scope="package")  # while it is open, the main thread cannot run an event loop
 def browser() -> Iterator[Any]:
+    """A browser context; its pages share one process, because a start takes a second of CPU time."""
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
     with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        context = browser.new_context(viewport=VIEWPORT)
+        context.new_page()  # stays open and keeps the process
+        yield context
         browser.close()
 
 

@@ -103,13 +103,14 @@ def test_the_page_follows_a_server(
     browser: Any, serving: Serving, attached: LabServer, way: str
 ) -> None:
     url = f"{serving.url}lab/" if way == "served" else attached.url
-    serving.executor.seconds = 0.04
+    serving.executor.seconds = 0.3  # until the page has shown two running requests
     with opened(browser, url) as page:
         page.wait_for_selector(".live.on")
         assert "server" in pane(page, "Decisions").inner_text(), "says what it waits for"
         texts = [serving.complete("a" * length, 20) for length in (30, 40)]
         page.wait_for_function("() => document.querySelectorAll('.running .row').length === 2")
         assert "admitted" in pane(page, "Decisions").inner_text()
+        serving.executor.seconds = 0.0
         assert [text.result() for text in texts] == ["A" * 20, "A" * 20]
         page.wait_for_function("() => document.querySelectorAll('.finished .row').length === 2")
         last = step(page)

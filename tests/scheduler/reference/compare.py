@@ -104,6 +104,7 @@ class Pair:
         self.reference, self.ours, self.workload = reference, Scheduler(config), workload
         self.seen: Counter[str] = Counter()
         self.step = 0
+        self._tokens: dict[tuple[str, int], int] = {}
 
     def run(self) -> str | None:
         """The first difference between the two, or None."""
@@ -160,7 +161,12 @@ class Pair:
         return None
 
     def token(self, id: str, length: int) -> int:
-        return crc32(f"{self.workload.seed} {id} {length}".encode()) % self.workload.vocabulary
+        """The token after these many; listing and preset ask for the same ones."""
+        token = self._tokens.get((id, length))
+        if token is None:
+            text = f"{self.workload.seed} {id} {length}"
+            token = self._tokens[id, length] = crc32(text.encode()) % self.workload.vocabulary
+        return token
 
     def sampled(self, batch: Batch) -> dict[str, int]:
         scheduled = [seq for seq, _ in batch.prefill] + batch.decode
@@ -172,15 +178,17 @@ class Pair:
         return StepResult(decode_tokens=[decodes] if decodes else [], first_tokens=firsts)
 
     def count(self, batch: Batch, plan: Plan) -> None:
-        self.seen["preemptions"] += len(plan.events.preempted)
-        self.seen["discarded outputs"] += sum(p.is_discard for p in plan.events.preempted)
-        self.seen["swaps"] += sum(p.is_swap for p in plan.events.preempted)
-        self.seen["cache hits"] += sum(a.num_cached > 0 for a in plan.admitted)
-        self.seen["hits after preemption"] += sum(
-            a.num_cached > 0 and a.is_resume for a in plan.admitted
-        )
-        self.seen["cut prompts"] += sum(not c.is_last for c in plan.chunks)
-        self.seen["deferred decodes"] += len(plan.deferred)
+        seen = self.seen
+        for preemption in plan.events.preempted:
+            seen["preemptions"] += 1
+            seen["discarded outputs"] += preemption.is_discard
+            seen["swaps"] += preemption.is_swap
+        for admission in plan.admitted:
+            seen["cache hits"] += admission.num_cached > 0
+            seen["hits after preemption"] += admission.num_cached > 0 and admission.is_resume
+        for chunk in plan.chunks:
+            seen["cut prompts"] += not chunk.is_last
+        seen["deferred decodes"] += len(plan.deferred)
 
 
 def preempted(plan: Plan) -> list[tuple[str, str]]:
