@@ -32,6 +32,7 @@ from cpu_compare import NUM_SCORED, nll, run_headway
 from cpu_peers import Rates
 
 from headway import LLM, StepReport
+from headway.executor.cpu import CpuExecutor
 from headway.model.backends.native.backend import PARTS, NativeBackend
 
 TYPES = {"float32": "auto", "int8": "int8"}  # by the value of kv_cache_dtype
@@ -51,6 +52,9 @@ class Subject:
         backend = self.llm.loaded.decoder.backend
         assert isinstance(backend, NativeBackend), f"{backend.name} is not the native kernels"
         self._times = backend.times = torch.zeros(len(PARTS), dtype=torch.int64)
+        executor = self.llm.executor
+        assert isinstance(executor, CpuExecutor)
+        executor.device_blocks.zero_()  # the system provides memory when it is first used
         self._spent: dict[str, Counter[str]] = {}
         self._last, self.rounds = 0.0, list[Rates]()
 
