@@ -9,9 +9,8 @@ import shutil
 import signal
 import sys
 from collections.abc import Generator
-from functools import cache
-
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
