@@ -8,7 +8,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,6 +59,14 @@ SLOW = (
     "text/test_tokenizer.py",
 )
 LONGEST = "fleet/test_ray.py"  # two minutes, mostly of waiting
+# Files that need the weights of the bundled model or transformers, which a process loads once.
+LOADING = (
+    "end_to_end/test_real_equality.py",
+    "grammar/test_grammar.py",
+    "model/test_batch_invariance.py",
+    "model/test_model_config.py",
+    "server/test_clients.py",
+)
 DECODERS: dict[tuple[Path, str], Decoder] = {}  # see shared_weights
 
 
@@ -75,6 +85,18 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def frozen_tests() -> Generator[None, None, None]:
+    """Let servers and runs in this process not unfreeze what is frozen above.
+
+    A full collection would then take most of a second. Those in other processes freeze and unfreeze.
+    """
+    nothing = SimpleNamespace(collect=int, freeze=int, unfreeze=int)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headway.engine.gc_freeze.gc", nothing)
+        yield
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries report objects that are not collected at exit
 
@@ -83,7 +105,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.as_posix().endswith(SLOW):
             item.add_marker("slow")
+    _gather(items, LOADING)
     _move_longest(items)
+
+
+def _gather(items: list[pytest.Item], files: tuple[str, ...]) -> None:
+    """Put the tests of these files one after the other, where the first of them is."""
+    found = [item for item in items if item.path.as_posix().endswith(files)]
+    if found:
+        place, moved = items.index(found[0]), set(found)
+        items[place:] = [*found, *(item for item in items[place:] if item not in moved)]
 
 
 def _move_longest(items: list[pytest.Item]) -> None:
@@ -145,3 +176,10 @@ def quick_interpreter() -> None:
     """Make interpreted kernels faster."""
     if os.environ.get("TRITON_INTERPRET") and "triton.runtime.interpreter" in sys.modules:
         speed_up()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_certificates() -> None:
+    """Read the certificates of authorities once, and not for every client of httpx."""
+    if (transports := sys.modules.get("httpx._transports.default")) is not None:
+        transports.create_ssl_context = cache(transports.create_ssl_context)  # type: ignore[attr-defined]
