@@ -141,30 +141,30 @@ def test_a_rank_that_ends_stops_or_hangs_is_an_error_within_a_second(
             llm.executor.launch(llm.engine.scheduler.schedule())
 
 
-def generate_for_ever(model: Path, told: int) -> None:
+def generate_until_killed(model: Path, file: int) -> None:
     """Be rank 0 of a group; write the ids of the other ranks to an open file."""
     llm = LLM(str(model), tensor_parallel_size=2, **SETTINGS)
-    os.write(told, json.dumps(pids(ranks_of(llm))).encode() + b"\n")
+    os.write(file, json.dumps(pids(ranks_of(llm))).encode() + b"\n")
     while True:
         llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
 
 
 @contextmanager
 def forked_rank_0(model: Path) -> Iterator[tuple[int, BinaryIO]]:
-    """The id of a process that generates for ever, and what it tells; a fork has torch already."""
+    """A process that generates until it is killed, and what it writes; a fork has torch already."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
         pid = os.fork()
     if pid == 0:
         try:
-            generate_for_ever(model, writing)
+            generate_until_killed(model, writing)
         finally:
             os._exit(1)
     os.close(writing)
     try:
-        with open(reading, "rb") as told:
-            yield pid, told
+        with open(reading, "rb") as written:
+            yield pid, written
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -179,14 +179,14 @@ def children_of(pid: int) -> list[int]:
 def test_ranks_exit_when_rank_0_is_killed(moment: str, model: Path) -> None:
     memory = Path("/dev/shm")
     before = set(memory.iterdir()) if memory.is_dir() else set()
-    with forked_rank_0(model) as (rank_0, told):
+    with forked_rank_0(model) as (rank_0, written):
         children: list[int] = []
         while moment == "loading" and not children:
             children = children_of(rank_0)
             assert is_running(rank_0)
             time.sleep(0.05)
         if moment == "running":
-            children = json.loads(told.readline())
+            children = json.loads(written.readline())
         assert children
         time.sleep(0.3)
     wait_until_gone(children)

@@ -298,7 +298,7 @@ def test_output_can_be_any_json_object(client: Any) -> None:
 
 ROME: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
 CITY: Any = WEATHER["function"]["parameters"]
-# So many tokens that a busy server cannot send them all in one event.
+# More tokens than a busy server sends in one event.
 HOURS: Any = {"type": "array", "items": {"type": "boolean"}, "minItems": 12, "maxItems": 12}
 FORECAST: Any = {
     **CITY, "properties": {**CITY["properties"], "rain": HOURS}, "required": ["city", "rain"],
