@@ -115,9 +115,9 @@ def test_hidden_states_of_every_layer_equal_transformers(decoder: Callable[[], D
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """Loaded once; the longest prompt needs two chunks."""
-    with LLM(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=48) as loaded:
-        yield loaded
+    """The longest prompt needs two chunks."""
+    with real.open_llm(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=48) as llm:
+        yield llm
 
 
 @torch.inference_mode()

@@ -32,6 +32,7 @@ from headway.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from tests.support import real
 
 NAME = "smollm2-135m"
 KEY = "unused"
@@ -95,8 +96,8 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2: Path) -> Iterator[LLM]:
-    with LLM(str(smollm2), device="cpu", quantization="int8", threads=1, num_blocks=512) as llm:
+def llm() -> Iterator[LLM]:
+    with real.open_llm("int8", threads=1, num_blocks=512) as llm:
         yield llm
 
 

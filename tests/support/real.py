@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway import Engine, Scheduler, StepReport
+from headway import LLM, Engine, Scheduler, StepReport, loading
 from headway.executor.cpu import CpuExecutor
 from headway.loading import find_tokenizer, fit
 from headway.model.batch import ForwardBatch
@@ -123,6 +124,16 @@ def decoder(precision: str = "float32") -> Decoder:
     """The bundled model, loaded once per process."""
     checkpoint = open_checkpoint(resolve("smollm2-135m"))
     return Decoder(checkpoint, choose_backend(checkpoint.config, precision))
+
+
+def open_llm(precision: str = "float32", **settings: Any) -> LLM:
+    """The bundled model on the CPU, with the weights of `decoder`."""
+    quantization = "int8" if precision == "int8" else "none"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load_decoder", lambda *_: decoder(precision))
+        llm = LLM("smollm2-135m", device="cpu", quantization=quantization, **settings)
+    assert llm.loaded.precision == precision
+    return llm
 
 
 @cache
@@ -341,9 +352,10 @@ def transformers_from_gguf(name: str, kind: Any, config: Any) -> tuple[Any, dict
         model = kind(config)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     with pytest.MonkeyPatch.context() as patch:
-        # A table of names for every module, and a mapping of the file for every tokenizer field,
-        # would take longer than loading all weights.
+        # A table of names for every module, a mapping of the file for every tokenizer field, and
+        # every token of the vocabulary would take longer than loading all weights.
         patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+        patch.setattr(gguf.GGUFReader, "_get_field_parts", without_texts(gguf))
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, dtype=np.uint8))
         read = loading.load_gguf_checkpoint(
             str(resolve(name)), return_tensors=True, model_to_load=model
@@ -352,6 +364,23 @@ def transformers_from_gguf(name: str, kind: Any, config: Any) -> tuple[Any, dict
     assert (missing, unknown) == (["lm_head.weight"], []), "the head is tied to the embedding"
     model.tie_weights()
     return model.float().eval(), read["config"]
+
+
+def without_texts(gguf: Any) -> Any:
+    """GGUFReader's function that reads a field, for which arrays of texts are empty."""
+    read, kinds = gguf.GGUFReader._get_field_parts, gguf.GGUFValueType
+
+    def parts(self: Any, offset: int, kind: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        item, count = struct.unpack("<IQ", self.data[offset : offset + 12].tobytes())
+        if (kind, item) != (kinds.ARRAY, kinds.STRING):
+            found: tuple[int, list[Any], list[int], list[Any]] = read(self, offset, kind)
+            return found
+        data, end = memoryview(self.data), offset + 12
+        for _ in range(count):
+            end += 8 + struct.unpack_from("<Q", data, end)[0]
+        return end - offset, [], [], [kinds.ARRAY, kinds.STRING]
+
+    return parts
 
 
 @torch.inference_mode()
