@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
-from headway import LLM, Engine, SamplingParams, Scheduler
+from headway import LLM, Engine, Scheduler
 from headway.errors import ConfigError, ExecutorError
 from headway.model.precision import why_not_native
 from headway.parallel.ranks import Ranks
@@ -141,33 +140,14 @@ def test_a_rank_that_ends_stops_or_hangs_is_an_error_within_a_second(
             llm.executor.launch(llm.engine.scheduler.schedule())
 
 
-def generate_until_killed(model: Path, file: int) -> None:
-    """Be rank 0 of a group; write the ids of the other ranks to an open file."""
-    llm = LLM(str(model), tensor_parallel_size=2, **SETTINGS)
-    os.write(file, json.dumps(pids(ranks_of(llm))).encode() + b"\n")
-    while True:
-        llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
-
-
-@contextmanager
-def forked_rank_0(model: Path) -> Iterator[tuple[int, BinaryIO]]:
-    """A process that generates until it is killed, and what it writes; a fork has torch already."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
-        pid = os.fork()
-    if pid == 0:
-        try:
-            generate_until_killed(model, writing)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    try:
-        with open(reading, "rb") as written:
-            yield pid, written
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+SCRIPT = """
+import sys
+from headway import LLM, SamplingParams
+llm = LLM({model!r}, tensor_parallel_size=2, **{settings!r})
+print("pids", *[each.process.pid for each in llm.loaded.ranks.watch._ranks], flush=True)
+while True:
+    llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
+"""
 
 
 def children_of(pid: int) -> list[int]:
@@ -179,16 +159,26 @@ def children_of(pid: int) -> list[int]:
 def test_ranks_exit_when_rank_0_is_killed(moment: str, model: Path) -> None:
     memory = Path("/dev/shm")
     before = set(memory.iterdir()) if memory.is_dir() else set()
-    with forked_rank_0(model) as (rank_0, written):
-        children: list[int] = []
-        while moment == "loading" and not children:
-            children = children_of(rank_0)
-            assert is_running(rank_0)
-            time.sleep(0.05)
-        if moment == "running":
-            children = json.loads(written.readline())
-        assert children
-        time.sleep(0.3)
+    script = SCRIPT.format(model=str(model), settings=SETTINGS)
+    path = os.pathsep.join(filter(None, sys.path))
+    rank_0 = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert rank_0.stdout is not None
+    children: list[int] = []
+    while moment == "loading" and not children:
+        children = children_of(rank_0.pid)
+        assert rank_0.poll() is None
+        time.sleep(0.05)
+    if moment == "running":
+        children = [int(word) for word in rank_0.stdout.readline().split()[1:]]
+    assert children
+    time.sleep(0.3)
+    rank_0.kill()
+    rank_0.wait()
+    rank_0.stdout.close()
     wait_until_gone(children)
     left = set(memory.iterdir()) - before if memory.is_dir() else set()
     assert not [file for file in left if "sem" not in file.name], left
