@@ -34,7 +34,7 @@ Tokens = dict[str, list[int]]
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "native": NativeBackend,
-    "native int8": lambda: NativeBackend(is_quantized=True),
+    "native int8": lambda: NativeBackend(is_quantized=True, kv_dtype=torch.int8),
     "plain": PlainBackend,
 }
 
