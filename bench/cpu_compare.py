@@ -4,10 +4,12 @@
     python bench/cpu_compare.py --quick --out FILE    fewer tokens, one round; also writes a file
     python bench/cpu_compare.py --model gemma3-270m --batches 1 8 --skip-peers    only our engine
 
-headway ... llama_cpp_q4_1   output tok/s while decoding, by batch; 128 prompt and 128 output tokens
+task       tokens of prompts and outputs, 128 and 128 (32 with --quick), and the number of rounds
+headway ... llama_cpp_q4_1   output tok/s while decoding, by batch
 prefill    prompt tok/s by engine and batch
 total      output tok/s by engine and batch, prefill included
-mixed      output tok/s of 64 requests of 16-256 prompt and 16-256 output tokens, 32 at a time
+mixed      output tok/s of 64 requests (8 with --quick) of 16-256 prompt and 16-256 output tokens,
+           32 at a time
 host_share percent of decoding that our engine spends outside the model, by batch
 machine    bandwidth_gb_s (reads) and gemm_gflop_s (fp32) are measured ceilings;
            floor_ms_per_token is the time to read fp32 weights once; load is that of other processes
@@ -390,8 +392,8 @@ def parse() -> argparse.Namespace:
         "--batches", type=int, nargs="+", default=[1, 8, MAX_BATCH], metavar="N",
         choices=range(1, MAX_BATCH + 1), help=f"batch sizes, each from 1 to {MAX_BATCH}",
     )  # fmt: skip
-    parser.add_argument("--repeat", type=int, default=3, help="rounds; figures are medians")
-    parser.add_argument("--quick", action="store_true", help="32 output tokens, one round")
+    parser.add_argument("--repeat", type=int, help="rounds, 3 or 1; figures are medians")
+    parser.add_argument("--quick", action="store_true", help="32 output tokens, by default one round")
     parser.add_argument("--skip-peers", action="store_true", help="run only our engine")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
@@ -412,8 +414,10 @@ def main() -> None:
     task = make_task(model, options.threads, is_quick=options.quick)
     task["batches"] = options.batches
     machine = describe_machine(model, options.threads)
-    found = run_rounds(engines, task, 1 if options.quick else options.repeat)
-    text = json.dumps(report(machine, found, reasons), indent=2)
+    num_rounds = options.repeat or (1 if options.quick else 3)
+    size = {"prompt": NUM_PROMPT, "output": task["num_output"], "rounds": num_rounds}
+    found = run_rounds(engines, task, num_rounds)
+    text = json.dumps({"task": size, **report(machine, found, reasons)}, indent=2)
     if options.out:
         options.out.write_text(text + "\n")
     print(text)

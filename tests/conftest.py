@@ -12,13 +12,13 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from headway.engine.gc_freeze import gc_freeze
 from headway.model.registry import resolve
+from tests.support.hypothesis_cache import fill_cache
 from tests.support.interpreter import speed_up
 
 if TYPE_CHECKING:
@@ -74,13 +74,6 @@ DECODERS: dict[tuple[Path, str], Decoder] = {}  # see shared_weights
 FROZEN = ExitStack()  # see pytest_collection
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None):  # before they are started
-        from tests.support.hypothesis_cache import fill_cache
-
-        fill_cache()
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Collect without garbage collection, which takes a fifth of the time; then freeze what is kept.
@@ -103,23 +96,13 @@ def _let_loggers_propagate() -> None:
             logger.propagate = True
 
 
-@pytest.fixture(scope="session", autouse=True)
-def frozen_tests() -> Generator[None, None, None]:
-    """Let servers and runs in this process not unfreeze what is frozen above.
-
-    A full collection would then take most of a second. Those in other processes freeze and unfreeze.
-    """
-    nothing = SimpleNamespace(collect=int, freeze=int, unfreeze=int)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headway.engine.gc_freeze.gc", nothing)
-        yield
-
-
 def pytest_unconfigure() -> None:
     FROZEN.close()  # libraries report objects that are not collected at exit
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.collectonly:  # before the first run in a new checkout: see the Makefile
+        fill_cache()
     for item in items:
         if item.path.as_posix().endswith(SLOW):
             item.add_marker("slow")

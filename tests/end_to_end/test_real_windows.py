@@ -34,7 +34,8 @@ Tokens = dict[str, list[int]]
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "native": NativeBackend,
-    "native int8": lambda: NativeBackend(is_quantized=True, kv_dtype=torch.int8),
+    "native int8": lambda: NativeBackend(is_quantized=True),
+    "native, int8 cache": lambda: NativeBackend(kv_dtype=torch.int8),
     "plain": PlainBackend,
 }
 
@@ -80,7 +81,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def run(model: Model, request: pytest.FixtureRequest) -> Run:
     """A backend, and the tokens after the prompts: of transformers, or of requests one by one."""
     decoder = Decoder(open_checkpoint(model.folder), BACKENDS[request.param]())
-    if request.param != "native int8":
+    if request.param in ("native", "plain"):
         return decoder, model.outputs
     trial, outputs = Trial(decoder), {}
     for name, prompt in model.prompts.items():

@@ -79,16 +79,18 @@ def sizes(
     return from_hf(numbers, "test")
 
 
+KINDS = ("sliding_attention", "full_attention", "sliding_attention")
+WINDOWED = sizes(
+    4, 1, 32, "Gemma3", layer_types=list(KINDS), num_hidden_layers=len(KINDS), sliding_window=40,
+    query_pre_attn_scalar=24, hidden_size=128,
+)  # fmt: skip
 CONFIGS = {
     "as the bundled model": sizes(9, 3, 64, tie_word_embeddings=True),
     "7 query heads per KV head, with norms": sizes(7, 1, 32, "Qwen3", attention_bias=True),
     "1 query head per KV head, with biases": sizes(3, 3, 80, "Qwen2"),
     "8 query heads per KV head, wide heads": sizes(8, 1, 256),
-    "sliding windows, output norms": sizes(
-        4, 1, 32, "Gemma3", layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
-        num_hidden_layers=3, sliding_window=40, query_pre_attn_scalar=24, hidden_size=128,
-    ),
-}  # fmt: skip
+    "sliding windows, output norms": WINDOWED,
+}
 
 
 @cache
@@ -115,7 +117,8 @@ def logits_in_batches(
 ) -> list[Tensor]:
     """Logits at every position of every sequence, computed in random chunks and batches.
 
-    Blocks of sliding-window layers are overwritten with NaN when no later token needs them.
+    Blocks of sliding-window layers are overwritten when no later token needs them: with NaN, or
+    with bytes of -1, whose scales are NaN.
     """
     widths = [-(-len(tokens) // block_size) for tokens in sequences]
     tables, window_tables = shuffled_tables(widths, rng), shuffled_tables(widths, rng)
@@ -147,7 +150,8 @@ def logits_in_batches(
             done[s] += len(rows)
             if window is not None and window_blocks is not None:
                 unseen = max(0, done[s] + 1 - window) // block_size
-                window_blocks[window_tables[s][:unseen]] = math.nan
+                is_float = window_blocks.is_floating_point()
+                window_blocks[window_tables[s][:unseen]] = math.nan if is_float else -1
     return [torch.cat(rows) for rows in found]
 
 

@@ -28,6 +28,7 @@ from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend, kv_dtype_for, why_not_native
 from tests.model.test_batch_invariance import (
     EPSILON,
+    WINDOWED,
     ScaledCheckpoint,
     _generator,
     drop_some_slots,
@@ -122,6 +123,7 @@ CONFIGS = {
     "as the bundled model": sizes(9, 3, 64, tie_word_embeddings=True),
     "7 query heads per KV head, head size 20": sizes(7, 1, 20, "Qwen3", attention_bias=True),
     "8 query heads per KV head, wide heads": sizes(8, 1, 256),
+    "sliding windows, output norms": WINDOWED,
 }
 
 

@@ -7,9 +7,9 @@
    Rows are quantized in blocks of 8, 4 or 1, the sizes for which there is a tile: 4 outputs of 8
    rows, 8 of 4 or 16 of 1 fill the registers. A group of a block has four inputs (eight for CPUs with
    8-bit matrix instructions) of each of the first four rows next to each other, and then those of the
-   other rows. Threads quantize four rows each,
-   because rows that are interleaved share cache lines. Dot products are exact integers, and every
-   tile adds groups in the same order, so the result of a row does not depend on its block. */
+   other rows. Threads quantize four rows each, because rows that are interleaved share cache lines.
+   Dot products are exact integers, and every tile adds groups in the same order, so the result of a
+   row does not depend on its block. */
 
 #define WIDE 64
 #define WIDTH 16

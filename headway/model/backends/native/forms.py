@@ -183,7 +183,7 @@ def _measure(forms: Sequence[Form], shape: tuple[int, int], multiply: Multiply) 
 
 
 def _copies(weight: NativeWeight) -> list[NativeWeight]:
-    """So many copies of a matrix that no cache holds the next one when it is needed."""
+    """Copies of a matrix, enough that no cache holds the next one when it is needed."""
     arena = Arena()
     return [weight.placed(arena) for _ in range(2 + COLD_BYTES // weight.num_bytes)]
 

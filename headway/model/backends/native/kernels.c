@@ -2,8 +2,8 @@
 
    Every output element is summed in an order that depends only on its own row: not on the number of
    rows, on how a prompt was split, or on which blocks hold its keys. A request's results are
-   therefore bitwise the same whatever shares its batch. Plain C with the compiler's vector types;
-   only bytes.c and tiles.c use a specific instruction set. Threads are torch's own.
+   therefore bitwise the same whatever shares its batch. Plain C with the compiler's vector types, and
+   the instructions of a CPU where the compiler would not find them. Threads are torch's own.
 
    Letters: M rows (tokens), K inputs, N outputs, H query heads, G key-value heads, D head size.
 
