@@ -393,7 +393,9 @@ def parse() -> argparse.Namespace:
         choices=range(1, MAX_BATCH + 1), help=f"batch sizes, each from 1 to {MAX_BATCH}",
     )  # fmt: skip
     parser.add_argument("--repeat", type=int, help="rounds, 3 or 1; figures are medians")
-    parser.add_argument("--quick", action="store_true", help="32 output tokens, by default one round")
+    parser.add_argument(
+        "--quick", action="store_true", help="32 output tokens, by default one round"
+    )
     parser.add_argument("--skip-peers", action="store_true", help="run only our engine")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
