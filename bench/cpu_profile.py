@@ -3,8 +3,8 @@
     python bench/cpu_profile.py                     float32 and quantized; prints one JSON object
     python bench/cpu_profile.py --quantization auto --batches 1 8 32 --out FILE
 
-machine    bandwidth_gb_s (reads) and gmac_s (a large fp32 product of torch) are measured ceilings;
-           cached_gmac_s is the rate of our products of 128 rows with weights in the first cache
+machine    bandwidth_gb_s (reads) and gemm_gflop_s (a large fp32 product of torch): measured ceilings
+prompts    by quantization and matrix: GMAC/s of products of 128 rows, one layer after the other
 steps      by quantization and batch size, means over the decoding steps of 128-token prompts:
   step_ms    a whole step of the engine
   parts_ms   where it goes. preparation: embeddings, norms, gates and quantization of inputs;
@@ -36,6 +36,7 @@ from headway.model.backends.native.weights import NativeWeight
 from headway.model.registry import resolve
 
 NUM_STEPS = 32
+NUM_ROWS = 128  # of the products of prompts
 MATRICES = ("qkv", "output", "gate_up", "down")
 Figures = dict[str, Any]
 console = Console(stderr=True)
@@ -103,25 +104,29 @@ def rates(clocks: Clocks, name: str, rows: int, ms: float) -> Figures:
     }
 
 
-def cached_rate(decoder: Any) -> float:
-    """GMAC/s of a product of 128 rows with the first outputs of a layer's matrix."""
-    struct, rows = decoder.layers[0].qkv.struct, 128
-    x, outputs = torch.randn(rows, struct.inputs), struct.outputs
-    struct.outputs = 32
-    took = seconds(lambda: [decoder.backend.linear(x, decoder.layers[0].qkv) for _ in range(20)])
-    struct.outputs = outputs
-    return float(20 * rows * 32 * struct.inputs / took / 1e9)
+def prompt_rate(backend: NativeBackend, weights: list[NativeWeight]) -> float:
+    """GMAC/s of products of many rows."""
+    sizes, x = weights[0].struct, torch.randn(NUM_ROWS, weights[0].num_inputs)
+    took = seconds(lambda: [backend.linear(x, each) for each in weights])
+    return round(NUM_ROWS * len(weights) * sizes.outputs * sizes.inputs / took / 1e9, 1)
 
 
-def measure(model: Path, quantization: str, options: argparse.Namespace) -> tuple[float, Figures]:
+def measure(model: Path, quantization: str, options: argparse.Namespace) -> tuple[Figures, Figures]:
     task = make_task(model, options.threads, is_quick=True)
     most = max(options.batches)
-    llm = LLM(str(model), quantization=quantization, threads=options.threads, max_num_seqs=most)
+    llm = LLM(
+        str(model), device="cpu", quantization=quantization, threads=options.threads,
+        max_num_seqs=most,
+    )  # fmt: skip
     clocks, found = Clocks(llm), {}
     for batch in options.batches:
         with console.status(f"{quantization}, batch {batch}"):
             found[str(batch)] = profile(llm, clocks, task["prompts"][:batch])
-    return round(cached_rate(clocks.decoder), 1), found
+    layers, backend = clocks.decoder.layers, clocks.decoder.backend
+    prompts = {
+        name: prompt_rate(backend, [getattr(each, name) for each in layers]) for name in MATRICES
+    }
+    return prompts, found
 
 
 def parse() -> argparse.Namespace:
@@ -138,10 +143,10 @@ def main() -> None:
     options = parse()
     model = resolve(options.model)
     machine = describe_machine(model, options.threads)
-    steps, cached = {}, {}
+    steps, prompts = {}, {}
     for quantization in options.quantization:
-        cached[quantization], steps[quantization] = measure(model, quantization, options)
-    text = json.dumps({"machine": {**machine, "cached_gmac_s": cached}, "steps": steps}, indent=2)
+        prompts[quantization], steps[quantization] = measure(model, quantization, options)
+    text = json.dumps({"machine": machine, "prompts": prompts, "steps": steps}, indent=2)
     if options.out:
         options.out.write_text(text + "\n")
     print(text)
