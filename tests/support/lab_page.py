@@ -81,10 +81,12 @@ def ids(page: Any, group: str, side: str = "") -> list[str]:
     return found
 
 
-def summary(page: Any) -> dict[str, float]:
-    """The result of the first run, once it has ended."""
-    page.wait_for_selector("[data-summary=steps]", state="attached")
-    cells = page.locator("[data-summary]").evaluate_all(
-        "all => all.map(e => [e.dataset.summary, Number(e.dataset.value)])"
+def wait_for_summary(page: Any, name: str, value: float) -> None:
+    """Wait until a figure in the result of the first run has this value.
+
+    The result of the run before may be shown until the page has read the next one.
+    """
+    page.wait_for_function(
+        "([name, value]) => document.querySelector(`[data-summary=${name}]`)?.dataset.value == value",
+        arg=[name, value],
     )
-    return dict(cells)
