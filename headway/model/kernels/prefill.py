@@ -15,6 +15,8 @@ B blocks, L layers, P positions in a block, R rows of the tables, W blocks in a 
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,11 @@ from torch import Tensor
 from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
 LOG2_E = 1.4426950408889634
+FEW_ROWS = 16  # up to here memory is the limit, not arithmetic
+GLUON_VERSIONS = (
+    (3, 6),
+    (3, 10),
+)  # of Triton: the first with what prefill_hopper.py needs; not tried
 
 
 class PrefillTile(NamedTuple):
@@ -40,8 +47,10 @@ def prefill_tile(head_dim: int, dtype: torch.dtype, num_rows: int) -> PrefillTil
     """The tile for this head size and type; `num_rows` is the maximum of (token, head) pairs."""
     is_wide = head_dim > 128
     if dtype == torch.float32:  # no tensor cores at full precision: registers are the limit
-        return PrefillTile(16 if num_rows <= 16 or is_wide else 32, 32, 8 if is_wide else 4, 2)
-    if num_rows <= 16:  # few tokens: memory is the limit, not arithmetic
+        return PrefillTile(
+            16 if num_rows <= FEW_ROWS or is_wide else 32, 32, 8 if is_wide else 4, 2
+        )
+    if num_rows <= FEW_ROWS:
         return PrefillTile(16, 32 if is_wide else 64, 4, 3)
     return PrefillTile(64, 32, 4, 2) if is_wide else PrefillTile(64, 64, 4, 3)
 
@@ -69,9 +78,19 @@ def prefill_attention(
         return
     kv_heads, block_size = blocks.shape[3:5]
     group = num_heads // kv_heads
-    shape = prefill_tile(head_dim, q_thd.dtype, longest * group)
     assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "must be contiguous"
     assert blocks.is_contiguous(), "offsets in a block are computed from its shape"
+    if (
+        longest * group > FEW_ROWS
+        and (hopper := hopper_kernel())
+        and hopper.supports(q_thd, blocks)
+    ):
+        hopper.prefill_attention_hopper(
+            q_thd, out_thd, blocks=blocks, layer=layer, tables=tables, row_ids_s=row_ids_s,
+            starts_s=starts_s, ends_s=ends_s,
+        )  # fmt: skip
+        return
+    shape = prefill_tile(head_dim, q_thd.dtype, longest * group)
     num_slots = num_tokens * group // shape.tile_rows + num_sequences  # enough: see _sequence_at
     _prefill[(num_slots * kv_heads,)](
         q_thd, out_thd, blocks, tables, row_ids_s, starts_s, ends_s,
@@ -81,6 +100,19 @@ def prefill_attention(
         kv_heads, group, head_dim, power_of_2(head_dim),
         shape.tile_rows, shape.tile_keys, **launch_options(shape.num_warps, shape.num_stages),
     )  # fmt: skip
+
+
+@cache
+def hopper_kernel() -> ModuleType | None:
+    """prefill_hopper.py, on a Hopper GPU with a Triton that can compile it."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if not GLUON_VERSIONS[0] <= version < GLUON_VERSIONS[1]:
+        return None
+    from headway.model.kernels import prefill_hopper
+
+    return prefill_hopper
 
 
 # Not specialized, so that one build serves every layer and every number of sequences.

@@ -1,0 +1,364 @@
+"""Attention of many new tokens per sequence on Hopper GPUs, in Gluon; see prefill.py for the task.
+
+A program has three groups of warps. One copies tiles of keys and values to shared memory, as far
+ahead as there is room; see hopper_ring.py. The two others compute half of the rows each: while the
+tensor cores multiply the next queries with keys and the previous weights with values, the other
+units compute the softmax in between.
+
+Legend: as in prefill.py.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from headway.model.kernels.hopper_ring import (
+    SHARED,
+    block_numbers,
+    copy_tile,
+    describe_rows,
+    make_ring,
+    set_free,
+    wait_for,
+)
+from headway.model.kernels.launch import launch_options, launched
+from headway.model.kernels.tiles import device_limits
+
+LOG2_E = 1.4426950408889634
+ROWS, KEYS, STAGES = 128, 128, 2  # rows and positions of a tile, and tiles in a ring
+# Triton 3.6 and later versions have different names.
+load_numbers = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+LOADER_REGISTERS = gl.constexpr(40)
+READER_REGISTERS = gl.constexpr(232)
+
+
+def supports(q_thd: Tensor, blocks: Tensor) -> bool:
+    """Whether the kernel can read these types and sizes."""
+    block_size, head_dim = blocks.shape[4:]
+    return (
+        q_thd.dtype == blocks.dtype
+        and q_thd.dtype in (torch.bfloat16, torch.float16)
+        and head_dim == 128  # with 64, exponentials are the limit, and prefill.py is as fast
+        and q_thd.stride(0) % 16 == 0  # for copies of 16 bytes
+        and block_size % 16 == 0
+        and (KEYS % block_size == 0 or block_size % KEYS == 0)
+        and blocks.numel() // head_dim < 2**31
+    )
+
+
+def prefill_attention_hopper(
+    q_thd: Tensor,
+    out_thd: Tensor,
+    *,
+    blocks: Tensor,
+    layer: int,
+    tables: Tensor,
+    row_ids_s: Tensor,
+    starts_s: Tensor,
+    ends_s: Tensor,
+) -> None:
+    """Like prefill_attention, for what `supports` accepts."""
+    (num_tokens, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
+    kv_heads, block_size = blocks.shape[3:5]
+    group = num_heads // kv_heads
+    num_tiles = num_tokens * group // ROWS * kv_heads
+    most = 2 if num_tiles >= 2 * device_limits()[0] else 1  # tiles of a program
+    num_slots = num_tokens * group // (most * ROWS) + num_sequences  # enough: see _tiles
+    _prefill_hopper[(num_slots * kv_heads,)](
+        q_thd, out_thd, describe_rows(blocks, KEYS), tables, row_ids_s, starts_s, ends_s,
+        layer, num_sequences, most, head_dim**-0.5 * LOG2_E,
+        q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1), tables.stride(0),
+        blocks.stride(0) // head_dim, block_size, kv_heads, group, head_dim, ROWS, KEYS, STAGES,
+        **launch_options(num_warps=4, num_stages=1),
+    )  # fmt: skip
+
+
+# Not specialized, so that one build serves every layer and every number of sequences.
+@launched
+@gluon.jit(do_not_specialize=["layer", "num_sequences", "most"])
+def _prefill_hopper(
+    q, out, cache_rows, tables, row_ids_s, starts_s, ends_s,
+    layer, num_sequences, most, scale,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
+    BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """Up to two tiles of one sequence and key-value head, over all keys that their rows see."""
+    if CHAINED:  # see launch.begin
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # One head after the other, so that programs that run together read the same keys and values.
+    num_slots = gl.num_programs(0) // G
+    slot, kv_head = gl.program_id(0) % num_slots, gl.program_id(0) // num_slots
+    sequence, start, num_rows, num_earlier, low, high = _tiles(
+        slot, starts_s, ends_s, num_sequences, most, GROUP, ROWS
+    )
+    table = tables + gl.load(row_ids_s + sequence).to(gl.int64) * table_stride
+
+    dtype: gl.constexpr = q.dtype.element_ty
+    queries = gl.allocate_shared_memory(dtype, [4, ROWS // 2, D], SHARED)
+    keys = make_ring(dtype, KEYS, D, STAGES)
+    values = make_ring(dtype, KEYS, D, STAGES)
+    hopper.fence_async_shared()
+    q += start.to(gl.int64) * q_token_stride + kv_head * GROUP * q_head_stride
+    out += start.to(gl.int64) * out_token_stride + kv_head * GROUP * out_head_stride
+    strides = (q_token_stride, q_head_stride, out_token_stride, out_head_stride)
+    row = (layer * 2 * G + kv_head) * BLOCK_SIZE
+    pair = (low, high, num_rows, num_earlier)
+    gl.warp_specialize(
+        [
+            (_attend_pair, (q, out, strides, pair, queries, keys, values, scale,
+                            0, GROUP, ROWS, KEYS, D, STAGES)),
+            (_attend_pair, (q, out, strides, pair, queries, keys, values, scale,
+                            1, GROUP, ROWS, KEYS, D, STAGES)),
+            (_copy_pair, (cache_rows, table, row, pair, keys, values,
+                          BLOCK_ROWS, BLOCK_SIZE, G, GROUP, ROWS, KEYS, D, STAGES)),
+        ],
+        [4, 1],
+        [READER_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _tiles(slot, starts_s, ends_s, num_sequences, most, GROUP: gl.constexpr, ROWS: gl.constexpr):
+    """The tiles of a slot: one, or an early and a late one of a sequence, so that all slots of a
+    sequence take equally long. The late one is before the early one if the slot is empty. See
+    prefill._sequence_at for slots; here a slot has up to `most` tiles.
+    """
+    sequence = _sequence_at(slot, starts_s, num_sequences, most * ROWS, GROUP)
+    start, num_cached = gl.load(starts_s + sequence), gl.load(ends_s + sequence)
+    num_tokens = gl.load(starts_s + sequence + 1) - start
+    num_rows, first = num_tokens * GROUP, (start - gl.load(starts_s)) * GROUP // (most * ROWS)
+    order = slot - (first + sequence)
+    high = gl.cdiv(num_rows, ROWS) - 1 - order  # late tiles first: they see the most
+    low = gl.where(most == 1, gl.maximum(high, 0), order)
+    return sequence, start, num_rows, num_cached - num_tokens, low, high
+
+
+@gluon.jit
+def _end(tile, num_rows, num_earlier, GROUP: gl.constexpr, ROWS: gl.constexpr):
+    """The number of positions that the last row of a tile sees."""
+    return num_earlier + (gl.minimum((tile + 1) * ROWS, num_rows) - 1) // GROUP + 1
+
+
+@gluon.jit
+def _sequence_at(slot, starts_s, num_sequences, rows, GROUP: gl.constexpr):
+    """The sequence to which a slot belongs, if slots have `rows` rows; as in prefill.py."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    sequence, origin = -1, gl.load(starts_s)
+    for base in range(0, num_sequences, 256):
+        s = base + gl.arange(0, 256, layout)
+        start = gl.load(starts_s + s, mask=s < num_sequences, other=0)
+        first = (start - origin) * GROUP // rows + s
+        sequence += gl.sum(((first <= slot) & (s < num_sequences)).to(gl.int32), 0)
+    return sequence
+
+
+@gluon.jit
+def _copy_pair(
+    cache_rows, table, row, pair, keys, values,
+    BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys and values that both tiles see; `row` is that of the keys of block 0."""
+    low, high, num_rows, num_earlier = pair
+    num_copied = 0
+    for tile in range(low, high + 1, gl.maximum(high - low, 1)):
+        end = _end(tile, num_rows, num_earlier, GROUP, ROWS)
+        last = gl.maximum(end - 1, 0) // BLOCK_SIZE
+        numbers = block_numbers(table, 0, last, BLOCK_SIZE, KEYS)
+        for place in range(0, end, KEYS):
+            # Load the next block numbers now, or their copies would wait for them.
+            following = block_numbers(table, place + KEYS, last, BLOCK_SIZE, KEYS)
+            at = row + place % BLOCK_SIZE
+            copy_tile(
+                cache_rows, numbers, keys, num_copied, at,
+                BLOCK_ROWS, BLOCK_SIZE, KEYS, D, STAGES,
+            )  # fmt: skip
+            copy_tile(
+                cache_rows, numbers, values, num_copied, at + G * BLOCK_SIZE,
+                BLOCK_ROWS, BLOCK_SIZE, KEYS, D, STAGES,
+            )  # fmt: skip
+            numbers, num_copied = following, num_copied + 1
+
+
+@gluon.jit
+def _attend_pair(
+    q, out, strides, pair, queries, keys, values, scale,
+    HALF: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Attention of one half of the rows of each tile."""
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride = strides
+    low, high, num_rows, num_earlier = pair
+    SIZE: gl.constexpr = ROWS // 2
+    for each in gl.static_range(2):  # the second is copied while the first is computed
+        first = gl.maximum(low if each == 0 else high, 0) * ROWS + HALF * SIZE
+        _copy_queries(
+            q, q_token_stride, q_head_stride, queries.index(2 * HALF + each), first, num_rows,
+            GROUP, SIZE, D,
+        )  # fmt: skip
+    async_copy.wait_group(1)
+    hopper.fence_async_shared()
+    each, num_read = 0, 0
+    for tile in range(low, high + 1, gl.maximum(high - low, 1)):
+        end = _end(tile, num_rows, num_earlier, GROUP, ROWS)
+        if end > 0:  # padding may have rows without a position
+            _attend(
+                out, out_token_stride, out_head_stride, queries.index(2 * HALF + each), keys, values,
+                num_read, tile * ROWS + HALF * SIZE, num_rows, num_earlier, end, scale,
+                GROUP, SIZE, KEYS, D, STAGES,
+            )  # fmt: skip
+        each, num_read = 1, num_read + gl.cdiv(gl.maximum(end, 0), KEYS)
+        async_copy.wait_group(0)
+        hopper.fence_async_shared()
+
+
+@gluon.jit
+def _copy_queries(
+    q, token_stride, head_stride, queries, first, num_rows,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Start to copy rows from `first` on; rows after the last are not copied, and never stored."""
+    layout: gl.constexpr = _rows_layout(D, gl.num_warps())
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    at = (row // GROUP).to(gl.int64) * token_stride + row % GROUP * head_stride
+    load_numbers(queries, q + at[:, None] + d[None, :], mask=(row < num_rows)[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _attend(
+    out, out_token_stride, out_head_stride, queries, keys, values, num_read,
+    first, num_rows, num_earlier, end, scale,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Attention of ROWS rows from `first` on; `out` points to row 0 of the sequence and head."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, KEYS, 16]
+    )
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
+    position = num_earlier + (first + gl.arange(0, ROWS, gl.SliceLayout(1, score_layout))) // GROUP
+    top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, score_layout))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, score_layout))
+    mixed = gl.zeros([ROWS, D], gl.float32, out_layout)
+    score = _scores(queries, keys, num_read, score_layout, STAGES)
+    score = hopper.warpgroup_mma_wait(0, deps=[score])
+    set_free(keys, num_read, STAGES)
+    score = _masked(score, position)
+    weight, top, total, _ = _softmax(score, top, total, scale)
+    weight = gl.convert_layout(weight.to(queries.dtype), gl.DotOperandLayout(0, out_layout, 2))
+    num_tiles = gl.cdiv(end, KEYS)
+    num_whole = (num_earlier + first // GROUP + 1) // KEYS  # tiles that all rows see
+    for tile in range(1, gl.minimum(num_whole, num_tiles)):
+        weight, top, total, mixed = _step(
+            num_read + tile, queries, keys, values, weight, top, total, mixed, position, scale,
+            False, STAGES,
+        )  # fmt: skip
+    for tile in range(gl.maximum(num_whole, 1), num_tiles):
+        weight, top, total, mixed = _step(
+            num_read + tile, queries, keys, values, weight, top, total, mixed, position - tile * KEYS,
+            scale, True, STAGES,
+        )  # fmt: skip
+    last = num_read + num_tiles - 1
+    left = num_earlier + num_rows // GROUP - (num_tiles - 1) * KEYS
+    if left < KEYS:
+        _clear_rest(wait_for(values, last, STAGES), left, KEYS, D)
+    mixed = _add_values(weight, values, last, mixed, STAGES)
+    mixed = hopper.warpgroup_mma_wait(0, deps=[mixed])
+    set_free(values, last, STAGES)
+
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
+    d = gl.arange(0, D, gl.SliceLayout(0, out_layout))
+    out_at = (row // GROUP).to(gl.int64) * out_token_stride + row % GROUP * out_head_stride
+    found = mixed / gl.convert_layout(total, gl.SliceLayout(1, out_layout))[:, None]
+    gl.store(
+        out + out_at[:, None] + d[None, :], found.to(queries.dtype), mask=(row < num_rows)[:, None]
+    )
+
+
+@gluon.jit
+def _step(
+    tile, queries, keys, values, weight, top, total, mixed, position, scale,
+    MASKED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Add the previous tile's values, and compute the weights of this tile meanwhile."""
+    score_layout: gl.constexpr = position.type.layout.parent
+    out_layout: gl.constexpr = mixed.type.layout
+    weight_layout: gl.constexpr = weight.type.layout
+    score = _scores(queries, keys, tile, score_layout, STAGES)
+    mixed = _add_values(weight, values, tile - 1, mixed, STAGES)
+    score = hopper.warpgroup_mma_wait(1, deps=[score])
+    set_free(keys, tile, STAGES)
+    if MASKED:
+        score = _masked(score, position)
+    next_weight, top, total, fade = _softmax(score, top, total, scale)
+    mixed, weight = hopper.warpgroup_mma_wait(0, deps=[mixed, weight])
+    set_free(values, tile - 1, STAGES)
+    mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, out_layout))[:, None]
+    return gl.convert_layout(next_weight.to(queries.dtype), weight_layout), top, total, mixed
+
+
+@gluon.jit
+def _scores(queries, keys, tile, layout: gl.constexpr, STAGES: gl.constexpr):
+    """Start the product of queries and keys."""
+    tile_keys = wait_for(keys, tile, STAGES)
+    SHAPE: gl.constexpr = [queries.shape[0], tile_keys.shape[0]]
+    zeros = gl.zeros(SHAPE, gl.float32, layout)
+    return hopper.warpgroup_mma(
+        queries, tile_keys.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def _add_values(weight, values, tile, mixed, STAGES: gl.constexpr):
+    """Start the addition of the product of weights and values."""
+    return hopper.warpgroup_mma(weight, wait_for(values, tile, STAGES), mixed, is_async=True)
+
+
+@gluon.jit
+def _masked(score, position):
+    """Scores of the first keys of a tile up to each row's position in it; -inf for the others."""
+    lane = gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
+    return gl.where(lane[None, :] <= position[:, None], score, -float("inf"))
+
+
+@gluon.jit
+def _softmax(score, top, total, scale):
+    """Weights, the new maximum and sum, and the factor of what was added up before."""
+    new_top = gl.maximum(top, gl.max(score, 1) * scale)  # finite: all rows see position 0
+    weight = gl.exp2(score * scale - new_top[:, None])
+    fade = gl.exp2(top - new_top)
+    return weight, new_top, total * fade + gl.sum(weight, 1), fade
+
+
+@gluon.jit
+def _clear_rest(tile_values, left, KEYS: gl.constexpr, D: gl.constexpr):
+    """Set the values after the sequence to zero: what an earlier owner left may not be finite, and
+    then a weight of zero would not remove it. Both groups of warps write the same."""
+    PART: gl.constexpr = 32
+    layout: gl.constexpr = _rows_layout(D, gl.num_warps())
+    lane = gl.arange(0, PART, gl.SliceLayout(1, layout))
+    for part in gl.static_range(KEYS // PART):
+        rows = tile_values.slice(part * PART, PART)
+        found = rows.load(layout)
+        rows.store(gl.where((lane < left - part * PART)[:, None], found, 0.0))
+    hopper.fence_async_shared()
+
+
+@gluon.constexpr_function
+def _rows_layout(head_dim, num_warps):
+    """Threads that read or write 16 bytes of a row each."""
+    lanes = head_dim // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])

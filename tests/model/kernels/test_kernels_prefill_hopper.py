@@ -1,0 +1,112 @@
+"""Prefill attention in Gluon: the kernel equals the reference on a Hopper GPU, and compiles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from headway.model.kernels import prefill
+from tests.model.kernels.test_kernels_prefill import RAGGED, Case, assert_close, expected, poisoned
+from tests.model.kernels.test_kernels_prefill import world_of as make_world
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ON_HOPPER = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+LONG = ((300, 0), (1, 500), (0, 0), (129, 128), (0, 9), (64, 64), (700, 3), (2, 63), (128, 1000))
+
+
+def assert_hopper_is_right(case: Case, seed: int = 0) -> None:
+    world = make_world(case, seed)
+    q_thd = torch.cat([world.q_thd, poisoned(world)], dim=1)[:, : world.q_thd.shape[1]]
+    world = replace(world, q_thd=q_thd)  # a view into wider rows
+    kernel = prefill.hopper_kernel()
+    assert kernel is not None and kernel.supports(world.q_thd, world.blocks)
+    out = poisoned(world)
+    prefill.prefill_attention(world.q_thd, out, **world.arguments())
+    assert_close(out, expected(world))
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [128])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("sequences", [RAGGED, LONG], ids=["short", "long"])
+def test_the_kernel_is_right(
+    sequences: tuple[tuple[int, int], ...], block_size: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    case = Case(sequences=sequences, block_size=block_size, head_dim=head_dim, dtype=dtype)
+    assert_hopper_is_right(case, seed=block_size)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
+def test_every_group_of_heads_is_right(group: int) -> None:
+    case = Case(sequences=LONG, group=group, head_dim=128, dtype=torch.bfloat16)
+    assert_hopper_is_right(case, seed=group)
+
+
+@ON_HOPPER
+def test_random_batches_are_right() -> None:
+    for seed in range(20):
+        source = torch.Generator().manual_seed(seed)
+        pairs = torch.randint(0, 400, (8, 2), generator=source).tolist()
+        sequences = tuple((count, earlier) for count, earlier in pairs)
+        case = Case(sequences=sequences, head_dim=128, dtype=torch.bfloat16, num_shared=seed % 3)
+        assert_hopper_is_right(case, seed)
+
+
+@ON_HOPPER
+def test_a_sequence_whose_rows_have_no_position_does_not_block() -> None:
+    """Captured passes run with padding, whose numbers need not agree."""
+    world = make_world(Case(sequences=LONG, head_dim=128, dtype=torch.bfloat16))
+    out = torch.zeros_like(world.q_thd)
+    arguments = world.arguments() | {"ends_s": torch.zeros_like(world.ends_s)}
+    kernel = prefill.hopper_kernel()
+    assert kernel is not None
+    del arguments["longest"]
+    kernel.prefill_attention_hopper(world.q_thd.contiguous(), out, **arguments)
+    torch.cuda.synchronize()
+    assert not out.any()
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from headway.model.kernels.hopper_ring import COLUMNS, SHARED
+from headway.model.kernels.prefill_hopper import KEYS, ROWS, STAGES, _prefill_hopper
+
+kernel, strides = _prefill_hopper.kernel, ("q_token", "q_head", "out_token", "out_head", "table")
+types = dict.fromkeys(("tables", "row_ids_s", "starts_s", "ends_s"), "*i32")
+types |= dict.fromkeys(("layer", "num_sequences", "most"), "i32")
+types |= {f"{name}_stride": "i32" for name in strides} | {"q": "*bf16", "out": "*bf16", "scale": "fp32"}
+types["cache_rows"] = f"tensordesc<bf16[16, {COLUMNS}],{SHARED.value!r}>"
+fixed = {"BLOCK_ROWS": 7168, "BLOCK_SIZE": 16, "G": 8, "GROUP": 2, "D": 128, "ROWS": ROWS,
+         "KEYS": KEYS, "STAGES": STAGES, "CHAINED": True}
+names = kernel.arg_names
+signature = {name: types.get(name, "constexpr") for name in names}
+constants = {(names.index(name),): value for name, value in fixed.items()}
+even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+        if signature[name][0] == "*" or name.endswith("_stride")}
+source = GluonASTSource(kernel, signature, constants, even)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+"""
+
+
+def test_it_compiles_to_the_instructions_of_a_hopper_gpu() -> None:
+    """In a process of its own, because kernels are interpreted in this one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE], capture_output=True, text=True,
+        env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert instruction in done.stdout
