@@ -86,41 +86,57 @@ def _numbers(table, at, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def _tile(
+    keys, values, numbers, at, end, d, block_stride,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The keys and values of the tile at position `at`, whose block numbers are `numbers`.
+
+    Keys beyond the end are read as well, from this block or block 0: skipping them would be slower.
+    """
+    p = tl.arange(0, TILE)
+    is_cached = (p < end - at)[:, None]
+    if BLOCK_SIZE % TILE == 0:  # contiguous: little arithmetic
+        home = numbers.to(tl.int64) * block_stride + (at % BLOCK_SIZE) * D
+        inside = p[:, None] * D + d
+    else:
+        home = (numbers.to(tl.int64) * block_stride + ((at + p) % BLOCK_SIZE) * D)[:, None]
+        inside = d
+    if d.shape[1] == D:
+        k = tl.load(keys + home + inside)
+        v = tl.load(values + home + inside, mask=is_cached, other=0.0)
+    else:
+        k = tl.load(keys + home + inside, mask=d < D, other=0.0)
+        v = tl.load(values + home + inside, mask=is_cached & (d < D), other=0.0)
+    return k, v
+
+
+@triton.jit
+def _with_tile(q, k, v, top, weight, total, at, end, scale, TILE: tl.constexpr):
+    """Add a tile to the maximum score, the weights and the weighted values; masks what is beyond
+    the end."""
+    is_cached = (tl.arange(0, TILE) < end - at)[None, :]
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+    scores = tl.where(is_cached, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    fade = tl.exp2(top - new_top)
+    scores = tl.exp2(scores - new_top[:, None])
+    weight = weight * fade + tl.sum(scores, 1)
+    total = tl.dot(scores.to(q.dtype), v.to(q.dtype), total * fade[:, None], input_precision="ieee")
+    return new_top, weight, total
+
+
+@triton.jit
 def _over_cache(
     q, keys, values, table, numbers, top, weight, total, start, end, d, scale, block_stride,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add positions [start, end) to the maximum score, the weights and the weighted values.
-
-    `numbers` are the block numbers of the first tile. Keys beyond the end are read as well, from
-    this block or block 0, but their scores are masked: skipping them would be slower.
-    """
-    p = tl.arange(0, TILE)
+    """Add positions [start, end); `numbers` are the block numbers of the first tile."""
     for at in range(start, end, TILE):
-        is_cached = (p < end - at)[:, None]
-        if BLOCK_SIZE % TILE == 0:  # contiguous: little arithmetic
-            home = numbers.to(tl.int64) * block_stride + (at % BLOCK_SIZE) * D
-            inside = p[:, None] * D + d
-        else:
-            home = (numbers.to(tl.int64) * block_stride + ((at + p) % BLOCK_SIZE) * D)[:, None]
-            inside = d
+        k, v = _tile(keys, values, numbers, at, end, d, block_stride, D, BLOCK_SIZE, TILE)
         # One tile ahead: key loads can start early only if their block numbers are known.
         numbers = _numbers(table, at + TILE, end, BLOCK_SIZE, TILE)
-        if d.shape[1] == D:
-            k = tl.load(keys + home + inside)
-            v = tl.load(values + home + inside, mask=is_cached, other=0.0)
-        else:
-            k = tl.load(keys + home + inside, mask=d < D, other=0.0)
-            v = tl.load(values + home + inside, mask=is_cached & (d < D), other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        scores = tl.where(tl.trans(is_cached), scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp2(top - new_top)
-        scores = tl.exp2(scores - new_top[:, None])
-        weight = weight * fade + tl.sum(scores, 1)
-        scores = scores.to(q.dtype)
-        total = tl.dot(scores, v.to(q.dtype), total * fade[:, None], input_precision="ieee")
-        top = new_top
+        top, weight, total = _with_tile(q, k, v, top, weight, total, at, end, scale, TILE)
     return top, weight, total
 
 
@@ -140,12 +156,13 @@ def _attend(
     layer, epsilon, scale, qkv_stride, out_stride, block_stride, layer_stride, table_width,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_POSITIONS: tl.constexpr,
-    IS_NEW: tl.constexpr, HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
+    IS_NEW: tl.constexpr, IS_EARLY: tl.constexpr, HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split of one sequence and one key-value head; split 0 also has the new token.
 
-    Positions and block tables were final before the previous kernel started, so they are read while
-    it still runs.
+    Positions, block tables and, if the token is new, all cached tokens were final before the
+    previous kernel started. So they are read while it still runs: the tokens if IS_EARLY, and only
+    those of the first tile.
     """
     group: tl.constexpr = H // G
     split_id, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -158,16 +175,18 @@ def _attend(
     end = tl.minimum(num_cached, start + num_positions)
     table = tables + tl.load(row_ids_s + sequence).to(tl.int64) * table_width
     numbers = _numbers(table, start, end, BLOCK_SIZE, TILE)
+    d = tl.arange(0, D_ROOM)[None, :]
+    keys = blocks + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * D)
+    values = keys + G * BLOCK_SIZE * D
+    if IS_EARLY:
+        k, v = _tile(keys, values, numbers, start, end, d, block_stride, D, BLOCK_SIZE, TILE)
     begin(CHAINED)
     if (split_id > 0) & (start >= num_cached):
         return
     head = tl.arange(0, HEADS)[:, None]
-    d = tl.arange(0, D_ROOM)[None, :]
     is_head = (head < group) & (d < D)
     row = qkv + sequence.to(tl.int64) * qkv_stride
     q_place = row + (kv_head * group + head) * D
-    keys = blocks + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * D)
-    values = keys + G * BLOCK_SIZE * D
     top = tl.full((HEADS,), -float("inf"), tl.float32)
     weight = tl.zeros((HEADS,), tl.float32)
     total = tl.zeros((HEADS, D_ROOM), tl.float32)
@@ -193,6 +212,10 @@ def _attend(
             total += v_new.to(q.dtype).to(tl.float32)
     else:
         q = tl.load(q_place + d, mask=is_head, other=0.0)
+    if IS_EARLY:
+        top, weight, total = _with_tile(q, k, v, top, weight, total, start, end, scale, TILE)
+        start += TILE
+        numbers = _numbers(table, start, end, BLOCK_SIZE, TILE)
     top, weight, total = _over_cache(
         q, keys, values, table, numbers, top, weight, total,
         start, end, d, scale, block_stride, D, BLOCK_SIZE, TILE,
@@ -291,7 +314,7 @@ def decode_attention(
         layer, epsilon, head_dim**-0.5 * LOG2_E, qkv.stride(0), out.stride(0),
         blocks.stride(0), blocks.stride(1), tables.shape[1],
         num_heads, num_kv_heads, head_dim, dim_room, heads_room, block_size,
-        split.tile, split.num_splits, split.min_positions, is_new, has_norm,
+        split.tile, split.num_splits, split.min_positions, is_new, is_new and split.warps > 1, has_norm,
         **launch_options(split.warps, split.stages), **NO_FP_FUSION,
     )  # fmt: skip
     if split.num_splits > 1:

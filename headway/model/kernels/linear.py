@@ -31,6 +31,7 @@ from headway.model.kernels.launch import (
 from headway.model.kernels.tiles import Tile, tile_for
 
 BAND = tl.constexpr(8)  # row tiles
+VECTOR = tl.constexpr(8)  # consecutive inputs of a thread: 16 bytes of a row
 
 
 @triton.jit
@@ -172,33 +173,39 @@ def _vector(
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row, without matrix units. The first load of the matrix starts before x is ready."""
+    """One row, without matrix units. The first load of the matrix starts before x is ready.
+
+    A thread has the same inputs of x and of the matrix, and threads add up only at the end; so
+    nothing but the end goes through shared memory.
+    """
     row = tl.program_id(1)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    k = tl.arange(0, INPUTS)
+    k = tl.max_contiguous(tl.arange(0, INPUTS), VECTOR)
     is_output = n < num_outputs
     weight = weight_nk + tl.where(is_output, n, 0).to(tl.int64)[:, None] * K + k[None, :]
     x = x_mk + row * x_stride + k
     b = tl.load(weight, mask=k[None, :] < K, other=0.0)
+    scale = _scale(scale_n, tl.where(is_output, n, 0))
+    if HAS_BIAS:
+        bias = tl.load(bias_n + n, mask=is_output, other=0.0)
     begin(CHAINED)
     width: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
     place_n = tl.program_id(0) * width + tl.arange(0, width)
     place = row * out_stride + place_n
     is_inside = place_n < num_outputs // (2 if IS_GATED else 1)
-    scale = _scale(scale_n, tl.where(is_output, n, 0))
-    if HAS_BIAS:
-        bias = tl.load(bias_n + n, mask=is_output, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_mn + place, mask=is_inside, other=0.0)
-    total = tl.zeros((OUTPUTS,), tl.float32)
+    totals = tl.zeros((OUTPUTS, INPUTS // VECTOR), tl.float32)
     squares = tl.zeros((INPUTS,), tl.float32)
     for start in tl.static_range(0, K, INPUTS):
         a = tl.load(x + start, mask=k < K - start, other=0.0).to(tl.float32)
-        squares += a * a
-        total += tl.sum(b.to(tl.float32) * a[None, :], 1)
+        now = b
         if start + INPUTS < K:
             b = tl.load(weight + start + INPUTS, mask=k[None, :] < K - start - INPUTS, other=0.0)
-    total *= scale
+        squares += a * a
+        products = now.to(tl.float32) * a[None, :]
+        totals += tl.sum(tl.reshape(products, (OUTPUTS, INPUTS // VECTOR, VECTOR)), 2)
+    total = tl.sum(totals, 1) * scale
     if HAS_NORM:
         total *= tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     if HAS_BIAS:
