@@ -31,3 +31,8 @@ def test_every_way_to_multiply_by_an_fp8_matrix_is_timed_and_right() -> None:
     assert all(figures["us"] > 0 for figures in by_rows["3"]["kernel"])
     for error in by_rows["3"]["errors"].values():
         assert error["own"] < 1e-5 and error["total"] < 0.06
+
+
+def test_prefill_attention_is_timed() -> None:
+    (found,) = json.loads(printed_by("bench/gpu_prefill.py", "--tiny"))["cases"].values()
+    assert found["kernel"]["us"] > 0 and found["plain"]["us"] > 0 and found["difference"] == 0
