@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+LARGE = 2**25  # numbers of a matrix from which on its parts are worth a second kernel
+WIDE_ROOM = 4 * 1024  # bytes of the reserve of `device_limits` that wide tiles may use
 MANY_ROWS = 640  # from here on, invariant tiles do not depend on the number of rows
 
 
@@ -19,6 +21,13 @@ class Tile(NamedTuple):
     slices: int
     warps: int
     stages: int
+    extra: int = 0  # outputs beyond `outputs`, in a second piece
+    parts: int = 1  # of the inputs, each summed by a program of its own
+
+    @property
+    def width(self) -> int:
+        """All outputs of a tile."""
+        return self.outputs + self.extra
 
 
 @cache
@@ -26,7 +35,8 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtyp
     """The tile for a product on this device; `dtype` is that of the matrix."""
     if dtype.itemsize == 1:
         return fp8_tile_within(device_limits(), num_rows, num_outputs, num_inputs)
-    return tile_within(device_limits(), num_rows, num_outputs, num_inputs, dtype)
+    shape = (num_rows, num_outputs, num_inputs, dtype)
+    return wide_tile_within(device_limits(), *shape) or tile_within(device_limits(), *shape)
 
 
 def tile_within(
@@ -62,6 +72,35 @@ def tile_within(
     stage = width * inputs * slices * dtype.itemsize
     stages = max(1, min(6, memory // stage))
     return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
+
+
+def wide_tile_within(
+    limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> Tile | None:
+    """The tile of 128 rows for 65 to 256 rows and a large matrix; see wide_linear.py.
+
+    None if the matrix is too small for it, or its inputs are no whole tiles.
+    """
+    processors, memory = limits
+    is_roomy = dtype.itemsize == 2 and memory >= 192 * 1024
+    if not is_roomy or not 64 < num_rows <= 256 or num_inputs % 64:
+        return None
+    num_row_tiles = -(-num_rows // 128)
+
+    def share_busy(extra: int) -> float:
+        """Tiles over the places for them: each multiprocessor takes one after the other."""
+        num_tiles = num_row_tiles * -(-num_outputs // (256 + extra))
+        return num_tiles / (-(-num_tiles // processors) * processors)
+
+    extra = max((0, 32), key=share_busy)
+    if share_busy(extra) >= 0.75:
+        stages = (memory + WIDE_ROOM) // ((128 + 256 + extra) * 64 * 2)
+        return Tile(128, 256, 64, 1, 8, stages, extra)
+    num_tiles = num_row_tiles * -(-num_outputs // 128)
+    parts = max(n for n in (1, 2, 4) if num_tiles * n <= processors or n == 1)
+    if parts == 1 or num_outputs * num_inputs < LARGE or num_inputs % (64 * parts):
+        return None
+    return Tile(128, 128, 64, 1, 8, 6, parts=parts)
 
 
 def fp8_tile_within(

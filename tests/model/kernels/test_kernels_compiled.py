@@ -112,6 +112,18 @@ def product(rows: int, outputs: int, slices: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def added() -> dict[str, Any]:
+    pointers = dict.fromkeys(("parts_pmn", "squares_mj", "squares_out_mj"), "*fp32")
+    pointers |= dict.fromkeys(("residual_mn", "out_mn"), "*bf16")
+    numbers = dict.fromkeys(("num_rows", "num_outputs", "out_stride"), "i32")
+    return {
+        "module": "wide_linear", "name": "_add", "types": pointers | numbers | {"epsilon": "fp32"},
+        "fixed": {"K": 2048, "NUM_SQUARES": 16, "SQUARES_ROOM": 16, "IS_GATED": False, "PARTS": 4,
+                  "ROWS": 8, "OUTPUTS": 128, "CHAINED": True},
+        "options": {"num_warps": 4, "num_stages": 1},
+    }  # fmt: skip
+
+
 def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     """For a GPU of the RTX 40 series, with the largest tile."""
     tile, kind = prefill_tile(head_dim, dtype, 10**6), "fp32" if dtype == torch.float32 else "bf16"
@@ -129,7 +141,9 @@ def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SUMS = [join(4, 64), join(32, 64), join(64, 128), attend(4, 128), product(16, 8, 4)]
+SUMS = [
+    join(4, 64), join(32, 64), join(64, 128), attend(4, 128), product(16, 8, 4), added(),
+]  # fmt: skip
 PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(256, torch.bfloat16)]
 
 
