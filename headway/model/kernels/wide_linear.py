@@ -1,6 +1,6 @@
 """Products of 65 to 256 rows with a large matrix: fewer bytes from the L2 cache.
 
-With so many rows, bytes from the L2 cache limit the speed: every tile of outputs reads all rows of
+From 65 rows on, bytes from the L2 cache limit the speed: every tile of outputs reads all rows of
 its row tile. So a tile has 128 rows and as many outputs as fit, and still there should be one tile
 for each multiprocessor.
 
