@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from headway.model.kernels.linear import linear
-from headway.model.kernels.tiles import Tile, wide_tile_within
+from headway.model.kernels.tiles import Tile, tile_within, wide_tile_within, widened
 from tests.model.kernels.reference import linear as reference
 from tests.model.kernels.test_kernels_linear import (
     DEVICE,
@@ -23,6 +23,7 @@ from tests.model.kernels.test_kernels_linear import (
     moved,
 )
 
+LIMITS = (132, 207 * 1024)  # of an H200
 # Small tiles with extra outputs and with parts of the inputs.
 WIDE = {
     "extra": Tile(rows=32, outputs=32, inputs=16, slices=1, warps=4, stages=2, extra=16),
@@ -71,12 +72,12 @@ def test_rows_of_wide_tiles_may_have_a_stride(tile: Tile) -> None:
 def test_every_chosen_wide_tile_is_valid(name: str) -> None:
     for rows in range(1, 300):
         for outputs, inputs in SHAPES[name]:
-            tile = wide_tile_within((132, 207 * 1024), rows, outputs, inputs, torch.bfloat16)
+            tile = wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
             small = wide_tile_within((132, 80 * 1024), rows, outputs, inputs, torch.bfloat16)
             assert small is None, "such tiles need much shared memory"
             if tile is None:
                 continue
-            assert 64 < rows <= 256 and tile.slices == 1
+            assert 64 < rows <= 128 and tile.slices == 1
             sizes = (*tile[:5], tile.parts, tile.extra or 1)
             assert all(is_power_of_two(size) for size in sizes), tile
             assert inputs % (tile.inputs * tile.parts) == 0, tile
@@ -87,14 +88,35 @@ def test_every_chosen_wide_tile_is_valid(name: str) -> None:
 
 def test_a_large_matrix_has_about_one_wide_tile_for_each_multiprocessor() -> None:
     def num_programs(rows: int, outputs: int, inputs: int) -> int:
-        tile = wide_tile_within((132, 207 * 1024), rows, outputs, inputs, torch.bfloat16)
+        tile = wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
         assert tile is not None and tile.rows == 128
         return -(-rows // tile.rows) * -(-outputs // tile.width) * tile.parts
 
     assert num_programs(65, 37888, 3584) == num_programs(128, 37888, 3584) == 132
-    assert num_programs(129, 37888, 3584) == 2 * 132
     assert num_programs(96, 28672, 4096) == num_programs(96, 3584, 18944) == 112
-    assert num_programs(192, 3584, 18944) == 112
-    for rows, outputs, inputs in ((64, 37888, 3584), (257, 37888, 3584), (96, 1024, 3072)):
-        limits = (132, 207 * 1024)
-        assert wide_tile_within(limits, rows, outputs, inputs, torch.bfloat16) is None
+    for rows, outputs, inputs in ((64, 37888, 3584), (129, 37888, 3584), (96, 1024, 3072)):
+        assert wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_tile_has_extra_outputs_only_where_a_second_tile_would_follow(name: str) -> None:
+    for rows in range(2, 257):
+        for outputs, inputs in SHAPES[name]:
+            shape = rows, outputs, inputs, torch.bfloat16
+            tile = tile_within(LIMITS, *shape)
+            wider = widened(tile, LIMITS, *shape)
+            if wider == tile:
+                continue
+            num_row_tiles = -(-rows // tile.rows)
+            num_programs = num_row_tiles * -(-outputs // wider.width)
+            assert num_programs <= 132 < num_row_tiles * -(-outputs // tile.outputs)
+            assert is_power_of_two(wider.extra) and wider.extra >= 8 and inputs % wider.inputs == 0
+            stage = (wider.rows + wider.width) * wider.inputs * 2
+            assert wider.stages >= 3 and wider.stages * stage <= LIMITS[1], wider
+            assert 2 * tile.stages * (tile.rows + tile.outputs) * tile.inputs * 2 > LIMITS[1]
+
+
+def test_the_first_product_of_a_7b_layer_has_one_tile_for_each_multiprocessor() -> None:
+    for rows, width in ((2, 40), (32, 40), (33, 48), (64, 48), (65, 80), (128, 80)):
+        shape = rows, 4608, 3584, torch.bfloat16
+        assert widened(tile_within(LIMITS, *shape), LIMITS, *shape).width == width
