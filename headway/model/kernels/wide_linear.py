@@ -1,12 +1,13 @@
-"""Products of 65 to 256 rows with a large matrix: fewer bytes from the L2 cache.
+"""Products with tiles that have extra outputs, or that sum a part of the inputs.
 
-From 65 rows on, bytes from the L2 cache limit the speed: every tile of outputs reads all rows of
-its row tile. So a tile has 128 rows and as many outputs as fit, and still there should be one tile
-for each multiprocessor.
+There should be one tile for each multiprocessor: if there are more, some of them compute a second
+tile while all others wait. So a tile may have a width that is not a power of 2, for example 64 + 16
+outputs.
 
-A matrix of many outputs has tiles of a width that is not a power of 2, for example 256 + 32, so
-that they are as many as the multiprocessors. A matrix of few outputs has tiles that are summed over
-a part of the inputs only; a second kernel adds the parts in order. tiles.wide_tile_within chooses.
+From 65 rows on, bytes from the L2 cache limit the speed of a product with a large matrix: every
+tile of outputs reads all rows of its row tile. So a tile has 128 rows and as many outputs as fit,
+for example 256 + 32. A matrix of few outputs has tiles that are summed over a part of the inputs
+only; a second kernel adds the parts in order. tiles.widened and tiles.wide_tile_within choose.
 
 Shapes: M rows, N outputs, K inputs, P parts of the inputs, J parts of a sum of squares.
 """
