@@ -116,7 +116,7 @@ def test_a_tile_has_extra_outputs_only_where_a_second_tile_would_follow(name: st
             assert 2 * tile.stages * (tile.rows + tile.outputs) * tile.inputs * 2 > LIMITS[1]
 
 
-def test_the_first_product_of_a_7b_layer_has_one_tile_for_each_multiprocessor() -> None:
-    for rows, width in ((2, 40), (32, 40), (33, 48), (64, 48), (65, 80), (128, 80)):
+def test_the_first_product_of_a_7b_layer_has_extra_outputs_from_32_rows_on() -> None:
+    for rows, width in ((2, 32), (16, 32), (32, 40), (33, 48), (64, 48), (65, 80), (128, 80)):
         shape = rows, 4608, 3584, torch.bfloat16
         assert widened(tile_within(LIMITS, *shape), LIMITS, *shape).width == width
