@@ -40,6 +40,7 @@ pytest.importorskip("triton")
 from headway.executor.gpu.executor import GpuExecutor
 from headway.executor.gpu.row_state import DeviceRowState
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
+from headway.model.backends import gpu
 from headway.model.backends.gpu import GpuBackend
 from headway.model.kernels.splits import LEADING, SPLIT_COUNTS
 
@@ -123,6 +124,24 @@ FAMILIES = {
 def test_every_architecture_generates_the_tokens_of_plain_torch(about: ModelConfig) -> None:
     config = settings()
     assert answers(on_device, config, about, async_scheduling=1) == answers(plain, config, about)
+
+
+@pytest.mark.parametrize("about", FAMILIES.values(), ids=list(FAMILIES))
+def test_products_of_decodes_by_cublas_generate_the_same_tokens(
+    about: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "MAX_FUSED_ROWS", 0)
+    monkeypatch.setattr(gpu, "LARGE_MATRIX", 1)
+    monkeypatch.setattr(gpu.FusedDecodePass, "layer", None)  # fails if it is called
+    config = settings()
+    assert answers(on_device, config, about, async_scheduling=1) == answers(plain, config, about)
+
+
+def test_cublas_multiplies_more_than_128_rows_of_a_large_layer() -> None:
+    large = model(hidden_size=3584, intermediate_size=18944)
+    small = model(hidden_size=1024, intermediate_size=3072)
+    found = [[gpu.prefers_cublas(rows, each) for rows in (128, 129)] for each in (large, small)]
+    assert found == [[False, True], [False, False]]
 
 
 def test_many_decodes_and_prompt_chunks_share_a_pass() -> None:

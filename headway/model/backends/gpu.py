@@ -1,8 +1,9 @@
 """The decoder's arithmetic on a GPU: our Triton kernels, and cuBLAS for products of many rows.
 
-A batch of few rows that are all decodes takes five launches per layer. Norm weights are multiplied
-into the matrices that follow them when the model is loaded, so that a norm is one factor per row.
-Gate and up rows are interleaved, so that a tile of outputs contains both.
+A batch of few rows that are all decodes takes five or six launches per layer. With more than 128
+rows, cuBLAS computes the products of a large layer. Norm weights are multiplied into the matrices
+that follow them when the model is loaded, so that a norm is one factor per row. Gate and up rows
+are interleaved, so that a tile of outputs contains both.
 
 Shapes as in base.py.
 """
@@ -32,6 +33,9 @@ from headway.model.kernels.rotary import rotate_and_store
 from headway.model.sharding import Shard
 
 FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
+# cuBLAS is faster than our kernels with more rows and a large gate and up matrix, even with a norm
+# and an activation of their own launches. Measured on an H200 with the four matrices of a 7B model.
+MAX_FUSED_ROWS, LARGE_MATRIX = 128, 2**25
 
 
 class AttentionKernels(Protocol):
@@ -126,10 +130,19 @@ class GpuBackend(PlainBackend):
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
-        is_small = batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS
-        if is_small and self.attention.fuses_decode:
-            return FusedDecodePass(config, batch, blocks, (cosine, sine), self.shard)
-        return UnfusedPass(config, batch, blocks, (cosine, sine), self.attention, self.shard)
+        num_rows, given = len(batch.tokens_t), (config, batch, blocks, (cosine, sine))
+        is_small = batch.num_decodes == num_rows <= FEW_ROWS
+        if not is_small or not self.attention.fuses_decode:
+            return UnfusedPass(*given, self.attention, self.shard)
+        if prefers_cublas(num_rows, config):
+            return CublasDecodePass(*given, self.attention, self.shard)
+        return FusedDecodePass(*given, self.shard)
+
+
+def prefers_cublas(num_rows: int, config: ModelConfig) -> bool:
+    """Whether cuBLAS computes the products of a batch of few decodes."""
+    num_gate_up = 2 * config.intermediate_size * config.hidden_size
+    return num_rows > MAX_FUSED_ROWS and num_gate_up >= LARGE_MATRIX
 
 
 def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
@@ -185,16 +198,8 @@ class FusedDecodePass(ForwardPass):
         return multiply(x, weight, epsilon=epsilon, squares_mj=self._squares, is_gated=is_gated)
 
     def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        batch, config = self._batch, self._config
-        assert batch.row_ids_s is not None
-        out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
-        decode_attention(
-            qkv, out, num_heads=config.num_heads, blocks=self._blocks, layer=number,
-            tables=batch.tables_sw, row_ids_s=batch.row_ids_s, positions_s=batch.positions_t,
-            slots_s=batch.slots_t, num_splits=batch.num_splits,
-            transform=HeadTransform(layer.q_norm, layer.k_norm, config.norm_eps, *self._rope),
-        )  # fmt: skip
-        return out
+        given = self._config, self._batch, self._blocks, self._rope
+        return fused_attention(number, layer, qkv, *given)
 
     def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
         """x += inner w, in place; also computes the squares for the next norm.
@@ -211,6 +216,27 @@ class FusedDecodePass(ForwardPass):
             count = num_squares(len(x), num_outputs, num_inputs, x.dtype)
             self._squares = torch.empty((len(x), count), dtype=torch.float32, device=x.device)
         multiply(inner, weight, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
+
+
+def fused_attention(
+    number: int,
+    layer: LayerWeights,
+    qkv: Tensor,
+    config: ModelConfig,
+    batch: ForwardBatch,
+    blocks: Tensor,
+    rope_pd: tuple[Tensor, Tensor],
+) -> Tensor:
+    """[T, H * D] of decodes; the kernel also rotates and stores the new tokens."""
+    assert batch.row_ids_s is not None
+    out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
+    decode_attention(
+        qkv, out, num_heads=config.num_heads, blocks=blocks, layer=number,
+        tables=batch.tables_sw, row_ids_s=batch.row_ids_s, positions_s=batch.positions_t,
+        slots_s=batch.slots_t, num_splits=batch.num_splits,
+        transform=HeadTransform(layer.q_norm, layer.k_norm, config.norm_eps, *rope_pd),
+    )  # fmt: skip
+    return out
 
 
 def multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
@@ -273,6 +299,14 @@ class UnfusedPass(ForwardPass):
             self._kernels.decode(number, q, out, batch, self._blocks)
         if batch.longest:
             self._kernels.prefill(number, q, out, batch, self._blocks)
+
+
+class CublasDecodePass(UnfusedPass):
+    """A batch of decodes only: fused attention, and products by cuBLAS."""
+
+    def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
+        given = self._config, self._batch, self._blocks, self._rope
+        return fused_attention(number, layer, qkv, *given)
 
 
 def _linear(x: Tensor, weight: Weight) -> Tensor:

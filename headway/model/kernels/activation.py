@@ -21,6 +21,13 @@ from headway.model.kernels.launch import begin, ceil_div, launch_options, launch
 
 
 @triton.jit
+def paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """float32: gate and up are adjacent; each pair becomes one output, silu(gate) * up."""
+    gate, up = tl.split(tl.reshape(total_mn, (ROWS, OUTPUTS // 2, 2)))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
 def _gated(x_2n, first, WIDTH: tl.constexpr, PIECE: tl.constexpr):
     """PIECE results of a row of pairs from the pair `first` on, rounded to the row's type."""
     both = first * 2 + tl.arange(0, 2 * PIECE)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.kernels.activation import paired
 from headway.model.kernels.launch import (
     NO_FP_FUSION,
     begin,
@@ -29,16 +30,10 @@ from headway.model.kernels.launch import (
     power_of_2,
 )
 from headway.model.kernels.tiles import Tile, tile_for
+from headway.model.kernels.wide_linear import wide_linear
 
 BAND = tl.constexpr(8)  # row tiles
 VECTOR = tl.constexpr(8)  # consecutive inputs of a thread: 16 bytes of a row
-
-
-@triton.jit
-def _paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Gate and up are adjacent; each pair becomes one output: silu(gate) * up."""
-    gate, up = tl.split(tl.reshape(total_mn, (ROWS, OUTPUTS // 2, 2)))
-    return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit
@@ -151,7 +146,7 @@ def _linear(
     if HAS_BIAS:
         total += bias[None, :].to(tl.float32)
     if IS_GATED:
-        total = _paired(total, ROWS, OUTPUTS)
+        total = paired(total, ROWS, OUTPUTS)
     if HAS_RESIDUAL:
         total += residual.to(tl.float32)
     rounded = total.to(out_mn.dtype.element_ty)
@@ -211,7 +206,7 @@ def _vector(
     if HAS_BIAS:
         total += bias.to(tl.float32)
     if IS_GATED:
-        total = tl.reshape(_paired(total[None, :], 1, OUTPUTS), (OUTPUTS // 2,))
+        total = tl.reshape(paired(total[None, :], 1, OUTPUTS), (OUTPUTS // 2,))
     if HAS_RESIDUAL:
         total += residual.to(tl.float32)
     tl.store(out_mn + place, total.to(out_mn.dtype.element_ty), mask=is_inside)
@@ -250,7 +245,7 @@ def linear(
     is_alike = residual_mn is None or num_rows == 1 or residual_mn.stride(0) == strides[1]
     assert is_alike, "the residual must have the output's stride"
     tile = tile or tile_for(num_rows, num_outputs, num_inputs, weight_nk.dtype)
-    num_tiles = ceil_div(num_outputs, tile.outputs)
+    num_tiles = ceil_div(num_outputs, tile.width)
     flags = (epsilon is not None, bias_n is not None, residual_mn is not None, is_gated)
     options = launch_options(tile.warps, tile.stages)
     if tile.rows == 1:
@@ -262,6 +257,13 @@ def linear(
     assert x_mk.dtype == weight_nk.dtype, "several rows need the type of the matrix"
     assert epsilon is None or squares_mj is not None, "the norm of several rows needs their squares"
     assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "one per tile"
+    if tile.extra or tile.parts > 1:
+        assert scale_n is None and x_scale_m is None, "wide tiles are not for fp8"
+        wide_linear(
+            x_mk, weight_nk, out_mn, tile, bias_n=bias_n, epsilon=epsilon, squares_mj=squares_mj,
+            is_gated=is_gated, residual_mn=residual_mn, squares_out_mj=squares_out_mj,
+        )  # fmt: skip
+        return out_mn
     num_parts = squares_mj.shape[1] if squares_mj is not None else 1
     _linear[(num_tiles * ceil_div(num_rows, tile.rows),)](
         x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj, scale_n, x_scale_m,
@@ -274,7 +276,7 @@ def linear(
 
 def num_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
     """The number of parts in which a product of this shape writes the squares of its output."""
-    return ceil_div(num_outputs, tile_for(num_rows, num_outputs, num_inputs, dtype).outputs)
+    return ceil_div(num_outputs, tile_for(num_rows, num_outputs, num_inputs, dtype).width)
 
 
 @launched

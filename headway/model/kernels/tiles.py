@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+LARGE = 2**25  # numbers of a matrix from which on its parts are worth a second kernel
+WIDE_ROOM = 4 * 1024  # bytes of the reserve of `device_limits` that wide tiles may use
 MANY_ROWS = 640  # from here on, invariant tiles do not depend on the number of rows
 
 
@@ -19,6 +21,13 @@ class Tile(NamedTuple):
     slices: int
     warps: int
     stages: int
+    extra: int = 0  # outputs beyond `outputs`, in a second piece
+    parts: int = 1  # of the inputs, each summed by a program of its own
+
+    @property
+    def width(self) -> int:
+        """All outputs of a tile."""
+        return self.outputs + self.extra
 
 
 @cache
@@ -26,7 +35,9 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtyp
     """The tile for a product on this device; `dtype` is that of the matrix."""
     if dtype.itemsize == 1:
         return fp8_tile_within(device_limits(), num_rows, num_outputs, num_inputs)
-    return tile_within(device_limits(), num_rows, num_outputs, num_inputs, dtype)
+    shape = (num_rows, num_outputs, num_inputs, dtype)
+    tile = wide_tile_within(device_limits(), *shape)
+    return tile or widened(tile_within(device_limits(), *shape), device_limits(), *shape)
 
 
 def tile_within(
@@ -62,6 +73,63 @@ def tile_within(
     stage = width * inputs * slices * dtype.itemsize
     stages = max(1, min(6, memory // stage))
     return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
+
+
+def widened(
+    tile: Tile,
+    limits: tuple[int, int],
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+) -> Tile:
+    """The tile with extra outputs, if one per multiprocessor is then enough; see wide_linear.py.
+
+    Otherwise some multiprocessors compute a second tile after the first, and all others wait. A
+    tile is not changed if a multiprocessor computes two of them concurrently.
+    """
+    least = 16 if tile.rows >= 64 else 8  # loads of 8 outputs for 64 rows would not be pipelined
+    processors, memory = limits
+    num_row_tiles, stage = -(-num_rows // tile.rows), tile.inputs * dtype.itemsize
+    has_room_for_two = 2 * tile.stages * (tile.rows + tile.outputs) * stage <= memory
+    is_slower = tile.rows < 32  # measured on an H200: a second round of tiles of 16 rows is short
+    if is_slower or has_room_for_two or tile.slices > 1 or num_inputs % tile.inputs:
+        return tile
+    if num_row_tiles * -(-num_outputs // tile.outputs) <= processors:
+        return tile
+    for extra in (tile.outputs // 4, tile.outputs // 2):
+        stages = min(6, memory // ((tile.rows + tile.outputs + extra) * stage))
+        num_tiles = num_row_tiles * -(-num_outputs // (tile.outputs + extra))
+        if extra >= least and num_tiles <= processors and stages >= 3:
+            return tile._replace(extra=extra, stages=stages)
+    return tile
+
+
+def wide_tile_within(
+    limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> Tile | None:
+    """The tile of 128 rows for 65 to 128 rows and a large matrix; see wide_linear.py.
+
+    None if the matrix is too small for it, or its inputs are no whole tiles.
+    """
+    processors, memory = limits
+    is_roomy = dtype.itemsize == 2 and memory >= 192 * 1024
+    if not is_roomy or not 64 < num_rows <= 128 or num_inputs % 64:
+        return None
+
+    def share_busy(extra: int) -> float:
+        """Tiles over the places for them: each multiprocessor takes one after the other."""
+        num_tiles = -(-num_outputs // (256 + extra))
+        return num_tiles / (-(-num_tiles // processors) * processors)
+
+    extra = max((0, 32), key=share_busy)
+    if share_busy(extra) >= 0.75:
+        stages = (memory + WIDE_ROOM) // ((128 + 256 + extra) * 64 * 2)
+        return Tile(128, 256, 64, 1, 8, stages, extra)
+    parts = max(n for n in (1, 2, 4) if -(-num_outputs // 128) * n <= processors or n == 1)
+    if parts == 1 or num_outputs * num_inputs < LARGE or num_inputs % (64 * parts):
+        return None
+    return Tile(128, 128, 64, 1, 8, 6, parts=parts)
 
 
 def fp8_tile_within(

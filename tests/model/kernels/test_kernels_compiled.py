@@ -112,6 +112,31 @@ def product(rows: int, outputs: int, slices: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def wide() -> dict[str, Any]:
+    """More warps than a piece of 8 outputs needs."""
+    pointers = dict.fromkeys(("x_mk", "weight_nk", "residual_mn", "out_mn"), "*bf16")
+    numbers = dict.fromkeys(("num_rows", "num_outputs", "x_stride", "out_stride"), "i32")
+    return {
+        "module": "wide_linear", "name": "_wide",
+        "types": pointers | numbers | {"squares_out_mj": "*fp32", "epsilon": "fp32"},
+        "fixed": {"K": 2048, "NUM_SQUARES": 1, "SQUARES_ROOM": 1, "IS_GATED": False, "ROWS": 16,
+                  "OUTPUTS": 32, "EXTRA": 8, "INPUTS": 128, "AHEAD": 4, "CHAINED": True},
+        "options": {"num_warps": 4, "num_stages": 3},
+    }  # fmt: skip
+
+
+def added() -> dict[str, Any]:
+    pointers = dict.fromkeys(("parts_pmn", "squares_mj", "squares_out_mj"), "*fp32")
+    pointers |= dict.fromkeys(("residual_mn", "out_mn"), "*bf16")
+    numbers = dict.fromkeys(("num_rows", "num_outputs", "out_stride"), "i32")
+    return {
+        "module": "wide_linear", "name": "_add", "types": pointers | numbers | {"epsilon": "fp32"},
+        "fixed": {"K": 2048, "NUM_SQUARES": 16, "SQUARES_ROOM": 16, "IS_GATED": False, "PARTS": 4,
+                  "ROWS": 8, "OUTPUTS": 128, "CHAINED": True},
+        "options": {"num_warps": 4, "num_stages": 1},
+    }  # fmt: skip
+
+
 def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     """For a GPU of the RTX 40 series, with the largest tile."""
     tile, kind = prefill_tile(head_dim, dtype, 10**6), "fp32" if dtype == torch.float32 else "bf16"
@@ -129,7 +154,9 @@ def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SUMS = [join(4, 64), join(32, 64), join(64, 128), attend(4, 128), product(16, 8, 4)]
+SUMS = [
+    join(4, 64), join(32, 64), join(64, 128), attend(4, 128), product(16, 8, 4), added(), wide(),
+]  # fmt: skip
 PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(256, torch.bfloat16)]
 
 

@@ -31,6 +31,7 @@ SHAPES = {
     "SmolLM2-135M": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
     "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
     "Llama-8B": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)],
+    "Qwen2.5-7B": [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584)],
 }
 
 
@@ -287,4 +288,4 @@ def test_every_chosen_tile_is_valid(name: str, dtype: torch.dtype, memory: int) 
                 stage = (tile.rows + tile.outputs) * tile.inputs * tile.slices * dtype.itemsize
                 assert tile.stages * stage <= memory, tile
             tile = tile_for(rows, outputs, inputs, dtype)
-            assert num_squares(rows, outputs, inputs, dtype) == -(-outputs // tile.outputs)
+            assert num_squares(rows, outputs, inputs, dtype) == -(-outputs // tile.width)

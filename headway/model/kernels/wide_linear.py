@@ -1,0 +1,233 @@
+"""Products with tiles that have extra outputs, or that sum a part of the inputs.
+
+There should be one tile for each multiprocessor: if there are more, some of them compute a second
+tile while all others wait. So a tile may have a width that is not a power of 2, for example 64 + 16
+outputs.
+
+From 65 rows on, bytes from the L2 cache limit the speed of a product with a large matrix: every
+tile of outputs reads all rows of its row tile. So a tile has 128 rows and as many outputs as fit,
+for example 256 + 32. A matrix of few outputs has tiles that are summed over a part of the inputs
+only; a second kernel adds the parts in order. tiles.widened and tiles.wide_tile_within choose.
+
+Shapes: M rows, N outputs, K inputs, P parts of the inputs, J parts of a sum of squares.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.model.kernels.activation import paired
+from headway.model.kernels.launch import (
+    NO_FP_FUSION,
+    begin,
+    ceil_div,
+    launch_options,
+    launched,
+    power_of_2,
+)
+from headway.model.kernels.tiles import Tile
+
+ADDED = 1024  # outputs of a program that adds parts
+AHEAD = 4  # lines of each output that are fetched while the previous kernel still runs
+
+
+@triton.jit
+def _fetch_ahead(place, AHEAD: tl.constexpr):
+    """Start to copy AHEAD lines of 128 bytes from each of these places to the L2 cache."""
+    for line in tl.static_range(AHEAD):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64) + line * 128],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_factor(
+    squares_mj, near_m, epsilon,
+    K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
+):  # fmt: skip
+    """One over the root mean square of each row; ones without squares."""
+    if squares_mj is None:
+        factor_m = tl.full(near_m.shape, 1.0, tl.float32)
+    else:
+        j = tl.arange(0, SQUARES_ROOM)[None, :]
+        place = squares_mj + near_m[:, None] * NUM_SQUARES + j
+        squares = tl.load(place, mask=j < NUM_SQUARES, other=0.0)
+        factor_m = tl.rsqrt(tl.sum(squares, 1) / K + epsilon)
+    return factor_m
+
+
+@triton.jit
+def _finish(
+    total, first, factor_m, bias_n, residual_mn, out_mn, near_m, is_row, num_outputs, out_stride,
+    IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """Scale rows, add bias, gate, add the residual and store; return the squares of the output.
+
+    `first` and `num_outputs` are counted before the gate.
+    """
+    total *= factor_m[:, None]
+    if bias_n is not None:
+        n = first + tl.arange(0, total.shape[1])
+        total += tl.load(bias_n + n, mask=n < num_outputs, other=0.0)[None, :].to(tl.float32)
+    if IS_GATED:
+        total = paired(total, total.shape[0], total.shape[1])
+        first, num_outputs = first // 2, num_outputs // 2
+    n = first + tl.arange(0, total.shape[1])
+    place = near_m[:, None] * out_stride + n[None, :]
+    is_inside = is_row[:, None] & (n < num_outputs)[None, :]
+    if residual_mn is not None:
+        total += tl.load(residual_mn + place, mask=is_inside, other=0.0).to(tl.float32)
+    rounded = total.to(out_mn.dtype.element_ty)
+    tl.store(out_mn + place, rounded, mask=is_inside)
+    stored = tl.where(is_inside, rounded.to(tl.float32), 0.0)
+    return tl.sum(stored * stored, 1)
+
+
+@launched
+@triton.jit(do_not_specialize=["num_rows"])
+def _wide(
+    x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
+    num_rows, num_outputs, epsilon, x_stride, out_stride,
+    K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
+    IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, EXTRA: tl.constexpr,
+    INPUTS: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One tile of OUTPUTS and then EXTRA outputs. Row tiles of the same outputs are consecutive."""
+    num_row_tiles = tl.cdiv(num_rows, ROWS)
+    tile = tl.program_id(0) // num_row_tiles
+    first = tile * (OUTPUTS + EXTRA)
+    m = tl.program_id(0) % num_row_tiles * ROWS + tl.arange(0, ROWS)
+    n, n_2 = first + tl.arange(0, OUTPUTS), first + OUTPUTS + tl.arange(0, EXTRA)
+    k, near_m, is_row = tl.arange(0, INPUTS), m % num_rows, m < num_rows
+    x = x_mk + near_m[:, None] * x_stride + k[None, :]
+    weight_n = weight_nk + (n % num_outputs).to(tl.int64) * K
+    weight_n2 = weight_nk + (n_2 % num_outputs).to(tl.int64) * K
+    weight, weight_2 = weight_n[None, :] + k[:, None], weight_n2[None, :] + k[:, None]
+    if CHAINED:
+        _fetch_ahead(weight_n, AHEAD)
+        _fetch_ahead(weight_n2, AHEAD)
+    begin(CHAINED)
+    factor_m = _norm_factor(squares_mj, near_m, epsilon, K, NUM_SQUARES, SQUARES_ROOM)
+    total, total_2 = tl.zeros((ROWS, OUTPUTS), tl.float32), tl.zeros((ROWS, EXTRA), tl.float32)
+    for start in range(0, K, INPUTS):
+        a = tl.load(x + start, mask=is_row[:, None], other=0.0)
+        total = tl.dot(a, tl.load(weight + start), total, input_precision="ieee")
+        total_2 = tl.dot(a, tl.load(weight_2 + start), total_2, input_precision="ieee")
+    squares = _finish(
+        total, first, factor_m, bias_n, residual_mn, out_mn, near_m, is_row, num_outputs,
+        out_stride, IS_GATED,
+    )  # fmt: skip
+    squares_2 = _finish(
+        total_2, first + OUTPUTS, factor_m, bias_n, residual_mn, out_mn, near_m, is_row,
+        num_outputs, out_stride, IS_GATED,
+    )  # fmt: skip
+    if squares_out_mj is not None:
+        home = squares_out_mj + near_m * tl.cdiv(num_outputs, OUTPUTS + EXTRA) + tile
+        tl.store(home, squares + squares_2, mask=is_row)
+
+
+@launched
+@triton.jit(do_not_specialize=["num_rows"])
+def _part(
+    x_mk, weight_nk, parts_pmn, num_rows, num_outputs, x_stride,
+    K: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, AHEAD: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One tile, summed over one part of the inputs."""
+    num_row_tiles, part = tl.cdiv(num_rows, ROWS), tl.program_id(1)
+    m = tl.program_id(0) % num_row_tiles * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) // num_row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
+    SPAN: tl.constexpr = K // PARTS
+    k, is_row = tl.arange(0, INPUTS), (m < num_rows)[:, None]
+    x = x_mk + part * SPAN + (m % num_rows)[:, None] * x_stride + k[None, :]
+    weight_n = weight_nk + part * SPAN + (n % num_outputs).to(tl.int64) * K
+    weight = weight_n[None, :] + k[:, None]
+    if CHAINED:
+        _fetch_ahead(weight_n, AHEAD)
+    begin(CHAINED)
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, SPAN, INPUTS):
+        a, b = tl.load(x + start, mask=is_row, other=0.0), tl.load(weight + start)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    place = (part * num_rows + m)[:, None] * num_outputs + n[None, :]
+    tl.store(parts_pmn + place, total, mask=is_row & (n < num_outputs)[None, :])
+
+
+@launched
+@triton.jit(do_not_specialize=["num_rows"])
+def _add(
+    parts_pmn, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
+    num_rows, num_outputs, epsilon, out_stride,
+    K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
+    IS_GATED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of some outputs, in order, and finish the product."""
+    tile = tl.program_id(1)
+    m, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, near_m = m < num_rows, m % num_rows
+    is_inside = is_row[:, None] & (n < num_outputs)[None, :]
+    place = parts_pmn + near_m[:, None] * num_outputs + n[None, :]
+    begin(CHAINED)
+    factor_m = _norm_factor(squares_mj, near_m, epsilon, K, NUM_SQUARES, SQUARES_ROOM)
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(place + part * num_rows * num_outputs, mask=is_inside, other=0.0)
+    squares = _finish(
+        total, tile * OUTPUTS, factor_m, bias_n, residual_mn, out_mn, near_m, is_row, num_outputs,
+        out_stride, IS_GATED,
+    )  # fmt: skip
+    if squares_out_mj is not None:
+        home = squares_out_mj + near_m * tl.cdiv(num_outputs, OUTPUTS) + tile
+        tl.store(home, squares, mask=is_row)
+
+
+def wide_linear(
+    x_mk: Tensor,
+    weight_nk: Tensor,
+    out_mn: Tensor,
+    tile: Tile,
+    *,
+    bias_n: Tensor | None = None,
+    epsilon: float | None = None,
+    squares_mj: Tensor | None = None,
+    is_gated: bool = False,
+    residual_mn: Tensor | None = None,
+    squares_out_mj: Tensor | None = None,
+) -> None:
+    """Like linear.linear with several rows, for a tile that has extra outputs or parts."""
+    num_rows, (num_outputs, num_inputs) = len(x_mk), weight_nk.shape
+    assert num_inputs % (tile.parts * tile.inputs) == 0, "a part has whole tiles"
+    assert tile.parts == 1 or tile.extra == 0, "a tile has extra outputs or parts, not both"
+    squares = None if epsilon is None else squares_mj
+    num_parts = 1 if squares is None else squares.shape[1]
+    norm = (num_inputs, num_parts, power_of_2(num_parts), is_gated)
+    ends = (bias_n, residual_mn, out_mn, squares_out_mj, num_rows, num_outputs, epsilon or 0.0)
+    options = launch_options(tile.warps, tile.stages) | NO_FP_FUSION
+    x_stride, out_stride = x_mk.stride(0), out_mn.stride(0)
+    num_tiles = ceil_div(num_outputs, tile.width)
+    num_programs = num_tiles * ceil_div(num_rows, tile.rows)
+    if tile.parts == 1:
+        _wide[(num_programs,)](
+            x_mk, weight_nk, squares, *ends, x_stride, out_stride, *norm,
+            tile.rows, tile.outputs, tile.extra, tile.inputs, AHEAD, **options,
+        )  # fmt: skip
+        return
+    shape = (tile.parts, num_rows, num_outputs)
+    parts_pmn = torch.empty(shape, dtype=torch.float32, device=x_mk.device)
+    _part[(num_programs, tile.parts)](
+        x_mk, weight_nk, parts_pmn, num_rows, num_outputs, x_stride, num_inputs, tile.parts,
+        tile.rows, tile.outputs, tile.inputs, AHEAD, **options,
+    )  # fmt: skip
+    rows = max(1, ADDED // tile.outputs)
+    _add[(ceil_div(num_rows, rows), num_tiles)](
+        parts_pmn, squares, *ends, out_stride, *norm, tile.parts, rows, tile.outputs,
+        **launch_options(4, 1), **NO_FP_FUSION,
+    )  # fmt: skip

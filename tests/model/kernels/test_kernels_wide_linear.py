@@ -1,0 +1,122 @@
+"""Products with extra outputs or with parts of the inputs: they equal the reference; their tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from headway.model.kernels.linear import linear
+from headway.model.kernels.tiles import Tile, tile_within, wide_tile_within, widened
+from tests.model.kernels.reference import linear as reference
+from tests.model.kernels.test_kernels_linear import (
+    DEVICE,
+    SHAPES,
+    TYPES,
+    Case,
+    arguments,
+    check,
+    distance,
+    found,
+    is_power_of_two,
+    moved,
+)
+
+LIMITS = (132, 207 * 1024)  # of an H200
+# Small tiles with extra outputs and with parts of the inputs.
+WIDE = {
+    "extra": Tile(rows=32, outputs=32, inputs=16, slices=1, warps=4, stages=2, extra=16),
+    "parts": Tile(rows=32, outputs=32, inputs=16, slices=1, warps=4, stages=2, parts=5),
+}
+WIDE_TILES = pytest.mark.parametrize("tile", WIDE.values(), ids=list(WIDE))
+
+
+@pytest.mark.parametrize("rows", [2, 32, 45])
+@TYPES
+@WIDE_TILES
+def test_wide_tiles_equal_the_reference(tile: Tile, dtype: torch.dtype, rows: int) -> None:
+    check(Case(rows=rows, dtype=dtype, tile=tile))
+    check(
+        Case(
+            rows=rows, dtype=dtype, has_norm=True, has_bias=True, is_gated=True, has_residual=True,
+            num_parts=3, tile=tile,
+        )
+    )  # fmt: skip
+
+
+@WIDE_TILES
+def test_squares_of_wide_tiles_are_of_the_stored_output(tile: Tile) -> None:
+    case = Case(rows=45, has_residual=True, tile=tile)
+    squares = torch.full((45, -(-case.outputs // tile.width)), torch.nan, device=DEVICE)
+    out = found(case, squares_out_mj=squares)
+    assert torch.equal(out, found(case))
+    sums = squares.cpu().sum(1, keepdim=True)
+    assert distance(sums, reference.row_squares(out)) < 1e-5
+
+
+@WIDE_TILES
+def test_rows_of_wide_tiles_may_have_a_stride(tile: Tile) -> None:
+    case = Case(rows=33, has_residual=True, tile=tile)
+    given = moved(arguments(case))
+    wide = torch.full((33, case.inputs + 16), torch.nan, device=DEVICE)
+    home = torch.full((33, case.width + 10), 7.0, device=DEVICE)
+    wide[:, 8:-8], home[:, 4:-6] = given["x_mk"], given["residual_mn"]
+    out = home[:, 4:-6]
+    linear(**given | {"x_mk": wide[:, 8:-8], "residual_mn": out, "out_mn": out}, tile=tile)
+    assert torch.equal(out.cpu(), found(case))
+    assert (home[:, :4] == 7).all() and (home[:, -6:] == 7).all()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_chosen_wide_tile_is_valid(name: str) -> None:
+    for rows in range(1, 300):
+        for outputs, inputs in SHAPES[name]:
+            tile = wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
+            small = wide_tile_within((132, 80 * 1024), rows, outputs, inputs, torch.bfloat16)
+            assert small is None, "such tiles need much shared memory"
+            if tile is None:
+                continue
+            assert 64 < rows <= 128 and tile.slices == 1
+            sizes = (*tile[:5], tile.parts, tile.extra or 1)
+            assert all(is_power_of_two(size) for size in sizes), tile
+            assert inputs % (tile.inputs * tile.parts) == 0, tile
+            assert tile.parts == 1 or tile.extra == 0, tile
+            stage = (tile.rows + tile.width) * tile.inputs * 2
+            assert tile.stages >= 2 and tile.stages * stage <= 227 * 1024 - 8 * 1024, tile
+
+
+def test_a_large_matrix_has_about_one_wide_tile_for_each_multiprocessor() -> None:
+    def num_programs(rows: int, outputs: int, inputs: int) -> int:
+        tile = wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
+        assert tile is not None and tile.rows == 128
+        return -(-rows // tile.rows) * -(-outputs // tile.width) * tile.parts
+
+    assert num_programs(65, 37888, 3584) == num_programs(128, 37888, 3584) == 132
+    assert num_programs(96, 28672, 4096) == num_programs(96, 3584, 18944) == 112
+    for rows, outputs, inputs in ((64, 37888, 3584), (129, 37888, 3584), (96, 1024, 3072)):
+        assert wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_tile_has_extra_outputs_only_where_a_second_tile_would_follow(name: str) -> None:
+    for rows in range(2, 257):
+        for outputs, inputs in SHAPES[name]:
+            shape = rows, outputs, inputs, torch.bfloat16
+            tile = tile_within(LIMITS, *shape)
+            wider = widened(tile, LIMITS, *shape)
+            if wider == tile:
+                continue
+            num_row_tiles = -(-rows // tile.rows)
+            num_programs = num_row_tiles * -(-outputs // wider.width)
+            assert num_programs <= 132 < num_row_tiles * -(-outputs // tile.outputs)
+            assert is_power_of_two(wider.extra) and wider.extra >= 8 and inputs % wider.inputs == 0
+            stage = (wider.rows + wider.width) * wider.inputs * 2
+            assert wider.stages >= 3 and wider.stages * stage <= LIMITS[1], wider
+            assert 2 * tile.stages * (tile.rows + tile.outputs) * tile.inputs * 2 > LIMITS[1]
+
+
+def test_the_first_product_of_a_7b_layer_has_extra_outputs_from_32_rows_on() -> None:
+    for rows, width in ((2, 32), (16, 32), (32, 40), (33, 48), (64, 48), (65, 80), (128, 80)):
+        shape = rows, 4608, 3584, torch.bfloat16
+        assert widened(tile_within(LIMITS, *shape), LIMITS, *shape).width == width
