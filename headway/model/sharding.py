@@ -165,9 +165,9 @@ class Shard:
     def embed(self, rows: Callable[[Tensor], Tensor], tokens_t: Tensor) -> Tensor:
         """Embeddings of tokens; `rows` looks up those of this rank, numbered from 0."""
         own = self.vocabulary[self.rank]
-        is_other = (tokens_t < own.start) | (tokens_t >= own.stop)
-        found = rows((tokens_t - own.start).clamp_(0, len(own) - 1))
-        found = found.masked_fill_(is_other[:, None], 0.0)
+        places_t = tokens_t - own.start
+        near_t = places_t.clamp(0, len(own) - 1)
+        found = rows(near_t).masked_fill_((places_t != near_t)[:, None], 0.0)
         self.collectives.sum(found.view(torch.int32))  # bits of one rank and zeros: nothing rounds
         return found
 
