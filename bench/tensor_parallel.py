@@ -57,6 +57,7 @@ class Setup:
 
     device: torch.device
     rows: tuple[int, ...] = (1, 32, 256)
+    captured_rows: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     prompt: int = 2048  # tokens of the prefill
     context: int = 512  # tokens before the measured steps
     room: int = 256  # tokens for the measured steps
@@ -317,11 +318,19 @@ def main() -> None:
     setup = Setup(torch.device("cuda", 0) if has_gpu else torch.device("cpu"))
     if options.tiny:
         setup = replace(
-            setup, rows=(1, 3), prompt=24, context=8, room=24, rounds=1, replays=1, is_tiny=True
+            setup,
+            rows=(1, 3),
+            captured_rows=(1, 3),
+            prompt=24,
+            context=8,
+            room=24,
+            rounds=1,
+            replays=1,
+            is_tiny=True,
         )
     parts = {
         "delta": measure_delta,
-        "captured": partial(measure_captured, setup),
+        "captured": partial(measure_captured, replace(setup, rows=setup.captured_rows)),
         "rank": partial(measure_ranks, setup),
     }
     chosen = list(parts) if has_gpu or options.tiny else ["delta"]
