@@ -161,8 +161,11 @@ class FleetClient:
         replica.is_gone = True  # also if it was lost before it was added
 
     async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
         while True:
-            await asyncio.sleep(TICK_SECONDS)
+            due = next_tick(due, loop.time())
+            await asyncio.sleep(due - loop.time())
             try:
                 self.dispatcher.tick()
                 self._send_and_deliver()
@@ -190,6 +193,15 @@ class FleetClient:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def next_tick(due: float, now: float) -> float:
+    """When the tick after the one that was due must come.
+
+    Ticks that are late do not delay later ones, so that a hang is noticed in time. Ticks that were
+    missed, because this process was stopped, are left out.
+    """
+    return max(due + TICK_SECONDS, now)
 
 
 async def _close(link: ReplicaLink) -> None:
