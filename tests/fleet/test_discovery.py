@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from headway.fleet.client import FleetClient
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.sockets import Identity, ReplicaServer
 from headway.request import RequestParams
-from tests.support.served import Capitals, on_loop
+from tests.support.served import Capitals, on_loop, until
 
 KEY = b"key"
 MODEL = Identity(name="", model="letters", block_size=16)
@@ -59,12 +59,6 @@ async def gateway(directory: Announced) -> AsyncIterator[tuple[AsyncEngine, Disc
     await engine.start()
     yield engine, fleet
     await engine.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def complete(engine: AsyncEngine, id: str, text: bytes) -> bytes:

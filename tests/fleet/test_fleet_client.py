@@ -16,6 +16,7 @@ from headway.fleet.links import OnBatch, OnLost, ThreadLink
 from headway.fleet.settings import FleetCounters, FleetSettings
 from tests.support.faults import Faults
 from tests.support.scripted import END, make_engine, script
+from tests.support.served import until
 
 
 class StoppableLink(ThreadLink):
@@ -62,12 +63,6 @@ def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
 
     run.__name__ = test.__name__
     return run
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Wait for a condition on engines that run on threads of their own."""
-    while not holds():
-        await asyncio.sleep(0.005)
 
 
 def generates(engine: Engine, num_requests: int) -> bool:
@@ -181,8 +176,7 @@ async def test_leaving_early_aborts_on_the_replica_and_close_ends_open_requests(
     async with Fleet(ThreadLink("a", engine)) as fleet:
         async for _ in fleet.engine.stream("a", [5], script(200)):
             break
-        while engine.scheduler.requests:
-            await asyncio.sleep(0.005)
+        await until(lambda: not engine.scheduler.requests)
         assert not fleet.client.dispatcher.requests
         left = asyncio.create_task(fleet.run("b", 200))
         await until(lambda: engine.scheduler.requests)

@@ -17,6 +17,7 @@ from headway.fleet.links import ClientLink
 from headway.fleet.settings import FleetSettings
 from headway.server.process.ipc import SocketClient
 from tests.support.scripted import END, script
+from tests.support.served import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,8 +63,7 @@ def test_killed_and_stopped_processes_are_replaced_within_two_seconds(
             return tokens
 
         runs = [asyncio.create_task(one(str(i))) for i in range(9)]
-        while len(begun) < len(runs):
-            await asyncio.sleep(0.005)
+        await until(lambda: len(begun) == len(runs), 10)
         processes["a"].send_signal(signal.SIGSTOP)
         processes["b"].kill()
         outputs = await asyncio.gather(*runs)

@@ -24,7 +24,7 @@ from headway.errors import ExecutorError
 from headway.fleet import sockets, wire
 from headway.fleet.sockets import Identity, ReplicaServer, SocketLink
 from headway.request import RequestParams
-from tests.support.served import Capitals, on_loop
+from tests.support.served import Capitals, on_loop, until
 
 KEY = b"k" * 32
 MODEL = Identity(name="one", model="letters (float32 on cpu)", block_size=16)
@@ -50,11 +50,6 @@ class Received:
     def has_ended(self, id: str) -> bool:
         ends = [m for m in self.messages if isinstance(m, SampleUpdate) and m.id == id]
         return any(m.end is not None for m in ends)
-
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(5):
-            while not condition():
-                await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -90,8 +85,8 @@ async def test_two_gateways_share_a_replica_and_may_use_the_same_ids() -> None:
         two, second = await link_to(server)
         one.send([submit("r", b"hello")])
         two.send([submit("r", b"other")])
-        await first.until(lambda: first.has_ended("r"))
-        await second.until(lambda: second.has_ended("r"))
+        await until(lambda: first.has_ended("r"))
+        await until(lambda: second.has_ended("r"))
         assert (first.tokens("r"), second.tokens("r")) == (b"HELLO", b"OTHER")
         assert server.num_open == 0
         await one.close()
@@ -104,10 +99,10 @@ async def test_a_closed_link_cancels_its_requests_and_is_not_reported_as_lost() 
         executor.gate.clear()
         link, received = await link_to(server)
         link.send([submit("r")])
-        await received.until(lambda: server.num_open == 1)
+        await until(lambda: server.num_open == 1)
         await link.close()
         executor.gate.set()
-        await received.until(lambda: not server.service.workers)
+        await until(lambda: not server.service.workers)
         link.send([Cancel("r")])  # does nothing
         assert received.lost == [] and not link.is_open
 
@@ -117,7 +112,7 @@ async def test_an_answer_that_cannot_be_sent_becomes_an_error() -> None:
     async with replica() as (server, _):
         link, received = await link_to(server)
         link.send([Query(1, "odd"), Query(2, "now")])
-        await received.until(lambda: len(received.messages) >= 2)
+        await until(lambda: len(received.messages) >= 2)
         odd, now = sorted(m for m in received.messages if isinstance(m, QueryResult))
         assert odd.error is not None and "complex" in odd.error
         assert isinstance(now.value, float)
@@ -130,7 +125,7 @@ async def test_a_link_reports_the_end_of_its_replica_once() -> None:
         link, received = await link_to(server)
         for worker in server.service.workers.values():
             worker.writer.transport.abort()
-        await received.until(lambda: received.lost)
+        await until(lambda: received.lost)
         assert len(received.lost) == 1 and not link.is_open
         await link.close()
         assert len(received.lost) == 1
@@ -142,9 +137,9 @@ async def test_a_drain_asks_the_gateways_and_waits_until_the_requests_are_gone()
         executor.gate.clear()
         link, received = await link_to(server)
         link.send([submit("r")])
-        await received.until(lambda: server.num_open == 1)
+        await until(lambda: server.num_open == 1)
         draining = asyncio.create_task(server.drain("scaled down"))
-        await received.until(lambda: received.drained == ["one"])
+        await until(lambda: received.drained == ["one"])
         assert not draining.done()
         await link.close()
         executor.gate.set()

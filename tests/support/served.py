@@ -215,6 +215,13 @@ async def server(
     await engine.close()
 
 
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """Wait for a condition that other tasks or threads make true; TimeoutError if it stays false."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run an async test in its own event loop, with a timeout."""
 
