@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
+from headway.engine.clock import VirtualClock
 from headway.engine.outputs import RequestOutput
 from headway.lab.replay import check_replay
 from headway.model.precision import why_not_native
@@ -99,9 +100,14 @@ def pair(pairs: Callable[[str], Pair], quantization: str) -> Pair:
 def run(
     llm: LLM, preset_name: str, *, ahead: bool = False, n: int = 1, times: int = 1, **changes: Any
 ) -> tuple[dict[str, list[list[int]]], real.Seen]:
-    """The greedy tokens of all prompts, under one configuration; a list for each sample."""
+    """The greedy tokens of all prompts, under one configuration; a list for each sample.
+
+    Time stands still: a slow machine does not change the order of requests.
+    """
     config, seen = preset(preset_name, **{**SIZES, **changes}), real.Seen()
-    engine = Engine(Scheduler(config), llm.executor, async_scheduling=ahead, observers=[seen])
+    engine = Engine(
+        Scheduler(config), llm.executor, VirtualClock(), async_scheduling=ahead, observers=[seen]
+    )
     params, found = RequestParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=n), {}
     for _ in range(times):
         asked = {name: engine.add(name, each, params) for name, each in prompts().items()}
