@@ -140,12 +140,14 @@ def load_part(model: ModelConfig, group: Group | None, device: torch.device) -> 
 
 
 @torch.inference_mode()
-def captured_steps(decoder: Any, setup: Setup) -> Any:
-    """An executor with captured decode steps of all numbers of rows."""
+def captured_steps(decoder: Any, setup: Setup, blocks: torch.Tensor | None = None) -> Any:
+    """An executor with captured decode steps of all numbers of rows; `blocks` is the KV cache."""
     from headway.executor.gpu.executor import GpuExecutor
     from headway.model.kernels.launch import compile_all
 
     executor = GpuExecutor(decoder, setup.config)
+    if blocks is not None:
+        executor.device_blocks = blocks
     steps = [step_size(executor, num_rows, setup) for num_rows in setup.rows]
 
     def run_all() -> None:
@@ -212,21 +214,26 @@ def divided(decoder: Any, shard: Shard | None) -> Iterator[None]:
 
 
 def measure_captured(setup: Setup) -> dict[str, Any]:
-    """Decode steps of an 8B model with and without a group of one rank, alternating."""
+    """Decode steps of an 8B model with and without a group of one rank, alternating.
+
+    `noise` is the cost of another executor without a group. All use the same KV cache, so that
+    nothing but the group differs.
+    """
     model = setup.model("llama-8b")
     decoder = load_part(model, None, setup.device)
     shard = Shard(model, connect(anonymous_file(), 0, 1, setup.device), is_exact=False)
     plain = captured_steps(decoder, setup)
     with divided(decoder, shard):
-        grouped = captured_steps(decoder, setup)
+        grouped = captured_steps(decoder, setup, plain.device_blocks)
+    other = captured_steps(decoder, setup, plain.device_blocks)
     found = {}
     for num_rows in setup.rows:
-        pair = [step_seconds(executor, num_rows, setup) for executor in (plain, grouped)]
-        rounds = [[measure() for measure in pair] for _ in range(setup.rounds)]
-        without, with_group = (median(column) for column in zip(*rounds, strict=True))
+        each = [step_seconds(executor, num_rows, setup) for executor in (plain, grouped, other)]
+        rounds = [[measure() for measure in each] for _ in range(setup.rounds)]
+        without, with_group, again = (median(column) for column in zip(*rounds, strict=True))
         found[f"{num_rows} rows"] = {
             "ms": round(without * 1e3, 4), "ms_with_collectives": round(with_group * 1e3, 4),
-            "cost": round(with_group / without - 1, 4),
+            "cost": round(with_group / without - 1, 4), "noise": round(again / without - 1, 4),
         }  # fmt: skip
     return found
 
