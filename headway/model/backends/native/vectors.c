@@ -133,6 +133,7 @@ ALWAYS vec fold(vec v[LANES], vec (*join)(vec, vec)) {
 }
 
 ALWAYS vec plus(vec a, vec b) { return a + b; }
+ALWAYS vec plus_integers(vec a, vec b) { return (vec)((ivec)a + (ivec)b); }
 
 /* The sums over the lanes of LANES vectors, as one vector. */
 ALWAYS vec sums_of(vec v[LANES]) {
