@@ -9,6 +9,11 @@
 #define MAX_BYTE 127.0f
 #define MAX_ROUNDED 32639.0f /* 127 * 256 + 127; times 127 * MAX_HEAD it is below 2^31 */
 #define TINY 1e-30f          /* numbers below it count as zeros */
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define DOTS LANES /* keys that are multiplied together */
+#else
+#define DOTS 4
+#endif
 
 ALWAYS vec size_of(vec v) { return (vec)((ivec)v & 0x7fffffff); }
 
@@ -27,7 +32,14 @@ static void store_bytes(const float *restrict x, int64_t D, char *restrict to) {
     const float top = largest_size(x, D), inverse = top > TINY ? MAX_BYTE / top : 0;
     const float scale = top > TINY ? top / MAX_BYTE : 0;
     int8_t *row = (int8_t *)to;
+#if defined(__AVX512F__)
+    for (int64_t d = 0; d < D; d += LANES) {
+        const vec biased = load(x + d) * inverse + MAGIC;
+        _mm_storeu_si128((__m128i *)(row + d), _mm512_cvtepi32_epi8((__m512i)biased));
+    }
+#else
     for (int64_t d = 0; d < D; d++) row[d] = (int8_t)(int32_t)rintf(x[d] * inverse);
+#endif
     memcpy(to + D, &scale, SCALE_BYTES);
 }
 
@@ -59,6 +71,12 @@ ALWAYS int32_t whole_of(const Rounded *x, int64_t n) {
 static void round_all(const float *restrict x, int64_t n, Rounded *restrict to) {
     const float top = largest_size(x, n), inverse = top > TINY ? MAX_ROUNDED / top : 0;
     to->scale = top > TINY ? top / MAX_ROUNDED : 0;
+#if defined(__AVX512F__)
+    for (int64_t k = 0; k < n; k += LANES) {
+        const vec biased = load(x + k) * inverse + MAGIC;
+        _mm256_storeu_si256((__m256i *)(to->whole + k), _mm512_cvtepi32_epi16((__m512i)biased));
+    }
+#else
     for (int64_t k = 0; k < n; k++) {
         const int32_t i = (int32_t)rintf(x[k] * inverse);
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -68,6 +86,7 @@ static void round_all(const float *restrict x, int64_t n, Rounded *restrict to) 
         to->whole[k] = (int16_t)i;
 #endif
     }
+#endif
 }
 
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -151,9 +170,87 @@ ALWAYS int64_t add_many(const Rounded *weights, int rows, const char *const *val
     }
     return d;
 }
+#elif DOTS == LANES && DOTS > 4
+/* Vectors of 2 * LANES integers of 16 bits: of bytes that are neighbours, or pairs of bytes of two rows. */
+#if defined(__AVX512BW__)
+typedef __m512i words;
+ALWAYS words load_words(const void *p) { return _mm512_loadu_si512(p); }
+ALWAYS words widen(const char *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p)); }
+ALWAYS words pair(const char *a, const char *b) {
+    const __m128i x = _mm_loadu_si128((const __m128i *)a), y = _mm_loadu_si128((const __m128i *)b);
+    return _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)));
+}
+ALWAYS words repeat(int32_t pair) { return _mm512_set1_epi32(pair); }
+#if defined(__AVX512VNNI__)
+ALWAYS ivec add_products(ivec sums, words a, words b) {
+    return (ivec)_mm512_dpwssd_epi32((__m512i)sums, a, b);
+}
 #else
-ALWAYS void dots_of(const Rounded *q, const char *const *keys, int64_t D, int32_t out[4]) {
-    for (int i = 0; i < 4; i++) {
+ALWAYS ivec add_products(ivec sums, words a, words b) { return sums + (ivec)_mm512_madd_epi16(a, b); }
+#endif
+#else
+typedef __m256i words;
+ALWAYS words load_words(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+ALWAYS words widen(const char *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); }
+ALWAYS words pair(const char *a, const char *b) {
+    const __m128i x = _mm_loadl_epi64((const __m128i *)a), y = _mm_loadl_epi64((const __m128i *)b);
+    return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y));
+}
+ALWAYS words repeat(int32_t pair) { return _mm256_set1_epi32(pair); }
+ALWAYS ivec add_products(ivec sums, words a, words b) { return sums + (ivec)_mm256_madd_epi16(a, b); }
+#endif
+
+/* The dot products of a query and LANES keys. */
+ALWAYS void dots_of(const Rounded *q, const char *const *keys, int64_t D, int32_t out[LANES]) {
+    ivec sums[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) sums[i] = (ivec){0};
+    int64_t d = 0;
+    for (; d + 2 * LANES <= D; d += 2 * LANES) {
+        const words part = load_words(q->whole + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) sums[i] = add_products(sums[i], part, widen(keys[i] + d));
+    }
+    const vec folded = fold((vec *)sums, plus_integers);
+    memcpy(out, &folded, sizeof folded);
+    for (; d < D; d++)
+        for (int i = 0; i < LANES; i++) out[i] += whole_of(q, d) * ((const int8_t *)keys[i])[d];
+}
+
+/* Add `count` pairs of values, times the weights, to LANES places of some rows of the output. */
+ALWAYS void add_pairs(const int rows, const Rounded *weights, const words *pairs, int count, int64_t d,
+                      float (*out)[MAX_HEAD]) {
+    ivec sums[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) sums[r] = (ivec){0};
+    for (int j = 0; j < count; j++)
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            int32_t both;
+            memcpy(&both, weights[r].whole + 2 * j, sizeof both);
+            sums[r] = add_products(sums[r], pairs[j], repeat(both));
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+        store(out[r] + d, multiply_add(__builtin_convertvector(sums[r], vec),
+                                       splat(weights[r].scale), load(out[r] + d)));
+}
+
+ALWAYS int64_t add_many(const Rounded *weights, int rows, const char *const *values, int count,
+                        int64_t D, float (*out)[MAX_HEAD]) {
+    for (int64_t d = 0; d < D; d += LANES) {
+        words pairs[KEYS / 2];
+        const int num_pairs = (count + 1) / 2;
+        for (int j = 0; j < num_pairs; j++) pairs[j] = pair(values[2 * j] + d, values[2 * j + 1] + d);
+        int r = 0;
+        for (; r + 4 <= rows; r += 4) add_pairs(4, weights + r, pairs, num_pairs, d, out + r);
+        for (; r < rows; r++) add_pairs(1, weights + r, pairs, num_pairs, d, out + r);
+    }
+    return D;
+}
+#else
+ALWAYS void dots_of(const Rounded *q, const char *const *keys, int64_t D, int32_t out[DOTS]) {
+    for (int i = 0; i < DOTS; i++) {
         int32_t sum = 0;
         for (int64_t d = 0; d < D; d++) sum += q->whole[d] * ((const int8_t *)keys[i])[d];
         out[i] = sum;
@@ -171,10 +268,10 @@ ALWAYS int64_t add_many(const Rounded *weights, int rows, const char *const *val
 static void score_bytes(const Rounded *q, const char *const *keys, int count, int64_t D, float scale,
                         float *out) {
     const float factor = q->scale * scale;
-    for (int first = 0; first < count; first += 4) {
-        int32_t dots[4];
+    for (int first = 0; first < count; first += DOTS) {
+        int32_t dots[DOTS];
         dots_of(q, keys + first, D, dots);
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < DOTS; i++)
             out[first + i] = (float)dots[i] * (factor * scale_of(keys[first + i], D));
     }
 }

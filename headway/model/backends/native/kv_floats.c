@@ -13,42 +13,6 @@
 
 static const float nothing[MAX_HEAD]; /* a row of zeros, as floats or as bytes with a scale */
 
-/* Fold the lanes of a and b onto half as many: every 2 * half lanes hold a's, then b's. */
-#define AT(j, half, by) ((j) % (2 * (half)) < (half) ? (j) : (j) - (half) + LANES) + by
-#define FOUR(j, half, by) AT(j, half, by), AT(j + 1, half, by), AT(j + 2, half, by), AT(j + 3, half, by)
-#if LANES == 16
-#define ALL(half, by) FOUR(0, half, by), FOUR(4, half, by), FOUR(8, half, by), FOUR(12, half, by)
-#elif LANES == 8
-#define ALL(half, by) FOUR(0, half, by), FOUR(4, half, by)
-#else
-#define ALL(half, by) FOUR(0, half, by)
-#endif
-#define FOLD(half)                                                                         \
-    for (int i = 0; i < half; i++)                                                         \
-        v[i] = __builtin_shufflevector(v[i], v[i + half], ALL(half, 0)) +                  \
-               __builtin_shufflevector(v[i], v[i + half], ALL(half, half));
-
-/* The sums over the lanes of LANES vectors, as one vector. */
-ALWAYS vec sums_of(vec v[LANES]) {
-#if defined(__aarch64__)
-    const float32x4_t low = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
-    return (vec)vpaddq_f32(low, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]));
-#else
-#if LANES == 16
-#pragma GCC unroll 8
-    FOLD(8)
-#endif
-#if LANES >= 8
-#pragma GCC unroll 8
-    FOLD(4)
-#endif
-#pragma GCC unroll 8
-    FOLD(2)
-    FOLD(1)
-    return v[0];
-#endif
-}
-
 /* out[rows, count] = scale q keys, where `keys` has a multiple of LANES places. Prefetches the keys at
    `later`, if it is not 0, a line at a time: many at once would fill the queues of the cache. */
 ALWAYS void score(const int rows, const float *const *q, const char *const *keys,

@@ -3,6 +3,8 @@
    Four inputs of a row are loaded as one vector, and an instruction multiplies by one of its lanes.
    A tile of up to 4 rows and 16 outputs, or 8 rows and 8 outputs, fits in the registers. */
 
+#define INPUTS_IN_CACHE 512 /* of a panel of weights, in the first cache */
+
 /* Outputs [first, first + 4 vecs) of a panel, added in the order of the inputs; to `out` if `adds`.
    Prefetches weights if `fetches`. */
 ALWAYS void tile(const int rows, const int vecs, const int fetches, const float *x, int64_t stride,
@@ -63,4 +65,13 @@ static void tile_of(int rows, int starts, const float *x, int64_t stride, const 
     }
 #undef CASE
 #undef TWICE
+}
+
+/* out[rows, PANEL] = x w for one panel, in parts of which the first cache holds the weights. */
+static void multiply_panel(int64_t rows, const float *x, int64_t K, const float *w,
+                           float out[ROWS_IN_CACHE][PANEL]) {
+    for (int64_t k = 0; k < K; k += INPUTS_IN_CACHE)
+        for (int64_t m = 0; m < rows; m += MAX_ROWS)
+            tile_of(rows - m < MAX_ROWS ? (int)(rows - m) : MAX_ROWS, m == 0, x + m * K + k, K,
+                    w + k * PANEL, K - k < INPUTS_IN_CACHE ? K - k : INPUTS_IN_CACHE, k > 0, out + m);
 }

@@ -1,31 +1,27 @@
 /* Products with float weights. */
 
 #define ROWS_IN_CACHE 96
-#if defined(__aarch64__)
-#define INPUTS_IN_CACHE 512 /* of a panel of weights, in the first cache */
-#else
-#define INPUTS_IN_CACHE INT32_MAX
-#endif
 #define AHEAD 64 /* inputs ahead of use at which weights are prefetched */
 
 #if defined(__aarch64__)
 #include "neon.c"
 #else
 
-/* y[rows, PANEL] from x[rows, K] and one panel of weights [K, PANEL]; added to it if `adds`. */
-ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w, int64_t K, int adds,
-                 float out[MAX_ROWS][PANEL]) {
+/* y[rows, PANEL] from x[rows, K] and one panel of weights [K, PANEL]. Prefetches the lines at `ahead`,
+   which moves `step` floats with every input. */
+ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w, int64_t K,
+                 const float *ahead, int64_t step, float out[MAX_ROWS][PANEL]) {
     vec sums[MAX_ROWS][VECS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) sums[r][v] = adds ? load(out[r] + v * LANES) : (vec){0};
+        for (int v = 0; v < VECS; v++) sums[r][v] = (vec){0};
     for (int64_t k = 0; k < K; k++) {
         vec b[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) b[v] = load(w + k * PANEL + v * LANES);
 #pragma GCC unroll 4
-        for (int i = 0; i < PANEL; i += 16) __builtin_prefetch(w + (k + AHEAD) * PANEL + i);
+        for (int i = 0; i < PANEL; i += 16) __builtin_prefetch(ahead + k * step + i);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -38,11 +34,10 @@ ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w,
         for (int v = 0; v < VECS; v++) store(out[r] + v * LANES, sums[r][v]);
 }
 
-static void tile_of(int rows, int starts, const float *x, int64_t stride, const float *w, int64_t K,
-                    int adds, float out[MAX_ROWS][PANEL]) {
-    (void)starts;
+static void tile_of(int rows, const float *x, int64_t stride, const float *w, int64_t K,
+                    const float *ahead, int64_t step, float out[MAX_ROWS][PANEL]) {
     switch (rows) {
-#define CASE(n) case n: tile(n, x, stride, w, K, adds, out); break;
+#define CASE(n) case n: tile(n, x, stride, w, K, ahead, step, out); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if MAX_ROWS > 6
         CASE(7) CASE(8)
@@ -52,6 +47,17 @@ static void tile_of(int rows, int starts, const float *x, int64_t stride, const 
 #endif
 #undef CASE
     }
+}
+
+/* out[rows, PANEL] = x w for one panel. If several tiles of rows need the panel, each prefetches a part
+   of the next one; otherwise the tile prefetches the panel itself. */
+static void multiply_panel(int64_t rows, const float *x, int64_t K, const float *w,
+                           float out[ROWS_IN_CACHE][PANEL]) {
+    const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS, step = PANEL / tiles;
+    const float *ahead = w + (tiles > 1 ? K : AHEAD) * PANEL;
+    for (int64_t m = 0; m < rows; m += MAX_ROWS, ahead += K * step)
+        tile_of(rows - m < MAX_ROWS ? (int)(rows - m) : MAX_ROWS, x + m * K, K, w, K, ahead, step,
+                out + m);
 }
 
 #endif
@@ -80,11 +86,7 @@ static void share_linear(Member *me, const float *x, int64_t M, int64_t K, const
         const int64_t p = task % panels, first = p * PANEL, from = task / panels * ROWS_IN_CACHE;
         const int64_t rows = M - from < ROWS_IN_CACHE ? M - from : ROWS_IN_CACHE;
         const int width = N - first < PANEL ? (int)(N - first) : PANEL;
-        for (int64_t k = 0; k < K; k += INPUTS_IN_CACHE)
-            for (int64_t m = 0; m < rows; m += MAX_ROWS)
-                tile_of(rows - m < MAX_ROWS ? (int)(rows - m) : MAX_ROWS, m == 0, x + (from + m) * K + k,
-                        K, w + (p * K + k) * PANEL, K - k < INPUTS_IN_CACHE ? K - k : INPUTS_IN_CACHE,
-                        k > 0, out + m);
+        multiply_panel(rows, x + from * K, K, w + p * K * PANEL, out);
         for (int64_t m = 0; m < rows; m++)
             put(y + (from + m) * N + first, out[m], bias ? bias + first : 0, width, (int)adds);
     }

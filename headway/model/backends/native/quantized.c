@@ -5,6 +5,7 @@
 
 #define QUANT_ROWS 8   /* maximum number of rows computed in registers */
 #define QUANT_PANELS 4 /* panels of outputs per task */
+#define PANELS_IN_CACHE (LANES == 16 ? 2 : QUANT_PANELS) /* panels that are multiplied with all rows */
 #define PREFETCH_BYTES 4096   /* bytes ahead of use at which weights are prefetched */
 #define WHOLE(M) (((M) + INTERLEAVED - 1) / INTERLEAVED * INTERLEAVED)
 
@@ -24,20 +25,51 @@ ALWAYS QuantizedRows from_row(QuantizedRows x, int64_t m) {
     return x;
 }
 
+/* The integers in the lowest bits of `biased`, one in each byte. */
+ALWAYS void to_bytes(const vec biased[GROUP / LANES], int8_t to[GROUP]) {
+#if defined(__AVX512F__)
+    for (int i = 0; i < GROUP / LANES; i++)
+        _mm_storeu_si128((__m128i *)(to + i * LANES), _mm512_cvtepi32_epi8((__m512i)biased[i]));
+#else
+    int32_t whole[GROUP];
+    memcpy(whole, biased, sizeof whole);
+    for (int i = 0; i < GROUP; i++) to[i] = (int8_t)whole[i];
+#endif
+}
+
+/* Round one row, LANES groups at a time. */
 static void round_row(const float *x, QuantizedRows to) {
-    for (int64_t g = 0; g < to.K / GROUP; g++, x += GROUP, to.q += GROUP * INTERLEAVED) {
-        vec most = {0}, total = {0};
-        for (int i = 0; i < GROUP; i += LANES)
-            most = larger(larger(load(x + i), -load(x + i)), most);
-        const float top = largest(most), inverse = top > 0 ? 127.0f / top : 0;
-        float whole[GROUP];
-        int8_t rounded[GROUP];
-        for (int i = 0; i < GROUP; i++) whole[i] = rintf(x[i] * inverse);
-        for (int i = 0; i < GROUP; i++) rounded[i] = (int8_t)(int32_t)whole[i];
-        for (int i = 0; i < GROUP; i += LANES) total += load(whole + i);
-        for (int i = 0; i < GROUP / 4; i++) memcpy(to.q + quad_of(0, i), rounded + 4 * i, 4);
-        to.steps[g * INTERLEAVED] = top / 127.0f;
-        to.totals[g * INTERLEAVED] = top / 127.0f * sum(total);
+    const int64_t groups = to.K / GROUP;
+    for (int64_t first = 0; first < groups; first += LANES) {
+        const int count = groups - first < LANES ? (int)(groups - first) : LANES;
+        vec most[LANES], total[LANES];
+        for (int n = 0; n < LANES; n++) most[n] = total[n] = (vec){0};
+        for (int n = 0; n < count; n++)
+#pragma GCC unroll 8
+            for (int i = 0; i < GROUP; i += LANES) {
+                const vec part = load(x + (first + n) * GROUP + i);
+                most[n] = larger(larger(part, -part), most[n]);
+            }
+        const vec tops = fold(most, larger), steps = tops / 127.0f;
+        const vec inverses = (vec)((ivec)(127.0f / tops) & (tops > 0));
+        for (int n = 0; n < count; n++) {
+            vec biased[GROUP / LANES];
+            int8_t rounded[GROUP];
+#pragma GCC unroll 8
+            for (int i = 0; i < GROUP / LANES; i++) {
+                biased[i] = load(x + (first + n) * GROUP + i * LANES) * inverses[n] + MAGIC;
+                total[n] += biased[i] - MAGIC;
+            }
+            to_bytes(biased, rounded);
+#pragma GCC unroll 8
+            for (int i = 0; i < GROUP / 4; i++)
+                memcpy(to.q + (first + n) * GROUP * INTERLEAVED + quad_of(0, i), rounded + 4 * i, 4);
+        }
+        const vec totals = steps * sums_of(total);
+        for (int n = 0; n < count; n++) {
+            to.steps[(first + n) * INTERLEAVED] = steps[n];
+            to.totals[(first + n) * INTERLEAVED] = totals[n];
+        }
     }
 }
 
@@ -49,14 +81,20 @@ ALWAYS vec add_group(vec sums, vec dots, vec scale, vec minimum, QuantizedRows x
     return sums;
 }
 
+/* out[rows, panels] from some rows and neighbouring panels. Prefetches weights if `starts`: other rows
+   find them in a cache. */
 ALWAYS void quantized_tile(const int rows, const int panels, const int bits, const uint8_t *w,
-                           QuantizedRows x, float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
+                           QuantizedRows x, int starts, float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
     const int64_t groups = x.K / GROUP, panel = groups * GROUP_BYTES(bits);
+    const int is_kept = rows * panels <= 8; /* sums are in registers, or else in `out` */
     vec sums[QUANT_ROWS][QUANT_PANELS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int p = 0; p < panels; p++) sums[r][p] = (vec){0};
+        for (int p = 0; p < panels; p++) {
+            if (is_kept) sums[r][p] = (vec){0};
+            else store(out[r] + p * LANES, (vec){0});
+        }
     for (int64_t g = 0; g < groups; g++) {
         ivec dots[QUANT_ROWS][QUANT_PANELS];
 #pragma GCC unroll 8
@@ -64,26 +102,25 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++) dots[r][p] = (ivec){0};
         const uint8_t *group = w + g * GROUP_BYTES(bits);
+        const int8_t *from = x.q + g * GROUP * INTERLEAVED;
+        if (starts)
 #pragma GCC unroll 4
-        for (int p = 0; p < panels; p++)
+            for (int p = 0; p < panels; p++)
 #pragma GCC unroll 16
-            for (int i = 0; i < GROUP_BYTES(bits); i += 64)
-                __builtin_prefetch(group + p * panel + PREFETCH_BYTES + i);
+                for (int i = 0; i < GROUP_BYTES(bits); i += 64)
+                    __builtin_prefetch(group + p * panel + PREFETCH_BYTES + i);
 #pragma GCC unroll 8
-        for (int j = 0; j < bits; j++) {
+        for (int quad = 0; quad < GROUP / 4; quad++) {
+            bytes b[QUANT_PANELS];
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++) {
-                bytes b = load_bytes(group + p * panel + j * LANES * 4);
-                const int8_t *from = x.q + g * GROUP * INTERLEAVED;
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++) {
-                    if (bits == 4) {
-                        dots[r][p] = dot(dots[r][p], low(b), from, r, 2 * j);
-                        dots[r][p] = dot(dots[r][p], high(b), from, r, 2 * j + 1);
-                    } else
-                        dots[r][p] = dot(dots[r][p], b, from, r, j);
-                }
+                b[p] = load_bytes(group + p * panel + quad * bits / 8 * LANES * 4);
+                if (bits == 4) b[p] = quad % 2 ? high(b[p]) : low(b[p]);
             }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                for (int p = 0; p < panels; p++) dots[r][p] = dot(dots[r][p], b[p], from, r, quad);
         }
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) {
@@ -91,35 +128,49 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
             vec scale = load_halves(halves), minimum = load_halves(halves + LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                vec whole = __builtin_convertvector(dots[r][p], vec);
-                sums[r][p] = add_group(sums[r][p], whole, scale, minimum, x, g * INTERLEAVED + r);
+                const vec whole = __builtin_convertvector(dots[r][p], vec);
+                const vec before = is_kept ? sums[r][p] : load(out[r] + p * LANES);
+                const vec sum = add_group(before, whole, scale, minimum, x, g * INTERLEAVED + r);
+                if (is_kept) sums[r][p] = sum;
+                else store(out[r] + p * LANES, sum);
             }
         }
     }
+    if (is_kept)
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int p = 0; p < panels; p++) store(out[r] + p * LANES, sums[r][p]);
+            for (int p = 0; p < panels; p++) store(out[r] + p * LANES, sums[r][p]);
 }
 
-/* QUANT_PANELS panels for some rows, in parts that fit in registers. */
-ALWAYS void quantized_tiles(const int rows, const int bits, const uint8_t *w, QuantizedRows x,
+/* Some panels for some rows, in parts whose dot products fit in registers. */
+ALWAYS void quantized_tiles(const int rows, const int panels, const int bits, const uint8_t *w,
+                            QuantizedRows x, int starts,
                             float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
-    const int together = rows == 1 ? 4 : rows <= 4 ? 2 : 1;
-    for (int p = 0; p < QUANT_PANELS; p += together)
-        quantized_tile(rows, together, bits, w + p * (x.K / GROUP) * GROUP_BYTES(bits), x,
-                       (float(*)[QUANT_PANELS * LANES])(out[0] + p * LANES));
+    const int together = rows == 1 ? panels : rows <= 4 ? 2 : 1;
+    if (LANES == 16 && rows > 4 && !starts) /* faster, but memory is read faster panel by panel */
+        quantized_tile(rows, panels, bits, w, x, 0, out);
+    else
+        for (int p = 0; p < panels; p += together)
+            quantized_tile(rows, together, bits, w + p * (x.K / GROUP) * GROUP_BYTES(bits), x, starts,
+                           (float(*)[QUANT_PANELS * LANES])(out[0] + p * LANES));
 }
 
-static void quantized_tiles_of(int rows, int64_t bits, const uint8_t *w, QuantizedRows x,
+/* QUANT_PANELS panels for a single row, PANELS_IN_CACHE for one of several blocks of rows. */
+static void quantized_tiles_of(int rows, int is_single, int64_t bits, const uint8_t *w,
+                               QuantizedRows x, int starts,
                                float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
-#define CASE(n)                                            \
-    case n:                                                \
-        if (bits == 4) quantized_tiles(n, 4, w, x, out);   \
-        else quantized_tiles(n, 8, w, x, out);             \
-        break;
+#define BITS(n, panels)                                                    \
+    if (bits == 4) quantized_tiles(n, panels, 4, w, x, starts, out);       \
+    else quantized_tiles(n, panels, 8, w, x, starts, out);
+#define CASE(n) case n: BITS(n, PANELS_IN_CACHE) break;
+    if (is_single) {
+        BITS(1, QUANT_PANELS)
+        return;
+    }
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 #undef CASE
+#undef BITS
 }
 
 /* Prefetch the outputs while they are computed, because they are often no longer in the cache. */
@@ -127,22 +178,23 @@ ALWAYS void fetch(float *y, int count) {
     for (int i = 0; i < count; i += 16) __builtin_prefetch(y + i, 1);
 }
 
-/* One task: all rows, and the outputs of QUANT_PANELS panels. */
+/* One task: all rows, and the outputs of QUANT_PANELS panels, of which some at a time are multiplied
+   with all rows. */
 static void share_panels(Member *me, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
                          const float *bias, float *y, int64_t adds) {
     const int64_t panel = x.K / GROUP * GROUP_BYTES(bits), width = QUANT_PANELS * LANES;
-    for (int64_t task; (task = next_task(me, (N + width - 1) / width)) >= 0;) {
-        float out[QUANT_ROWS][QUANT_PANELS * LANES];
-        const int64_t first = task * width;
-        const int count = N - first < width ? (int)(N - first) : (int)width;
-        for (int64_t m = 0; m < M; m += QUANT_ROWS) {
-            const int rows = M - m < QUANT_ROWS ? (int)(M - m) : QUANT_ROWS;
-            for (int r = 0; r < rows; r++) fetch(y + (m + r) * N + first, count);
-            quantized_tiles_of(rows, bits, w + task * QUANT_PANELS * panel, from_row(x, m), out);
-            for (int r = 0; r < rows; r++)
-                put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, count, (int)adds);
-        }
-    }
+    const int64_t part = (M == 1 ? QUANT_PANELS : PANELS_IN_CACHE) * LANES;
+    for (int64_t task; (task = next_task(me, (N + width - 1) / width)) >= 0;)
+        for (int64_t n = task * width; n < N && n < (task + 1) * width; n += part)
+            for (int64_t m = 0; m < M; m += QUANT_ROWS) {
+                float out[QUANT_ROWS][QUANT_PANELS * LANES];
+                const int count = N - n < part ? (int)(N - n) : (int)part;
+                const int rows = M - m < QUANT_ROWS ? (int)(M - m) : QUANT_ROWS;
+                for (int r = 0; r < rows; r++) fetch(y + (m + r) * N + n, count);
+                quantized_tiles_of(rows, M == 1, bits, w + n / LANES * panel, from_row(x, m), m == 0, out);
+                for (int r = 0; r < rows; r++)
+                    put(y + (m + r) * N + n, out[r], bias ? bias + n : 0, count, (int)adds);
+            }
 }
 
 #if TILES

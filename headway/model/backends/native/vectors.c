@@ -25,6 +25,7 @@
 #define MAX_ROWS 8
 #endif
 #define PANEL (LANES * VECS) /* outputs computed together */
+#define MAGIC 12582912.0f    /* 1.5 * 2^23: adding it to a small number rounds to an integer */
 #define ALWAYS static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
@@ -100,12 +101,55 @@ ALWAYS float largest(vec v) {
     return v[0];
 }
 
+/* Fold the lanes of a and b onto half as many: every 2 * half lanes hold a's, then b's. */
+#define AT(j, half, by) ((j) % (2 * (half)) < (half) ? (j) : (j) - (half) + LANES) + by
+#define FOUR(j, half, by) AT(j, half, by), AT(j + 1, half, by), AT(j + 2, half, by), AT(j + 3, half, by)
+#if LANES == 16
+#define ALL(half, by) FOUR(0, half, by), FOUR(4, half, by), FOUR(8, half, by), FOUR(12, half, by)
+#elif LANES == 8
+#define ALL(half, by) FOUR(0, half, by), FOUR(4, half, by)
+#else
+#define ALL(half, by) FOUR(0, half, by)
+#endif
+#define FOLD(half)                                                                          \
+    for (int i = 0; i < half; i++)                                                          \
+        v[i] = join(__builtin_shufflevector(v[i], v[i + half], ALL(half, 0)),               \
+                    __builtin_shufflevector(v[i], v[i + half], ALL(half, half)));
+
+/* The lanes of each of LANES vectors joined to one number, all together as one vector. */
+ALWAYS vec fold(vec v[LANES], vec (*join)(vec, vec)) {
+#if LANES == 16
+#pragma GCC unroll 8
+    FOLD(8)
+#endif
+#if LANES >= 8
+#pragma GCC unroll 8
+    FOLD(4)
+#endif
+#pragma GCC unroll 8
+    FOLD(2)
+    FOLD(1)
+    return v[0];
+}
+
+ALWAYS vec plus(vec a, vec b) { return a + b; }
+ALWAYS vec plus_integers(vec a, vec b) { return (vec)((ivec)a + (ivec)b); }
+
+/* The sums over the lanes of LANES vectors, as one vector. */
+ALWAYS vec sums_of(vec v[LANES]) {
+#if defined(__aarch64__)
+    const float32x4_t low = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
+    return (vec)vpaddq_f32(low, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]));
+#else
+    return fold(v, plus);
+#endif
+}
+
 /* e^x to about one unit in the last place; 0 below e^-87, so that a masked score has weight 0. */
 ALWAYS vec exponential(vec x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     ivec vanishes = x < splat(-87.0f);
     vec t = larger(either(x < splat(88.0f), x, splat(88.0f)), splat(-87.0f));
-    vec biased = multiply_add(t, splat(1.44269504f), splat(magic)), whole = biased - magic;
+    vec biased = multiply_add(t, splat(1.44269504f), splat(MAGIC)), whole = biased - MAGIC;
     vec r = multiply_add(whole, splat(-0.693359375f), t);
     r = multiply_add(whole, splat(2.12194440e-4f), r);
     vec p = splat(1.9875691500e-4f);
