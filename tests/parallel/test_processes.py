@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headway import LLM, Engine, Scheduler
+from headway import LLM, Engine, SamplingParams, Scheduler
 from headway.errors import ConfigError, ExecutorError
 from headway.model.precision import why_not_native
 from headway.parallel.ranks import Ranks
@@ -84,6 +84,23 @@ def wait_until_gone(all_pids: list[int], seconds: float = 3.0) -> None:
 def test_weights_and_cache_are_divided(group: LLM, alone: LLM) -> None:
     assert group.loaded.decoder.num_bytes < 0.75 * alone.loaded.decoder.num_bytes
     assert group.loaded.kv_bytes == alone.loaded.kv_bytes * 2 // 3  # rank 0 has 2 of 3 heads
+
+
+def test_two_groups_on_one_host_do_not_collide(group: LLM, alone: LLM, model: Path) -> None:
+    prompts, params = (
+        [[1, 2, 3], [4, 5]],
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    )
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        results = llm.generate(prompts, params, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in results]
+
+    expected = tokens(alone)
+    with LLM(str(model), tensor_parallel_size=2, **SETTINGS) as other:
+        assert not set(pids(ranks_of(group))) & set(pids(ranks_of(other)))
+        assert tokens(other) == tokens(group) == tokens(other) == expected
+    assert tokens(group) == expected
 
 
 def test_an_interrupt_in_a_step_is_delayed_and_ends_no_rank(group: LLM) -> None:
