@@ -87,13 +87,10 @@ def test_weights_and_cache_are_divided(group: LLM, alone: LLM) -> None:
 
 
 def test_two_groups_on_one_host_do_not_collide(group: LLM, alone: LLM, model: Path) -> None:
-    prompts, params = (
-        [[1, 2, 3], [4, 5]],
-        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
-    )
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
     def tokens(llm: LLM) -> list[list[int]]:
-        results = llm.generate(prompts, params, use_tqdm=False)
+        results = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in results]
 
     expected = tokens(alone)

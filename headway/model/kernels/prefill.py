@@ -28,10 +28,8 @@ from headway.model.kernels.launch import begin, launch_options, launched, power_
 
 LOG2_E = 1.4426950408889634
 FEW_ROWS = 16  # up to here memory is the limit, not arithmetic
-GLUON_VERSIONS = (
-    (3, 6),
-    (3, 10),
-)  # of Triton: the first with what prefill_hopper.py needs; not tried
+# Versions of Triton with which prefill_hopper.py was compiled; its Gluon is still experimental.
+MIN_GLUON, MAX_GLUON = (3, 6), (3, 9)
 
 
 class PrefillTile(NamedTuple):
@@ -46,11 +44,10 @@ class PrefillTile(NamedTuple):
 def prefill_tile(head_dim: int, dtype: torch.dtype, num_rows: int) -> PrefillTile:
     """The tile for this head size and type; `num_rows` is the maximum of (token, head) pairs."""
     is_wide = head_dim > 128
+    is_few = num_rows <= FEW_ROWS
     if dtype == torch.float32:  # no tensor cores at full precision: registers are the limit
-        return PrefillTile(
-            16 if num_rows <= FEW_ROWS or is_wide else 32, 32, 8 if is_wide else 4, 2
-        )
-    if num_rows <= FEW_ROWS:
+        return PrefillTile(16 if is_few or is_wide else 32, 32, 8 if is_wide else 4, 2)
+    if is_few:
         return PrefillTile(16, 32 if is_wide else 64, 4, 3)
     return PrefillTile(64, 32, 4, 2) if is_wide else PrefillTile(64, 64, 4, 3)
 
@@ -80,11 +77,8 @@ def prefill_attention(
     group = num_heads // kv_heads
     assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "must be contiguous"
     assert blocks.is_contiguous(), "offsets in a block are computed from its shape"
-    if (
-        longest * group > FEW_ROWS
-        and (hopper := hopper_kernel())
-        and hopper.supports(q_thd, blocks)
-    ):
+    hopper = hopper_kernel() if longest * group > FEW_ROWS else None
+    if hopper is not None and hopper.supports(q_thd, blocks):
         hopper.prefill_attention_hopper(
             q_thd, out_thd, blocks=blocks, layer=layer, tables=tables, row_ids_s=row_ids_s,
             starts_s=starts_s, ends_s=ends_s,
@@ -108,7 +102,7 @@ def hopper_kernel() -> ModuleType | None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if not GLUON_VERSIONS[0] <= version < GLUON_VERSIONS[1]:
+    if not MIN_GLUON <= version <= MAX_GLUON:
         return None
     from headway.model.kernels import prefill_hopper
 

@@ -30,9 +30,9 @@ from headway.model.kernels.hopper_ring import (
     wait_for,
 )
 from headway.model.kernels.launch import launch_options, launched
+from headway.model.kernels.prefill import LOG2_E
 from headway.model.kernels.tiles import device_limits
 
-LOG2_E = 1.4426950408889634
 ROWS, KEYS, STAGES = 128, 128, 2  # rows and positions of a tile, and tiles in a ring
 # Triton 3.6 and later versions have different names.
 load_numbers = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

@@ -75,6 +75,35 @@ def test_a_sequence_whose_rows_have_no_position_does_not_block() -> None:
     assert not out.any()
 
 
+@pytest.mark.parametrize(
+    ("capability", "version", "is_used"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.9.1+git", True), ((9, 0), "3.5.1", False),
+     ((9, 0), "3.10.0", False), ((8, 0), "3.6.0", False), ((10, 0), "3.6.0", False)],
+)  # fmt: skip
+def test_it_is_used_on_hopper_gpus_with_a_tried_triton(
+    capability: tuple[int, int], version: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(prefill.triton, "__version__", version)
+    assert (prefill.hopper_kernel.__wrapped__() is not None) == is_used
+
+
+def test_other_types_and_sizes_are_left_to_the_plain_kernel() -> None:
+    from headway.model.kernels.prefill_hopper import supports
+
+    def is_supported(dtype: torch.dtype, cache: torch.dtype, block_size: int, dim: int) -> bool:
+        blocks = torch.empty((2, 1, 2, 1, block_size, dim), dtype=cache)
+        return supports(torch.empty((3, 2, dim), dtype=dtype), blocks)
+
+    half, bfloat, fp8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+    assert all(is_supported(half, half, size, 128) for size in (16, 32, 64, 128, 256, 384))
+    assert not any(is_supported(bfloat, bfloat, size, 128) for size in (1, 8, 24, 48, 144))
+    assert not is_supported(bfloat, bfloat, 16, 64)
+    assert not is_supported(bfloat, fp8, 16, 128)
+    assert not is_supported(torch.float32, torch.float32, 16, 128)
+
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
