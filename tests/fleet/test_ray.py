@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(  # without an import, which takes a second of e
     find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
 )
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
-NUM_KILLS = 10
+NUM_KILLS, MAX_LATE = 10, 3
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
 
@@ -93,22 +93,31 @@ def run_with(server: FleetServer, sent: list[dict[str, Any]], work: Callable[[],
         work()
         done.set()
 
-    check_letters(asyncio.run(all_streams(server.url, sent, once_after(200, disturb))), sent)
+    check_letters(asyncio.run(all_streams(server.url, sent, once_after(100, disturb))), sent)
     assert done.wait(60), "the work did not end"
 
 
 def kills(server: FleetServer) -> None:
-    """A replica with streams is killed while 32 run; Ray starts new replicas meanwhile."""
+    """A replica with streams is killed while 32 run; Ray starts new replicas meanwhile.
+
+    A kill that comes too late, when all streams of the replica have ended, moves none. It is not
+    counted: on a busy machine the signal can come half a second after it is due.
+    """
     ready: list[int] = []
-    for _ in range(NUM_KILLS):
+    num_killed = num_late = 0
+    while num_killed < NUM_KILLS:
         if len(ready) < 2:  # only now is it certain that every process has joined the fleet
             server.wait_for_replicas(NUM_REPLICAS)
             ready = server.replica_pids()
         moves = server.metric("headway_fleet:moves_total")
         run_with(server, letter_bodies(), partial(os.kill, ready.pop(), signal.SIGKILL))
-        assert server.metric("headway_fleet:moves_total") > moves
-    assert server.metric("headway_fleet:deaths_total") == NUM_KILLS
+        if server.metric("headway_fleet:moves_total") > moves:
+            num_killed += 1
+        else:
+            num_late += 1
+        assert num_late <= MAX_LATE, "kills of replicas with streams move no stream"
     server.wait_for_replicas(NUM_REPLICAS)
+    assert server.metric("headway_fleet:deaths_total") == num_killed + num_late
 
 
 def hang(server: FleetServer) -> None:
