@@ -31,8 +31,10 @@ from cpu_compare import describe_machine, make_task, run_headway, seconds
 from rich.console import Console
 
 from headway import LLM
+from headway.model.backends.base import PassOutput
 from headway.model.backends.native.backend import PARTS, NativeBackend
 from headway.model.backends.native.weights import NativeWeight
+from headway.model.batch import ForwardBatch
 from headway.model.registry import resolve
 
 NUM_STEPS = 32
@@ -51,15 +53,16 @@ class Clocks:
         if not isinstance(backend, NativeBackend):
             raise SystemExit(f"the native kernels are not used, but {backend.name}")
         self.inside = backend.times = torch.zeros(len(PARTS), dtype=torch.int64)
-        self.whole, run = 0.0, self.decoder.run
+        executor, self.whole = llm.executor, 0.0
+        output = executor._output
 
-        def timed(*arguments: Any, **options: Any) -> Any:
+        def timed(batch: ForwardBatch) -> PassOutput:
             begun = perf_counter()
-            result = run(*arguments, **options)
+            result = output(batch)
             self.whole += perf_counter() - begun
             return result
 
-        self.decoder.run = timed
+        executor._output = timed
 
     def read(self) -> Figures:
         """Seconds by part."""

@@ -20,8 +20,9 @@ from headway.executor.row_table import RowTable
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
 from headway.model.backends.base import PassOutput
+from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
-from headway.plan import Chunk, Column, Copy, Plan, StepResult
+from headway.plan import Chunk, Copy, Plan, StepResult
 
 NO_CHUNKS: list[Chunk] = []
 
@@ -63,9 +64,15 @@ class CpuExecutor:
         self.pooler = Pooler()
         self.model_seconds = 0.0  # total time in forward passes and logits
         self.now = now
+        self._batch: ForwardBatch | None = None  # of the latest pass
+        self._forward: Callable[[], PassOutput] | None = None
+        self._inference = torch.inference_mode()
 
-    @torch.inference_mode()
     def launch(self, plan: Plan) -> CompletedStep:
+        with self._inference:
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> CompletedStep:
         started = self.now()
         _copy(self.device_blocks, self.host_blocks, plan.copies_out)
         _copy(self.host_blocks, self.device_blocks, plan.copies_in)
@@ -79,7 +86,8 @@ class CpuExecutor:
         result, extras = StepResult(started=started), ExtraOutputs()
         for step in range(plan.num_steps if plan.decodes else 1):
             self._run(plan, NO_CHUNKS if step else plan.chunks, result, extras)
-            result.failed = self.sampler.grammars.take_failed(step) | result.failed
+            if failed := self.sampler.grammars.take_failed(step):
+                result.failed = failed | result.failed
         if extras:
             result.extra = extras
         result.ended = self.now()
@@ -93,7 +101,7 @@ class CpuExecutor:
             return
         batch = self.rows.batch(plan.rows, chunks)
         begun = time.perf_counter()
-        output = self.decoder.run(batch, self.device_blocks, window_blocks=self.window_blocks)
+        output = self._output(batch)
         self.model_seconds += time.perf_counter() - begun
         last = [chunk.request for chunk in chunks if chunk.is_last]
         num_decodes, rows = len(plan.decodes), plan.rows
@@ -102,15 +110,25 @@ class CpuExecutor:
             rows = np.concatenate([rows, first_tokens])
         tokens = self._sample(output, rows)
         if plan.decodes:
-            column: Column = tokens[:num_decodes]
-            result.decode_tokens.append(column)
-            self.rows.advance(plan.rows, tokens[:num_decodes])
-        extras.add_logprobs(self.sampler.take_logprobs(), (*plan.decodes, *last))
+            decoded: np.ndarray = tokens[:num_decodes]
+            result.decode_tokens.append(decoded)
+            self.rows.advance(plan.rows, decoded)
+        if logprobs := self.sampler.take_logprobs():
+            extras.add_logprobs(logprobs, (*plan.decodes, *last))
         if chunks:
             self._finish_chunks(chunks, tokens[num_decodes:], result)
             starts = batch.starts_s[num_decodes:-1].tolist()
             extras.score_prompts(self.decoder, chunks, output.hidden, starts)
             extras.embeddings |= self.pooler.pool(self.decoder, chunks, output.hidden, starts)
+
+    def _output(self, batch: ForwardBatch) -> PassOutput:
+        """Run the pass of a batch; a batch that comes again has the same pass."""
+        if self._forward is None or batch is not self._batch:
+            self._batch = batch
+            self._forward = self.decoder.prepared(
+                batch, self.device_blocks, window_blocks=self.window_blocks
+            )
+        return self._forward()
 
     def _sample(self, output: PassOutput, rows: np.ndarray) -> np.ndarray:
         logits, shard = output.logits, self.decoder.shard

@@ -1,12 +1,13 @@
 """The executor's row table: block table, length and last token of every running request.
 
 Only a plan's admissions and new blocks change it. A step therefore costs as much as these changes
-plus a few array operations over the rows that take part.
+plus a few array operations over the rows that take part. Decodes of the same rows, step after step,
+use the same arrays again.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +15,20 @@ import torch
 from headway.model.batch import ForwardBatch
 from headway.plan import Chunk, Plan, Rows
 from headway.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class LatestDecodes:
+    """The latest batch, if it had no chunks. Its tensors share memory with these arrays."""
+
+    batch: ForwardBatch
+    rows: Rows
+    columns: tuple[np.ndarray, ...]  # tokens, positions and slots
+    ends: np.ndarray
+    tables: np.ndarray
+    last_positions: np.ndarray  # that each row may have
+    num_left: int  # steps for which the tables are wide enough
+    is_outdated: bool = False  # a row has a new block
 
 
 class RowTable:
@@ -32,9 +47,11 @@ class RowTable:
         self.lengths = np.zeros(num_rows, dtype=np.int64)  # tokens computed
         self.limits = np.zeros(num_rows, dtype=np.int64)  # maximum of `lengths`
         self.last = np.zeros(num_rows, dtype=np.int64)  # last sampled token, the next input
+        self._latest: LatestDecodes | None = None
 
     def add_request(self, request: Request) -> None:
         row, blocks = request.row, request.kv.blocks
+        self._latest = None
         self.tables[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
         self.limits[row] = request.limit - 1
@@ -48,12 +65,19 @@ class RowTable:
     def grow_one(self, row: int, block: int) -> None:
         self.tables[row, self.num_blocks[row]] = block
         self.num_blocks[row] += 1
+        if self._latest is not None:
+            self._latest.is_outdated = True
 
     def batch(self, rows: Rows, chunks: list[Chunk]) -> ForwardBatch:
         """Build the batch: decodes first, one token each, then the chunks.
 
         A row at its limit still decodes with the others, but its key and value are not stored.
+        Returns the same object again, with other values, for the same rows without chunks.
         """
+        latest = self._latest
+        if latest is not None and latest.rows is rows and latest.num_left and not chunks:
+            self._update(latest)
+            return latest.batch
         columns, num_rows = self._decodes(rows), len(rows)
         starts, sampled = np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)
         ends, row_ids = (columns[1] + 1).astype(np.int32), rows
@@ -68,19 +92,43 @@ class RowTable:
             is_last = np.array([chunk.is_last for chunk in chunks])
             sampled = _joined(sampled, starts[num_rows + 1 :][is_last] - 1)
         tokens, positions, slots = map(torch.from_numpy, columns)
-        width = -(-int(ends.max(initial=1)) // self.block_size)
+        longest = int(ends.max(initial=1))
+        width = -(-longest // self.block_size)
+        tables = self.tables[row_ids, :width]
         batch = ForwardBatch(
             tokens_t=tokens,
             positions_t=positions,
             slots_t=slots,
-            tables_sw=torch.from_numpy(self.tables[row_ids, :width]),
+            tables_sw=torch.from_numpy(tables),
             starts_s=torch.from_numpy(starts),
             ends_s=torch.from_numpy(ends),
             sampled_n=torch.from_numpy(sampled),
         )
         if self.window is not None:
             batch.windowed = self._windowed(batch, row_ids, np.repeat(row_ids, np.diff(starts)))
+        self._latest = None
+        if not chunks and self.window is None:
+            last_positions, num_left = self.limits[rows] - 1, width * self.block_size - longest
+            self._latest = LatestDecodes(
+                batch, rows, columns, ends, tables, last_positions, num_left
+            )
         return batch
+
+    def _update(self, latest: LatestDecodes) -> None:
+        """Write the values of the next step into the arrays of the latest one."""
+        rows, size, (tokens, positions, slots) = latest.rows, self.block_size, latest.columns
+        self.last.take(rows, out=tokens)
+        lengths = self.lengths[rows]
+        np.minimum(lengths, latest.last_positions, out=positions)
+        blocks, offsets = np.divmod(positions, size)
+        np.multiply(self.tables[rows, blocks], size, out=slots, dtype=np.int64)
+        slots += offsets
+        slots[lengths > latest.last_positions] = -1
+        np.add(positions, 1, out=latest.ends, dtype=np.int32, casting="unsafe")
+        latest.num_left -= 1
+        if latest.is_outdated:
+            latest.tables[:] = self.tables[rows, : latest.tables.shape[1]]
+            latest.is_outdated = False
 
     def _decodes(self, rows: Rows) -> tuple[np.ndarray, ...]:
         """Token, position and slot of each row's next token."""

@@ -1,13 +1,14 @@
 """One decoder for Llama, Mistral, Qwen2, Qwen3 and Gemma 3, which differ only in their config.
 
-The batch is an argument; nothing about it is kept between passes. Knows no requests and no
-scheduler. The backend does all arithmetic.
+The batch is an argument, and no pass depends on an earlier one. Knows no requests and no scheduler.
+The backend does all arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -140,11 +141,23 @@ class Decoder:
         self, batch: ForwardBatch, blocks: Tensor, *, window_blocks: Tensor | None = None
     ) -> PassOutput:
         """A pass with the logits of its sampled rows, in one call of the backend if it has one."""
-        passes = self._begin(batch, blocks, window_blocks)
-        output = passes[0].run(self._weights, passes[1])
+        return self._run(batch, *self._begin(batch, blocks, window_blocks))
+
+    def prepared(
+        self, batch: ForwardBatch, blocks: Tensor, *, window_blocks: Tensor | None = None
+    ) -> Callable[[], PassOutput]:
+        """`run` as a call that can be repeated when the values in the batch's tensors change."""
+        if not self.backend.keeps_passes:
+            return partial(self.run, batch, blocks, window_blocks=window_blocks)
+        return partial(self._run, batch, *self._begin(batch, blocks, window_blocks))
+
+    def _run(
+        self, batch: ForwardBatch, forward_pass: ForwardPass, window_pass: ForwardPass | None
+    ) -> PassOutput:
+        output = forward_pass.run(self._weights, window_pass)
         if output is not None:
             return output
-        hidden = self._hidden(batch, *passes, None)
+        hidden = self._hidden(batch, forward_pass, window_pass, None)
         sampled = hidden[batch.sampled_n] if len(batch.sampled_n) else None
         return PassOutput(hidden, None if sampled is None else self.logits(sampled))
 

@@ -10,6 +10,7 @@ import gc
 import random
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -152,11 +153,16 @@ class FailingDecoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
-    def run(self, *arguments: Any, **options: Any) -> PassOutput:
-        self._left -= 1
-        if self._left == 0:
-            raise self._error
-        return self._decoder.run(*arguments, **options)
+    def prepared(self, *arguments: Any, **options: Any) -> Callable[[], PassOutput]:
+        run = self._decoder.prepared(*arguments, **options)
+
+        def run_or_fail() -> PassOutput:
+            self._left -= 1
+            if self._left == 0:
+                raise self._error
+            return run()
+
+        return run_or_fail
 
 
 def fail_once(llm: LLM, error: BaseException, calls: int) -> None:

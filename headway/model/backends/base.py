@@ -63,7 +63,7 @@ class ModelWeights:
 class PassOutput:
     """The results of a pass; N sampled rows, V tokens of the vocabulary.
 
-    Logits may be in a buffer of the backend, which its next pass uses again.
+    Hidden states and logits may be in buffers of the backend, which its next pass uses again.
     """
 
     hidden: Tensor  # [T, hidden], before the final norm
@@ -100,6 +100,7 @@ class Backend(Protocol):
 
     name: str
     uses_rope_table: bool  # takes cosine and sine of all positions, not of the batch's tokens
+    keeps_passes: bool  # a pass can run again when the values in its batch's tensors have changed
     supports_padding: bool  # accepts padding rows, so that a pass can be captured
     shard: Shard | None  # set before weights are read, if the model is divided among ranks
 

@@ -40,7 +40,7 @@ class PlainWeight:
 class PlainBackend:
     """torch's operations, in one float type."""
 
-    uses_rope_table = supports_padding = False
+    uses_rope_table = keeps_passes = supports_padding = False
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.dtype = dtype

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -64,7 +65,7 @@ class NativeBackend:
     has its float32 scale at its end.
     """
 
-    uses_rope_table, supports_padding = True, False
+    uses_rope_table, keeps_passes, supports_padding = True, True, False
 
     def __init__(
         self,
@@ -228,21 +229,30 @@ class NativePass(ForwardPass):
             1 / math.sqrt(size) if scale is None else scale, *buffers.results,
         )  # fmt: skip
         self._kept = (blocks, inputs)  # keeps pointers valid
+        self._forward: Callable[[], None] | None = None
         self._pointer = ctypes.addressof(self._struct)
 
     def run(self, model: ModelWeights, windowed: ForwardPass | None = None) -> PassOutput:
+        if self._forward is None:
+            self._forward = self._prepare(model, windowed)
+        self._forward()
+        if self._logits is None:
+            return PassOutput(self._hidden, None)
+        return PassOutput(self._hidden, self._logits, self._best.copy())
+
+    def _prepare(self, model: ModelWeights, windowed: ForwardPass | None) -> Callable[[], None]:
+        """The call that takes the batch through the model, with its arguments."""
         assert windowed is None or isinstance(windowed, NativePass)
         pointers = self._backend.model_pointers(model, self._config)
-        hidden = torch.empty(self._struct.rows, self._config.hidden_size)
-        logits, num_sampled = self._buffers.logits, self._struct.num_sampled
-        best = np.empty(num_sampled, dtype=np.intc)
-        self._backend.library.forward(
+        num_sampled, logits = self._struct.num_sampled, self._buffers.logits
+        self._hidden = torch.empty(self._struct.rows, self._config.hidden_size)
+        self._logits = logits[:num_sampled] if num_sampled else None
+        self._best = np.empty(num_sampled, dtype=np.intc)
+        return partial(
+            self._backend.library.forward,
             pointers.address, self._pointer, 0 if windowed is None else windowed._pointer,
-            hidden.data_ptr(), logits.data_ptr(), best.ctypes.data,
+            self._hidden.data_ptr(), logits.data_ptr(), self._best.ctypes.data,
         )  # fmt: skip
-        if not num_sampled:
-            return PassOutput(hidden, None)
-        return PassOutput(hidden, logits[:num_sampled], best)
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         struct = self._backend.layer_struct(layer, self._config)
