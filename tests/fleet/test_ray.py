@@ -228,7 +228,8 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
     # By application: a replica of the first one that was killed may only start now.
     before = set(map(application, server.replica_pids()))
     with fleet_server(*flags, program=served(str(model)), environment=given) as other:
-        sent = bodies(6, 1500)  # the model is quick: outputs must be longer than the way to here
+        # The model is quick: outputs must be longer than the way to here.
+        sent = [{**each, "ignore_eos": "response_format" not in each} for each in bodies(6, 1000)]
         alone = [answer(other, body) for body in sent]
         victim = max(pid for pid in server.replica_pids() if application(pid) not in before)
         kill = partial(os.kill, victim, signal.SIGKILL)
