@@ -17,6 +17,8 @@ from headway.model.backends.native.weights import layout, pack_wide
 from headway.model.precision import why_not_native
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+# Loops that are not unrolled give the same warnings and the same results in a third of the time.
+QUICK = ["-O1", "-fno-tree-loop-optimize"]
 
 
 @needs_compiler
@@ -50,8 +52,8 @@ def test_the_source_compiles_for_other_arm_processors(processor: str) -> None:
 def check_source(options: list[str]) -> None:
     """The source compiles without a warning."""
     flags = [flag for flag in build.FLAGS if flag not in ("-O3", build.NATIVE)]
-    checks = ["-O1", "-Wall", "-Wextra", "-Werror", "-S", "-o", "/dev/null"]
-    command = ["gcc", *flags, *options, *checks, str(build.SOURCE)]
+    checks = ["-Wall", "-Wextra", "-Werror", "-S", "-o", "/dev/null"]
+    command = ["gcc", *flags, *options, *QUICK, *checks, str(build.SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -74,8 +76,8 @@ def test_the_library_runs_without_openmp_and_with_matrix_instructions(tmp_path: 
     """Apple's compiler has no OpenMP, and its CPUs have these instructions: equal bits there."""
     target, emulation = tmp_path / "kernels.so", tmp_path / "emulation.h"
     emulation.write_text(MATRIX_PRODUCT, encoding="utf-8")
-    flags = [flag if flag != "-O3" else "-O1" for flag in build.FLAGS]
-    flags += ["-include", str(emulation)]
+    flags = [flag for flag in build.FLAGS if flag != "-O3"]
+    flags += [*QUICK, "-include", str(emulation)]
     command = ["gcc", *flags, "-shared", "-o", str(target), str(build.SOURCE), "-pthread", "-lm"]
     subprocess.run(command, check=True)
     other = build.with_signatures(ctypes.CDLL(str(target)))

@@ -5,7 +5,7 @@ Without a GPU the kernels run in Triton's interpreter. Ranks are threads, one ru
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -33,11 +33,16 @@ def divided(config: Config, about: ModelConfig, *, is_exact: bool) -> ThreadExec
     return ThreadExecutor(ranks, config, GpuExecutor)
 
 
+@cache
+def of_one_device(config: Config, about: ModelConfig) -> list[list[int]]:
+    return answers(on_device, config, about, samplings=SAMPLINGS, async_scheduling=1)
+
+
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_a_group_generates_the_tokens_of_one_device(is_exact: bool) -> None:
     about = model("Qwen2", num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
     config = settings(max_num_seqs=3)
-    expected = answers(on_device, config, about, samplings=SAMPLINGS, async_scheduling=1)
+    expected = of_one_device(config, about)
     made = list[ThreadExecutor]()
 
     def make(config: Config, about: ModelConfig) -> ThreadExecutor:

@@ -43,13 +43,30 @@ signal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "sitecustomize.py").write_text(HANGING)
     return folder
 
 
+def start(model: Path, size: int) -> LLM:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(model)  # of the ranks, too
+        return LLM(str(model), tensor_parallel_size=size, **SETTINGS)
+
+
 @pytest.fixture(scope="module")
-def group(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), tensor_parallel_size=2, **SETTINGS) as llm:
-        yield llm
+def running(model: Path) -> Iterator[dict[int, LLM]]:
+    """Groups by their size, for the next test; one that ends its group takes it out."""
+    groups: dict[int, LLM] = {}
+    yield groups
+    for llm in groups.values():
+        llm.close()
+
+
+@pytest.fixture
+def group(model: Path, running: dict[int, LLM]) -> LLM:
+    if 2 not in running:
+        running[2] = start(model, 2)
+    return running[2]
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +149,9 @@ def test_a_size_that_the_heads_do_not_allow_is_refused_before_processes_start(mo
     ],
 )
 def test_a_rank_that_ends_stops_or_hangs_is_an_error_within_a_second(
-    sent: signal.Signals, size: int, named: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    sent: signal.Signals, size: int, named: str, model: Path, running: dict[int, LLM]
 ) -> None:
-    (model / "sitecustomize.py").write_text(HANGING)
-    monkeypatch.syspath_prepend(model)  # of the ranks, too
-    with LLM(str(model), tensor_parallel_size=size, **SETTINGS) as llm:
+    with running.pop(size, None) or start(model, size) as llm:
         engine, ranks = Engine(Scheduler(llm.config), llm.executor), ranks_of(llm)
         all_pids = pids(ranks)
         (request,) = engine.add("first", [1, 2, 3], LONG)
