@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headway.model.devices import Device
     from headway.model.sharding import Shard
     from headway.model.weights.checkpoint import Checkpoint
+    from headway.text.tokenizer import Tokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel; set before torch is imported
 if shutil.which("nvidia-smi") is None:  # checked without torch, before triton is imported
@@ -71,6 +72,7 @@ LOADING = (
     "server/test_clients.py",
 )
 DECODERS: dict[tuple[Path, str], Decoder] = {}  # see shared_weights
+TOKENIZERS: dict[Path, Tokenizer | None] = {}
 FROZEN = ExitStack()  # see pytest_collection
 
 
@@ -142,10 +144,17 @@ def smollm2() -> Path:
 
 @pytest.fixture
 def shared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load the weights of a model file once per process, however many LLMs use it on a CPU."""
+    """Load weights and tokenizer of a model file once per process, for all LLMs on a CPU."""
     from headway import loading
 
-    load_decoder = loading.load_decoder
+    load_decoder, find_tokenizer = loading.load_decoder, loading.find_tokenizer
+
+    def shared_tokenizer(path: Path) -> Tokenizer | None:
+        if path.is_dir():  # a test may change it
+            return find_tokenizer(path)
+        if path not in TOKENIZERS:
+            TOKENIZERS[path] = find_tokenizer(path)
+        return TOKENIZERS[path]
 
     def shared(
         checkpoint: Checkpoint,
@@ -162,6 +171,7 @@ def shared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return DECODERS[key]
 
     monkeypatch.setattr(loading, "load_decoder", shared)
+    monkeypatch.setattr(loading, "find_tokenizer", shared_tokenizer)
 
 
 @pytest.fixture
