@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from typing import Any
 
 from headway.config import Config
@@ -80,6 +81,7 @@ PRESETS: dict[str, dict[str, str | int]] = {
     },
 }  # fmt: skip
 DEFAULT = "headway"
+NUM_REMEMBERED = 256  # texts of policies
 
 
 def preset(name: str = DEFAULT, **changes: Any) -> Config:
@@ -108,6 +110,18 @@ def read_changes(texts: Mapping[str, str]) -> dict[str, Any]:
 
 def slot(name: str, value: Any) -> Any:
     """The value of a slot; text is read, any other value is checked and used."""
+    if isinstance(value, str) and ":" not in value:  # no module of a user's, which may change
+        return _ready_made(name, value)
+    return _read_slot(name, value)
+
+
+@lru_cache(NUM_REMEMBERED)
+def _ready_made(name: str, text: str) -> Any:
+    """The policy of a text; it keeps no state, so that many schedulers can use one."""
+    return _read_slot(name, text)
+
+
+def _read_slot(name: str, value: Any) -> Any:
     ready_made = policy_text.lookup("slot", name, SLOTS)
     if isinstance(value, str):
         parts = {"future_peak": _by_name(PARTS)} if name == "headroom" else {}

@@ -74,7 +74,7 @@ CASES = {
 
 def pair(case: Case, seed: int, names: Iterable[str]) -> Pair:
     """The preset, and the listing with the named differences, on a random workload."""
-    changed = differences.build(case.listing, [case.differences[name] for name in names])
+    changed = differences.build(case.listing, tuple(case.differences[name] for name in names))
     settings, options, arguments = dict(case.settings), dict[str, Any](), dict(case.workload)
     if case.listing is ThreeQueues:
         share = (0.01, 0.01, 0.05, 0.1)[seed % 4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -22,10 +23,10 @@ MAX_REQUESTS = 4
 Shapes = tuple[tuple[int, int], ...]
 
 
-def request(number: int, shape: tuple[int, int], step: int) -> Request:
-    """Requests with odd numbers share a prompt, and those with even numbers; some may stop early."""
-    num_prompt, max_tokens = shape
-    params = RequestParams(
+@cache
+def params(number: int, max_tokens: int) -> RequestParams:
+    """Some requests may stop early."""
+    return RequestParams(
         max_tokens=max_tokens,
         eos_ids=frozenset({EOS, 1, 2}),
         ignore_eos=number % 3 > 0,
@@ -33,7 +34,13 @@ def request(number: int, shape: tuple[int, int], step: int) -> Request:
         client=str(number % 2),
         sampling=number,
     )
-    return Request(str(number), [number % 2] * num_prompt, params, arrival=float(step))
+
+
+def request(number: int, shape: tuple[int, int], step: int) -> Request:
+    """Requests with odd numbers share a prompt, and those with even numbers."""
+    num_prompt, max_tokens = shape
+    prompt = [number % 2] * num_prompt
+    return Request(str(number), prompt, params(number, max_tokens), arrival=float(step))
 
 
 def arrivals_of(shapes: Shapes, gap: int) -> dict[int, list[Request]]:

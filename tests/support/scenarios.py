@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.config import Config, HeadroomRule, SchedulerView, StepActions
 from headway.errors import RequestTooLong
+from headway.kv.cache import KVCache
 from headway.kv.window import most_useful_window_blocks
 from headway.plan import Plan
 from headway.request import Request, RequestParams, RequestState
@@ -318,6 +319,7 @@ class ScenarioRun:
         self.seen: Counter[str] = Counter()
         self.swapped: set[Request] = set()  # by the latest preemption of each
         self._tamper = tamper
+        self._all_rows = list(range(scenario.config.max_num_seqs))
 
     def run(self) -> Counter[str]:
         """Step until all work is done, within a bound; returns the counts."""
@@ -437,37 +439,49 @@ class ScenarioRun:
         assert plan.num_tokens <= config.max_num_batched_tokens, "token budget exceeded"
         num_rest = plan.not_considered.num_requests if plan.not_considered else 0
         assert len(plan.blocked) + num_rest == plan.events.num_waiting, "waiting without a reason"
-        assert all(not b.request.is_finished for b in plan.blocked)
-        assert len({b.request for b in plan.blocked}) == len(plan.blocked), "blocked twice"
+        if plan.blocked:
+            assert not any(b.request.is_finished for b in plan.blocked)
+            assert len({b.request for b in plan.blocked}) == len(plan.blocked), "blocked twice"
         assert plan.events.num_free == self.scheduler.kv.num_free
 
     def check_now(self) -> None:
         """Reference counts, the prefix index, the queue and the rows are consistent."""
         scheduler, kv = self.scheduler, self.scheduler.kv
-        held = [0] * kv.pool.num_blocks
-        for request in scheduler.running:
+        running, requests = scheduler.running, scheduler.requests.values()
+        held, rows = [0] * kv.pool.num_blocks, [*scheduler.state.free_rows]
+        for request in running:
+            rows.append(request.row)
             for block in request.kv.blocks:
                 held[block] += 1
         assert held == kv.pool.refs, "wrong reference counts"
         assert kv.num_free == held.count(0), "wrong number of free blocks"
+        assert sorted(rows) == self._all_rows
+        self._check_host(kv)
+        self.executor.check_index()
+        waiting = list(scheduler.queue)
+        assert len(waiting) == len(scheduler.queue)
+        known = {*waiting, *running}
+        assert len(known) == len(waiting) + len(running), "a request is queued twice, or runs"
+        assert known == {*requests}
+        swapped = set()
+        for request in waiting:
+            assert not request.kv.blocks and request.row < 0, (
+                "a waiting request holds blocks or a row"
+            )
+            if request.state is RequestState.SWAPPED:
+                swapped.add(request)
+        assert swapped == scheduler.swapped.keys()
+
+    def _check_host(self, kv: KVCache) -> None:
         held = [0] * kv.host.num_blocks
-        copies = (r.kv.host.blocks for r in scheduler.requests.values() if r.kv.host)
-        for block in (b for blocks in (*copies, kv._leaving_host) for b in blocks):
+        for request in self.scheduler.requests.values():
+            if request.kv.host:
+                for block in request.kv.host.blocks:
+                    held[block] += 1
+        for block in kv._leaving_host:
             held[block] += 1
         assert held == kv.host.refs and max(held, default=0) < 2, (
             "wrong reference counts on the host"
-        )
-        self.executor.check_index()
-        waiting = set(scheduler.queue)
-        assert len(waiting) == len(scheduler.queue) and not waiting & scheduler.running.keys()
-        assert waiting | scheduler.running.keys() == set(scheduler.requests.values())
-        assert not any(r.kv.blocks or r.row >= 0 for r in waiting), (
-            "a waiting request holds blocks or a row"
-        )
-        assert {r for r in waiting if r.state is RequestState.SWAPPED} == scheduler.swapped.keys()
-        rows = [r.row for r in scheduler.running]
-        assert sorted(rows + scheduler.state.free_rows) == list(
-            range(self.scenario.config.max_num_seqs)
         )
 
     def check_tokens(self) -> None:
@@ -529,18 +543,28 @@ class ScenarioRun:
             self.swapped.discard(request)
             seen["resumed from cache"] += is_resume and num_cached > 0
             seen["full hits"] += num_cached == request.num_prompt - 1 and num_cached % size > 0
-        seen["full hits not stored again"] += sum(c.store_from > c.start for c in plan.chunks)
-        seen["swaps both ways"] += bool(plan.copies_out and plan.copies_in)
-        seen["split prompts"] += sum(not chunk.is_last for chunk in plan.chunks)
-        seen["multi-step plans"] += plan.num_steps > 1
-        seen["ends within a multi-step plan"] += any(plan.reaching_limit[: plan.num_steps - 1])
-        seen["deferred decodes"] += len(plan.deferred)
-        seen["mixed batches"] += bool(plan.chunks and plan.decodes)
-        seen["plans while another is in flight"] += len(self.pending) > 1
+        if len(self.pending) > 1:
+            seen["plans while another is in flight"] += 1
+        self._count_work(plan)
         for blocked in plan.blocked:
             seen[f"blocked: {blocked.reason}"] += 1
         if plan.not_considered:
             seen[f"not considered: {plan.not_considered.reason}"] += 1
+
+    def _count_work(self, plan: Plan) -> None:
+        seen = self.seen
+        for chunk in plan.chunks:
+            seen["full hits not stored again"] += chunk.store_from > chunk.start
+            seen["split prompts"] += not chunk.is_last
+        if plan.chunks and plan.decodes:
+            seen["mixed batches"] += 1
+        if plan.copies_out and plan.copies_in:
+            seen["swaps both ways"] += 1
+        if plan.num_steps > 1:
+            seen["multi-step plans"] += 1
+            seen["ends within a multi-step plan"] += any(plan.reaching_limit[: plan.num_steps - 1])
+        if plan.deferred:
+            seen["deferred decodes"] += len(plan.deferred)
 
 
 def run(scenario: Scenario, tamper: Tamper | None = None) -> Counter[str]:

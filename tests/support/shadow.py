@@ -143,11 +143,24 @@ class ShadowExecutor:
         self._node_of: dict[bytes, int] = {}  # of every key that was ever published
         self._key_of: dict[int, bytes] = {}
         self._checked: dict[int, bytes] = {}  # keys of published blocks, unless written since
+        self._num_checked = 0  # of published blocks, at the last check
+        self._checked_keys: list[bytes | None] = []  # of all blocks, at the last check
         self._checked_index: dict[bytes, int] = {}
 
     def launch(self, plan: Plan) -> Handle:
         """Run the copies out, the copies in, then the forward passes."""
         self._update_rows(plan)
+        if plan.copies_out or plan.copies_in:
+            self._copy(plan)
+        ends: list[list[Request]] = []
+        result = StepResult()
+        self._forward(plan, plan.chunks, result, ends)
+        for _ in range(plan.num_steps - 1):
+            self._forward(plan, [], result, ends)
+        self._check_lengths(plan, ends)
+        return Handle(result)
+
+    def _copy(self, plan: Plan) -> None:
         for copies in (plan.copies_out, plan.copies_in):
             if len({copy.target for copy in copies}) != len(copies):
                 raise ShadowError(f"a block is the target of two copies in {copies}")
@@ -157,13 +170,6 @@ class ShadowExecutor:
             self.device[copy.target] = list(self.host[copy.source])
             self._checked.pop(copy.target, None)
         self._check_copies_in(plan)
-        ends: list[list[Request]] = []
-        result = StepResult()
-        self._forward(plan, plan.chunks, result, ends)
-        for _ in range(plan.num_steps - 1):
-            self._forward(plan, [], result, ends)
-        self._check_lengths(plan, ends)
-        return Handle(result)
 
     def crash(self, plans: Iterable[Plan]) -> None:
         """Lose the device's content, and what the plans were copying to the host."""
@@ -182,9 +188,8 @@ class ShadowExecutor:
             self.rows[request.row] = Row(request, list(request.kv.blocks))
         working = [*plan.decodes, *(chunk.request for chunk in plan.chunks)]
         taken = [request.row for request in working]
-        if len(set(taken)) != len(taken) or not all(
-            0 <= row < self._scheduler.config.max_num_seqs for row in taken
-        ):
+        most = self._scheduler.config.max_num_seqs
+        if len(set(taken)) != len(taken) or (taken and not 0 <= min(taken) <= max(taken) < most):
             raise ShadowError(f"rows {taken} are not distinct rows below max_num_seqs")
         if [*plan.rows] != taken[: len(plan.decodes)]:
             raise ShadowError(f"the decodes have rows {taken}, but the plan has {plan.rows}")
@@ -228,20 +233,21 @@ class ShadowExecutor:
     def _forward(
         self, plan: Plan, chunks: list[Chunk], result: StepResult, ends: list[list[Request]]
     ) -> None:
-        limits = [request.limit - 1 for request in plan.decodes]
         rows = [self._row(request) for request in plan.decodes]
-        live = [len(r.path) < limit for r, limit in zip(rows, limits, strict=True)]
+        live = [len(row.path) < row.owner.limit - 1 for row in rows]
+        growing = [row for row, lives in zip(rows, live, strict=True) if lives]
         stores: dict[tuple[int, int], tuple[Request, int]] = {}
         for chunk in chunks:
             self._store_chunk(chunk, plan, stores)
-        for row, lives in zip(rows, live, strict=True):
-            if lives:
-                self._store_token(row, stores)
+        for row in growing:
+            self._store_token(row, stores)
         self._write(stores)
-        for row in (*rows, *(self._row(chunk.request) for chunk in chunks)):
+        for row in rows:
             self._read(row)
-        sampled = [chunk.request for chunk in chunks if chunk.is_last]
-        result.first_tokens += [self._sample(self._row(request)) for request in sampled]
+        for chunk in chunks:
+            self._read(self._row(chunk.request))
+        sampled = [self._row(chunk.request) for chunk in chunks if chunk.is_last]
+        result.first_tokens += [self._sample(row) for row in sampled]
         if rows:  # past its end a row may sample anything; EOS would do the most harm
             column = [
                 self._sample(r) if lives else EOS for r, lives in zip(rows, live, strict=True)
@@ -249,8 +255,7 @@ class ShadowExecutor:
             result.decode_tokens.append(
                 np.array(column, dtype=np.intc) if plan.step % 2 else column
             )
-        growing = [r for r, lives in zip(rows, live, strict=True) if lives]
-        growing += [self._row(request) for request in sampled]
+        growing += sampled
         ends.append([r.owner for r in growing if len(r.path) >= r.owner.limit - 1])
 
     def _store_chunk(
@@ -350,9 +355,10 @@ class ShadowExecutor:
         Looks only at what changed since the last check, which is mostly nothing.
         """
         index = self._scheduler.kv.pool.index
-        named = {block: key for block, key in enumerate(index.key_of) if key is not None}
-        if named == self._checked and index.block_of == self._checked_index:
+        is_same = (index.key_of, index.block_of) == (self._checked_keys, self._checked_index)
+        if is_same and len(self._checked) == self._num_checked:  # none was written since
             return
+        named = {block: key for block, key in enumerate(index.key_of) if key is not None}
         if set(index.block_of) != set(named.values()):
             raise ShadowError("block_of and key_of contain different keys")
         if [named.get(block) for block in index.block_of.values()] != list(index.block_of):
@@ -373,3 +379,4 @@ class ShadowExecutor:
             if above is not None and self._key_of.get(above) not in index.block_of:
                 raise ShadowError(f"block {index.block_of[key]} is published but its prefix is not")
         self._checked, self._checked_index = named, dict(index.block_of)
+        self._checked_keys, self._num_checked = list(index.key_of), len(named)

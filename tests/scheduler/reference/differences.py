@@ -7,7 +7,7 @@ lists them under the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from tests.scheduler.reference.blocks import Sequence
@@ -19,7 +19,8 @@ from tests.scheduler.reference.nano_vllm import NanoVLLM
 MAX_PREFILL_STEPS = 16
 
 
-def build(listing: type[Listing], differences: Iterable[type]) -> Any:
+@cache
+def build(listing: type[Listing], differences: tuple[type, ...]) -> Any:
     """The listing with these differences."""
     return type(f"Changed{listing.__name__}", (*differences, listing), {})
 
