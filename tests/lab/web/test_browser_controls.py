@@ -55,16 +55,20 @@ def test_play_goes_on_until_it_is_stopped(page: Any) -> None:
     page.wait_for_function("() => Number(document.querySelector('#jump').value) > 2")
 
 
+WITH_REASON = "text => document.querySelector('#why').innerText.split('\\n')[1] === text"
+
+
 def test_the_address_has_the_whole_state(page: Any, browser: Any) -> None:
     press(page, "Shift+ArrowRight", "ArrowDown")
     wait_for_step(page, 10)
-    page.wait_for_function("() => location.hash.includes('frame=10')")
+    page.wait_for_function("() => /frame=10&(.*&)?request=/.test(location.hash)")
     other = browser.new_page()
     other.goto(page.url)
     other.wait_for_selector("#jump")
     wait_for_step(other, 10)
-    first, second = (each.inner_text("#why").splitlines()[1] for each in (page, other))
-    assert first == second != ""
+    reason = page.inner_text("#why").splitlines()[1]
+    assert reason
+    other.wait_for_function(WITH_REASON, arg=reason)
     other.close()
 
 
