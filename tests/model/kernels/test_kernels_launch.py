@@ -159,11 +159,18 @@ def _scaled(x, out, factor):
     tl.store(out, tl.load(x) * factor)
 
 
+@triton.jit
+def _scaled_pair(x, out, factor):
+    places = tl.arange(0, 2)
+    tl.store(out + places, tl.load(x + places) * factor)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel wraps around")
 def test_an_interpreted_kernel_reports_integer_overflow() -> None:
-    x, out = torch.tensor([2**30], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    _scaled[(1,)](x, out, -2)
-    assert out[0] == -(2**31)
-    for factor in (2, -3):
-        with pytest.raises(InterpreterError, match="mul: int32 overflows"):
-            _scaled[(1,)](x, out, factor)
+    x, out = torch.tensor([1, 2**30], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for kernel, numbers in ((_scaled, x[1:]), (_scaled_pair, x)):
+        kernel[(1,)](numbers, out, -2)
+        assert out[: len(numbers)].tolist() == [-2, -(2**31)][-len(numbers) :]
+        for factor in (2, -3):
+            with pytest.raises(InterpreterError, match="mul: int32 overflows"):
+                kernel[(1,)](numbers, out, factor)
