@@ -32,30 +32,52 @@ from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference
 # The reference equals transformers.
 
 
-def groups_of_prompts() -> Iterator[list[str]]:
-    """Names of prompts of similar length, so that few passes of transformers have little padding."""
-    group: list[str] = []
-    for name, tokens in sorted(real.prompts().items(), key=lambda prompt: len(prompt[1])):
-        if group and (len(group) + 1) * (len(tokens) + NUM_TOKENS) > 512:
-            yield group
-            group = []
-        group.append(name)
-    yield group
+@cache
+def groups_of_prompts() -> dict[str, tuple[str, ...]]:
+    """For every prompt, those of similar length: few passes of transformers with little padding."""
+    groups: list[list[str]] = [[]]
+    lengths = {name: len(tokens) + NUM_TOKENS for name, tokens in real.prompts().items()}
+    for name in sorted(lengths, key=lengths.__getitem__):
+        group = [*groups[-1], name]
+        size = len(group) * lengths[name]
+        if size > min(512, 1.2 * sum(lengths[each] for each in group)):
+            groups.append([name])
+        else:
+            groups[-1] = group
+    return {name: tuple(group) for group in groups for name in group}
 
 
-def logits_of_transformers() -> Iterator[tuple[str, Tensor]]:
-    """Each prompt's name, and the logits at the positions of its reference."""
-    for group in groups_of_prompts():
-        parts = [(real.prompts()[name], real.reference()[name]) for name in group]
-        yield from zip(group, real.batched_logits(real.transformers_model(), parts), strict=True)
+@dataclass(frozen=True)
+class Expected:
+    """What transformers calculates for a prompt, followed by its reference."""
+
+    prompt_states: Tensor
+    best: Any  # the two most probable tokens at each position of the reference, and their logits
+    logprobs: Tensor  # of the tokens of the reference
+
+
+def of_transformers(name: str) -> Expected:
+    return pass_of_transformers(groups_of_prompts()[name])[name]
+
+
+@cache
+@torch.inference_mode()
+def pass_of_transformers(group: tuple[str, ...]) -> dict[str, Expected]:
+    model, found = real.transformers_model(), dict[str, Expected]()
+    parts = [(real.prompts()[name], real.reference()[name]) for name in group]
+    passed = zip(group, parts, real.batched_states(model, parts), strict=True)
+    for name, (prompt, output), states in passed:
+        logits = model.lm_head(states[len(prompt) - 1 :])
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(output)[:, None])[:, 0]
+        found[name] = Expected(states[: len(prompt)], logits.topk(2), logprobs)
+    return found
 
 
 def test_the_reference_is_most_probable_in_transformers() -> None:
     ties, wrong = [], []
     assert len(real.PROMPTS) >= 24 and list(real.reference()) == list(real.PROMPTS)
-    for name, logits in logits_of_transformers():
-        output = real.reference()[name]
-        values, tokens = logits.topk(2)
+    for name, output in real.reference().items():
+        values, tokens = of_transformers(name).best
         assert len(output) == len(tokens) == NUM_TOKENS
         for place in range(NUM_TOKENS):
             pair, gap = tokens[place].tolist(), float(values[place, 0] - values[place, 1])
@@ -122,10 +144,12 @@ def llm() -> Iterator[LLM]:
 
 @torch.inference_mode()
 def test_embeddings_equal_the_pooled_states_of_transformers(llm: LLM) -> None:
-    prompts = [real.prompts()[name] for name in ("one token", "german", "long chat")]
+    names = ("one token", "german", "long chat")
+    prompts = [real.prompts()[name] for name in names]
     found = {p: llm.embed(prompts, pooling=p) for p in get_args(Pooling)}
-    for number, prompt in enumerate(prompts):
-        states = real.transformers_model().model(torch.tensor([prompt])).last_hidden_state[0]
+    for number, name in enumerate(names):
+        states = of_transformers(name).prompt_states
+        assert len(states) == len(prompts[number])
         for pooling, vector in {"mean": states.mean(0), "last": states[-1]}.items():
             wanted = (vector / vector.norm()).numpy()
             np.testing.assert_allclose(found[pooling][number].outputs.embedding, wanted, atol=1e-4)
@@ -143,10 +167,7 @@ def test_the_offline_api_generates_the_reference(llm: LLM) -> None:
         assert result.prompt_token_ids == real.prompts()[name]
         assert result.outputs[0].token_ids == expected
         assert result.outputs[0].text == real.tokenizer().decode(expected)
-        logits = real.transformers_logits(
-            real.transformers_model(), result.prompt_token_ids, expected
-        )
-        wanted = logits.log_softmax(-1).gather(1, torch.tensor(expected)[:, None])[:, 0]
+        wanted = of_transformers(name).logprobs[:12]
         scores = zip(expected, result.outputs[0].logprobs or [], strict=True)
         found = [score[token].logprob for token, score in scores]
         assert found == pytest.approx(wanted.tolist(), abs=1e-4)

@@ -5,16 +5,15 @@ One fix: it rounds to fp8 wrongly where the mantissa overflows into the exponent
 
 from __future__ import annotations
 
-import operator
 import sys
-from functools import cache
 from inspect import getmembers
 from typing import Any
 
 import numpy as np
 import torch
 
-ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+from tests.support.quick_operators import ARITHMETIC, Operators, common_shape
+
 NUMBERS = (int, float, bool)
 
 
@@ -26,7 +25,9 @@ def speed_up() -> None:
     )
     semantic = sys.modules["triton.language.semantic"].TritonSemantic
     interpreter.InterpretedFunction.__call__ = prepared_once(interpreter.InterpretedFunction)
-    interpreter._patch_attr = called_directly(interpreter.interpreter_semantic)
+    interpreter._patch_attr = called_directly(
+        interpreter.interpreter_semantic, Operators(core, interpreter)
+    )
     semantic.binary_op_sanitize_overflow_impl = check_overflow
     semantic.binary_op_type_checking_impl = checked_by_type(semantic, core.tensor)
     semantic.broadcast_impl_value = broadcast_values(interpreter.TensorHandle, core.block_type)
@@ -73,7 +74,7 @@ def patched_once(interpreter: Any) -> Any:
     return patched
 
 
-def called_directly(semantic: Any) -> Any:
+def called_directly(semantic: Any, operators: Operators) -> Any:
     """The interpreter wraps every function of its language twice, and copies all options."""
 
     def patch(module: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
@@ -85,7 +86,7 @@ def called_directly(semantic: Any) -> Any:
             options["_semantic"] = semantic
             return function(*args, **options)
 
-        scope.set_attr(module, name, call)
+        scope.set_attr(module, name, operators.quick(module, name, call))
 
     return patch
 
@@ -165,11 +166,6 @@ def broadcast_values(handle: Any, block_type: Any) -> Any:
         return semantic.make_tensor(handle(data, value.handle.dtype), kind)
 
     return broadcast
-
-
-@cache
-def common_shape(left: tuple[int, ...], right: tuple[int, ...]) -> list[int]:
-    return list(np.broadcast_shapes(left, right))
 
 
 def unwrapped_by_type(core: Any) -> Any:

@@ -354,10 +354,11 @@ def transformers_from_gguf(name: str, kind: Any, config: Any) -> tuple[Any, dict
         model = kind(config)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     with pytest.MonkeyPatch.context() as patch:
-        # A table of names for every module, a mapping of the file for every tokenizer field, and
-        # every token of the vocabulary would take longer than loading all weights.
+        # A table of names for every module, a mapping of the file for every tokenizer field, every
+        # token of the vocabulary, and 16 rows at a time would take longer than all the rest.
         patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
-        patch.setattr(gguf.GGUFReader, "_get_field_parts", without_texts(gguf))
+        patch.setattr(gguf.GGUFReader, "_get_field_parts", without_vocabulary(gguf))
+        patch.setattr(gguf.quants, "_apply_over_grouped_rows", over_many_rows)
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, dtype=np.uint8))
         read = loading.load_gguf_checkpoint(
             str(resolve(name)), return_tensors=True, model_to_load=model
@@ -368,21 +369,34 @@ def transformers_from_gguf(name: str, kind: Any, config: Any) -> tuple[Any, dict
     return model.float().eval(), read["config"]
 
 
-def without_texts(gguf: Any) -> Any:
-    """GGUFReader's function that reads a field, for which arrays of texts are empty."""
+def without_vocabulary(gguf: Any) -> Any:
+    """GGUFReader's function that reads a field, for which arrays of texts and long arrays are empty."""
     read, kinds = gguf.GGUFReader._get_field_parts, gguf.GGUFValueType
 
     def parts(self: Any, offset: int, kind: int) -> tuple[int, list[Any], list[int], list[Any]]:
         item, count = struct.unpack("<IQ", self.data[offset : offset + 12].tobytes())
-        if (kind, item) != (kinds.ARRAY, kinds.STRING):
+        number = self.gguf_scalar_to_np.get(item)
+        if kind != kinds.ARRAY or (item != kinds.STRING and (number is None or count < 1000)):
             found: tuple[int, list[Any], list[int], list[Any]] = read(self, offset, kind)
             return found
         data, end = memoryview(self.data), offset + 12
-        for _ in range(count):
-            end += 8 + struct.unpack_from("<Q", data, end)[0]
-        return end - offset, [], [], [kinds.ARRAY, kinds.STRING]
+        if number is not None:
+            end += count * np.dtype(number).itemsize
+        else:
+            for _ in range(count):
+                end += 8 + struct.unpack_from("<Q", data, end)[0]
+        return end - offset, [], [], [kinds.ARRAY, kinds(item)]
 
     return parts
+
+
+def over_many_rows(convert: Any, arr: Any, otype: Any, oshape: tuple[int, ...]) -> Any:
+    """The function of `gguf.quants` that converts rows, with more of them at a time."""
+    rows, found = arr.reshape(-1, arr.shape[-1]), np.empty(oshape, otype)
+    every = found.reshape(len(rows), -1)
+    for first in range(0, len(rows), 64):
+        every[first : first + 64] = convert(rows[first : first + 64])
+    return found
 
 
 @torch.inference_mode()
@@ -396,7 +410,18 @@ def transformers_logits(model: Any, prompt: Sequence[int], output: Sequence[int]
 def batched_logits(
     model: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[Tensor]:
-    """`transformers_logits` of several prompts and outputs in one pass.
+    """`transformers_logits` of several prompts and outputs in one pass."""
+    return [
+        model.lm_head(states[len(prompt) - 1 :])
+        for states, (prompt, _) in zip(batched_states(model, parts), parts, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def batched_states(
+    model: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[Tensor]:
+    """States at each position of prompts and outputs but the last.
 
     The sequences are padded at their ends: no position depends on a later one.
     """
@@ -404,10 +429,7 @@ def batched_logits(
     width = max(map(len, sequences))
     padded = [tokens + [0] * (width - len(tokens)) for tokens in sequences]
     states = model.model(torch.tensor(padded)).last_hidden_state
-    return [
-        model.lm_head(row[len(prompt) - 1 :][: len(output)])
-        for row, (prompt, output) in zip(states, parts, strict=True)
-    ]
+    return [row[: len(tokens)] for row, tokens in zip(states, sequences, strict=True)]
 
 
 def write_reference() -> None:

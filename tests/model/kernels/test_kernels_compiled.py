@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +18,18 @@ pytest.importorskip("triton")
 from headway.model.kernels.launch import NO_FP_FUSION
 from headway.model.kernels.prefill import prefill_tile
 
-# In a process of its own, because kernels are interpreted in this one.
+# All in one process, which takes longer to start than to compile; kernels are interpreted in this one.
 COMPILE = """
-import json, sys, warnings
+import json, os, sys, warnings
 warnings.simplefilter("ignore")
 from importlib import import_module
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-for line in sys.stdin:
-    asked = json.loads(line)
+asked_for, folder = json.load(sys.stdin)
+results = []
+for asked in asked_for:
     module = import_module("headway.model.kernels." + asked["module"])
     kernel = getattr(module, asked["name"]).kernel
     names = kernel.arg_names
@@ -36,19 +39,82 @@ for line in sys.stdin:
     source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=even)
     target = GPUTarget("cuda", asked["capability"], 32)
     made = compile(source, target=target, options=asked["options"])
-    print(json.dumps({"ptx": made.asm["ptx"], "shared": made.metadata.shared}))
+    results.append({"ptx": made.asm["ptx"], "shared": made.metadata.shared})
 """
 
+HOPPER = """
+import triton
+from triton.experimental.gluon._runtime import GluonASTSource
 
-def compiled(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    lines = "".join(json.dumps({"capability": 90, **each}) + "\n" for each in asked)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], input=lines, capture_output=True, text=True,
-        env=environment, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+from headway.model.kernels.hopper_ring import COLUMNS, SHARED
+from headway.model.kernels.prefill_hopper import KEYS, ROWS, STAGES, _prefill_hopper
+
+kernel, strides = _prefill_hopper.kernel, ("q_token", "q_head", "out_token", "out_head", "table")
+types = dict.fromkeys(("tables", "row_ids_s", "starts_s", "ends_s"), "*i32")
+types |= dict.fromkeys(("layer", "num_sequences", "most"), "i32")
+types |= {f"{name}_stride": "i32" for name in strides} | {"q": "*bf16", "out": "*bf16", "scale": "fp32"}
+types["cache_rows"] = f"tensordesc<bf16[16, {COLUMNS}],{SHARED.value!r}>"
+fixed = {"BLOCK_ROWS": 7168, "BLOCK_SIZE": 16, "G": 8, "GROUP": 2, "D": 128, "ROWS": ROWS,
+         "KEYS": KEYS, "STAGES": STAGES, "CHAINED": True}
+names = kernel.arg_names
+signature = {name: types.get(name, "constexpr") for name in names}
+constants = {(names.index(name),): value for name, value in fixed.items()}
+even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+        if signature[name][0] == "*" or name.endswith("_stride")}
+source = GluonASTSource(kernel, signature, constants, even)
+hopper = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+"""
+
+AHEAD = """
+import torch
+from triton.runtime.driver import driver
+
+class Pretended:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def __getattr__(self, name): raise SystemExit(f"the driver was called: {name}")
+
+driver.set_active(Pretended())
+os.environ["TRITON_CACHE_DIR"] = folder
+from triton.runtime import _async_compile
+from headway.model.kernels.activation import _silu_multiply, silu_multiply
+from headway.model.kernels.launch import compile_all
+from headway.model.kernels.norm import _rms_norm, rms_norm
+
+counts, kept = [], []
+def builds():
+    # The number of builds that other threads see; None if one is unfinished.
+    kernels = (_silu_multiply.kernel, _rms_norm.kernel)
+    found = [b for k in kernels for cache, *_ in k.device_caches.values() for b in cache.values()]
+    return len(found) if all(isinstance(b, triton.compiler.CompiledKernel) for b in found) else None
+def launches(width):
+    wide = torch.ones((3, width))
+    rms_norm(wide, wide[0], 1e-5)
+    rms_norm(wide[1:], wide[0], 1e-5)
+    silu_multiply(wide)
+def fail():
+    launches(32)
+    raise ValueError("while compiling")
+compile_all(lambda: launches(64), lambda *done: counts.append(done))
+for _ in range(2):
+    try: compile_all(fail, lambda *done: None)
+    except ValueError: pass
+compile_all(lambda: launches(128), lambda *done: counts.append(done))
+def interrupt(_futures):
+    raise KeyboardInterrupt
+def watched():
+    launches(256)
+    kept.append(builds())
+wait, _async_compile.as_completed = _async_compile.as_completed, interrupt
+try: compile_all(watched, lambda *done: None)
+except KeyboardInterrupt: pass
+_async_compile.as_completed = wait
+kept.append(builds())
+compile_all(watched, lambda *done: None)
+kept.append(builds())
+print(json.dumps({"kernels": results, "hopper": hopper, "ahead": [counts, kept]}))
+"""
 
 
 def unlike_sums(ptx: str) -> list[str]:
@@ -160,10 +226,49 @@ SUMS = [
 PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(256, torch.bfloat16)]
 
 
-def test_equal_sums_are_bitwise_equal_and_tiles_fit_on_smaller_gpus() -> None:
+UNFUSED = [{**each, "options": each["options"] | NO_FP_FUSION} for each in SUMS]
+
+
+@dataclass
+class Compiled:
+    """The kernels above, the kernel for Hopper GPUs, and what compiling ahead left in a folder."""
+
+    kernels: list[dict[str, Any]]
+    hopper: str
+    ahead: list[Any]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    folder = tmp_path_factory.mktemp("ahead")
+    asked = [join(4, 64), attend(4, 128), *UNFUSED, *PROMPTS]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE + HOPPER + AHEAD], capture_output=True, text=True,
+        env=environment, timeout=300,
+        input=json.dumps([[{"capability": 90, **each} for each in asked], str(folder)]),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return Compiled(**json.loads(done.stdout), folder=folder)
+
+
+def test_equal_sums_are_bitwise_equal_and_tiles_fit_on_smaller_gpus(compiled: Compiled) -> None:
     """All threads that hold the same sum have the same bits."""
-    unfused = [{**each, "options": each["options"] | NO_FP_FUSION} for each in SUMS]
-    joined, attended, *made = compiled([join(4, 64), attend(4, 128), *unfused, *PROMPTS])
+    joined, attended, *made = compiled.kernels
+    assert len(made) == len(SUMS) + len(PROMPTS)
     assert all(unlike_sums(fused["ptx"]) for fused in (joined, attended)), "the check sees nothing"
     assert not [place for each in made[: len(SUMS)] for place in unlike_sums(each["ptx"])]
     assert max(each["shared"] for each in made[len(SUMS) :]) <= 99 * 1024
+
+
+def test_prefill_compiles_to_the_instructions_of_a_hopper_gpu(compiled: Compiled) -> None:
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert instruction in compiled.hopper
+
+
+def test_kernels_are_compiled_for_a_device_that_does_not_exist(compiled: Compiled) -> None:
+    counts, (meanwhile, interrupted, again, after) = compiled.ahead
+    assert counts == 2 * [[1, 2], [2, 2]], "each kernel once, also after a failure"
+    assert meanwhile == interrupted == again == 6, "only finished builds are visible to others"
+    assert after == 8 and len(list(compiled.folder.rglob("*.cubin"))) == 8
