@@ -83,7 +83,7 @@ class Gateway:
     async def round(self, number: int, kill: Callable[[], None]) -> list[RequestOutput]:
         """The outputs of 32 requests; `kill` is called when they run."""
         counts = count()
-        self.on_output = lambda: kill() if next(counts) == 100 else None
+        self.on_output = lambda: kill() if next(counts) == 20 else None
         params = islice(cycle(CASES.values()), NUM_STREAMS)
         return await asyncio.gather(
             *(
