@@ -37,6 +37,7 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtyp
         return fp8_tile_within(device_limits(), num_rows, num_outputs, num_inputs)
     shape = (num_rows, num_outputs, num_inputs, dtype)
     tile = wide_tile_within(device_limits(), *shape)
+    tile = tile or balanced_tile_within(device_limits(), *shape)
     return tile or widened(tile_within(device_limits(), *shape), device_limits(), *shape)
 
 
@@ -105,17 +106,66 @@ def widened(
     return tile
 
 
-def wide_tile_within(
+def balanced_tile_within(
     limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
 ) -> Tile | None:
-    """The tile of 128 rows for 65 to 128 rows and a large matrix; see wide_linear.py.
+    """The tile with extra outputs for 2 to 64 rows, if it balances the multiprocessors.
 
-    None if the matrix is too small for it, or its inputs are no whole tiles.
+    The product takes as long as the multiprocessor with the most outputs. None if it would have
+    almost as many as with `tile_within`, or if there are few inputs, which are all on their way at
+    once. See wide_linear.py; measured on an H200.
     """
     processors, memory = limits
     is_roomy = dtype.itemsize == 2 and memory >= 192 * 1024
-    if not is_roomy or not 64 < num_rows <= 128 or num_inputs % 64:
+    if not is_roomy or not 2 <= num_rows <= 64 or num_inputs <= 2048 or num_inputs % 256:
         return None
+
+    def num_rounds(width: int) -> int:
+        """Tiles of the busiest multiprocessor."""
+        return -(-num_outputs // width // processors)
+
+    def most_outputs(width: int) -> int:
+        return num_rounds(width) * width
+
+    is_few = num_rows <= 16
+    pieces = [(size, size // share) for size in (16, 32, 64, 128) for share in (2, 4, 8)]
+    widths = {
+        outputs + extra: (outputs, extra)
+        for outputs, extra in pieces
+        # Loads of 8 outputs for 64 rows would not be pipelined.
+        if extra >= (8 if is_few else 16) and (outputs == 128 or num_rounds(outputs + extra) == 1)
+    }
+    width = min(widths, key=lambda width: (most_outputs(width), -width))
+    usual = tile_within(limits, num_rows, num_outputs, num_inputs, dtype).outputs
+    if most_outputs(width) > 0.85 * most_outputs(usual):
+        return None
+    outputs, extra = widths[width]
+    if outputs == 128:  # two tiles are computed concurrently if there are several
+        room = memory // min(num_rounds(width), 2)
+        return Tile(64, outputs, 64, 1, 4, min(6, room // ((64 + width) * 64 * 2)), extra)
+    if is_few:
+        inputs = 128 if num_inputs % 512 == 0 and width <= 48 else 64
+        stages = 1 + memory // ((16 + width) * 4 * inputs * 2)  # one of them needs no memory
+        return Tile(16, outputs, inputs, 4, 4, stages, extra)
+    return Tile(64, outputs, 128, 1, 4, min(7, memory // ((64 + width) * 128 * 2)), extra)
+
+
+def wide_tile_within(
+    limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> Tile | None:
+    """The tile for 17 to 128 rows and a large matrix that reads the rows less often.
+
+    From 65 rows on it has 128 rows. None if the matrix is too small for it, or its inputs are no
+    whole tiles. See wide_linear.py.
+    """
+    processors, memory = limits
+    is_roomy = dtype.itemsize == 2 and memory >= 192 * 1024
+    if not is_roomy or not 16 < num_rows <= 128 or num_inputs % 64:
+        return None
+    if num_rows <= 64:
+        is_idle = 0.7 < -(-num_outputs // 32) / processors < 0.9  # with tiles of 32 outputs
+        is_large = num_outputs * num_inputs >= LARGE and num_inputs % 256 == 0
+        return Tile(64, 64, 128, 1, 4, 6, parts=2) if is_idle and is_large else None
 
     def share_busy(extra: int) -> float:
         """Tiles over the places for them: each multiprocessor takes one after the other."""
