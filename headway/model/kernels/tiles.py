@@ -72,7 +72,8 @@ def tile_within(
         inputs = 256
     inputs = inputs * 2 // dtype.itemsize
     stage = width * inputs * slices * dtype.itemsize
-    stages = max(1, min(6, memory // stage))
+    most_stages = 8 if (rows, outputs) == (16, 64) else 6  # measured
+    stages = max(1, min(most_stages, memory // stage))
     return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
 
 
@@ -109,45 +110,58 @@ def widened(
 def balanced_tile_within(
     limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
 ) -> Tile | None:
-    """The tile with extra outputs for 2 to 64 rows, if it balances the multiprocessors.
+    """The tile for 2 to 64 rows and many inputs that divides a matrix most evenly.
 
-    The product takes as long as the multiprocessor with the most outputs. None if it would have
-    almost as many as with `tile_within`, or if there are few inputs, which are all on their way at
-    once. See wide_linear.py; measured on an H200.
+    None if `tile_within` is almost as good, or if there are few inputs, which are all on their way
+    at once. See wide_linear.py; measured on an H200.
     """
     processors, memory = limits
     is_roomy = dtype.itemsize == 2 and memory >= 192 * 1024
     if not is_roomy or not 2 <= num_rows <= 64 or num_inputs <= 2048 or num_inputs % 256:
         return None
-
-    def num_rounds(width: int) -> int:
-        """Tiles of the busiest multiprocessor."""
-        return -(-num_outputs // width // processors)
-
-    def most_outputs(width: int) -> int:
-        return num_rounds(width) * width
-
-    is_few = num_rows <= 16
-    pieces = [(size, size // share) for size in (16, 32, 64, 128) for share in (2, 4, 8)]
-    widths = {
-        outputs + extra: (outputs, extra)
-        for outputs, extra in pieces
-        # Loads of 8 outputs for 64 rows would not be pipelined.
-        if extra >= (8 if is_few else 16) and (outputs == 128 or num_rounds(outputs + extra) == 1)
-    }
-    width = min(widths, key=lambda width: (most_outputs(width), -width))
     usual = tile_within(limits, num_rows, num_outputs, num_inputs, dtype).outputs
-    if most_outputs(width) > 0.85 * most_outputs(usual):
+    outputs, extra = _even_pieces(processors, num_outputs, num_rows <= 16, usual)
+    width = outputs + extra
+    if width == usual:
         return None
-    outputs, extra = widths[width]
-    if outputs == 128:  # two tiles are computed concurrently if there are several
-        room = memory // min(num_rounds(width), 2)
+    if outputs == 128:
+        room = memory // _num_rounds(processors, num_outputs, width)
         return Tile(64, outputs, 64, 1, 4, min(6, room // ((64 + width) * 64 * 2)), extra)
-    if is_few:
+    if num_rows <= 16:
         inputs = 128 if num_inputs % 512 == 0 and width <= 48 else 64
         stages = 1 + memory // ((16 + width) * 4 * inputs * 2)  # one of them needs no memory
         return Tile(16, outputs, inputs, 4, 4, stages, extra)
-    return Tile(64, outputs, 128, 1, 4, min(7, memory // ((64 + width) * 128 * 2)), extra)
+    stages = min(7 if extra else 6, memory // ((64 + width) * 128 * 2))
+    return Tile(64, outputs, 128, 1, 4, stages, extra)
+
+
+def _even_pieces(processors: int, num_outputs: int, is_few: bool, usual: int) -> tuple[int, int]:
+    """Outputs and extra outputs of tiles of 16 (few) or 64 rows; the usual ones if almost as good.
+
+    The product takes as long as the multiprocessor that reads most.
+    """
+
+    def cost(width: int) -> int:
+        """What the busiest multiprocessor reads; the rows of a tile count as 16 outputs."""
+        return _num_rounds(processors, num_outputs, width) * (width + 16)
+
+    def is_possible(piece: tuple[int, int]) -> bool:
+        """Two rounds of large tiles are computed concurrently; more than two are slower."""
+        most = 2 if piece[0] == 128 else 1
+        return _num_rounds(processors, num_outputs, sum(piece)) <= most
+
+    least = 8 if is_few else 16  # loads of 8 outputs for 64 rows would not be pipelined
+    pieces = [(size, size // share) for size in (16, 32, 64, 128) for share in (2, 4, 8)]
+    pieces = [piece for piece in pieces if piece[1] >= least and is_possible(piece)]
+    if not is_few and is_possible((32, 0)):
+        pieces.append((32, 0))
+    best = min(pieces, key=lambda piece: (cost(sum(piece)), -sum(piece)), default=(usual, 0))
+    return best if cost(sum(best)) <= 0.85 * cost(usual) else (usual, 0)
+
+
+def _num_rounds(processors: int, num_outputs: int, width: int) -> int:
+    """Tiles of the busiest multiprocessor, with one row tile."""
+    return -(-num_outputs // width // processors)
 
 
 def wide_tile_within(

@@ -7,8 +7,10 @@ the same product of few rows; with slices, each warp sums different inputs.
 
 From 65 rows on, bytes from the L2 cache limit the speed of a product with a large matrix: every
 tile of outputs reads all rows of its row tile. So a tile has 128 rows and as many outputs as fit,
-for example 256 + 32. A matrix of few outputs has tiles that are summed over a part of the inputs
-only; a second kernel adds the parts in order. tiles.balanced and tiles.wide_tile_within choose.
+for example 256 + 32. A large matrix of few outputs has tiles that are summed over a part of the
+inputs only, some of them from 17 rows on; a second kernel adds the parts in order.
+
+tiles.balanced_tile_within, tiles.widened and tiles.wide_tile_within choose.
 
 Shapes: M rows, N outputs, K inputs, P parts of the inputs, J parts of a sum of squares.
 """
