@@ -37,6 +37,7 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtyp
         return fp8_tile_within(device_limits(), num_rows, num_outputs, num_inputs)
     shape = (num_rows, num_outputs, num_inputs, dtype)
     tile = wide_tile_within(device_limits(), *shape)
+    tile = tile or balanced_tile_within(device_limits(), *shape)
     return tile or widened(tile_within(device_limits(), *shape), device_limits(), *shape)
 
 
@@ -71,7 +72,8 @@ def tile_within(
         inputs = 256
     inputs = inputs * 2 // dtype.itemsize
     stage = width * inputs * slices * dtype.itemsize
-    stages = max(1, min(6, memory // stage))
+    most_stages = 8 if (rows, outputs) == (16, 64) else 6  # measured
+    stages = max(1, min(most_stages, memory // stage))
     return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
 
 
@@ -105,17 +107,79 @@ def widened(
     return tile
 
 
-def wide_tile_within(
+def balanced_tile_within(
     limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
 ) -> Tile | None:
-    """The tile of 128 rows for 65 to 128 rows and a large matrix; see wide_linear.py.
+    """The tile for 2 to 64 rows and many inputs that divides a matrix most evenly.
 
-    None if the matrix is too small for it, or its inputs are no whole tiles.
+    None if `tile_within` is almost as good, or if there are few inputs, which are all on their way
+    at once. See wide_linear.py; measured on an H200.
     """
     processors, memory = limits
     is_roomy = dtype.itemsize == 2 and memory >= 192 * 1024
-    if not is_roomy or not 64 < num_rows <= 128 or num_inputs % 64:
+    if not is_roomy or not 2 <= num_rows <= 64 or num_inputs <= 2048 or num_inputs % 256:
         return None
+    usual = tile_within(limits, num_rows, num_outputs, num_inputs, dtype).outputs
+    outputs, extra = _even_pieces(processors, num_outputs, num_rows <= 16, usual)
+    width = outputs + extra
+    if width == usual:
+        return None
+    if outputs == 128:
+        room = memory // _num_rounds(processors, num_outputs, width)
+        return Tile(64, outputs, 64, 1, 4, min(6, room // ((64 + width) * 64 * 2)), extra)
+    if num_rows <= 16:
+        inputs = 128 if num_inputs % 512 == 0 and width <= 48 else 64
+        stages = 1 + memory // ((16 + width) * 4 * inputs * 2)  # one of them needs no memory
+        return Tile(16, outputs, inputs, 4, 4, stages, extra)
+    stages = min(7 if extra else 6, memory // ((64 + width) * 128 * 2))
+    return Tile(64, outputs, 128, 1, 4, stages, extra)
+
+
+def _even_pieces(processors: int, num_outputs: int, is_few: bool, usual: int) -> tuple[int, int]:
+    """Outputs and extra outputs of tiles of 16 (few) or 64 rows; the usual ones if almost as good.
+
+    The product takes as long as the multiprocessor that reads most.
+    """
+
+    def cost(width: int) -> int:
+        """What the busiest multiprocessor reads; the rows of a tile count as 16 outputs."""
+        return _num_rounds(processors, num_outputs, width) * (width + 16)
+
+    def is_possible(piece: tuple[int, int]) -> bool:
+        """Two rounds of large tiles are computed concurrently; more than two are slower."""
+        most = 2 if piece[0] == 128 else 1
+        return _num_rounds(processors, num_outputs, sum(piece)) <= most
+
+    least = 8 if is_few else 16  # loads of 8 outputs for 64 rows would not be pipelined
+    pieces = [(size, size // share) for size in (16, 32, 64, 128) for share in (2, 4, 8)]
+    pieces = [piece for piece in pieces if piece[1] >= least and is_possible(piece)]
+    if not is_few and is_possible((32, 0)):
+        pieces.append((32, 0))
+    best = min(pieces, key=lambda piece: (cost(sum(piece)), -sum(piece)), default=(usual, 0))
+    return best if cost(sum(best)) <= 0.85 * cost(usual) else (usual, 0)
+
+
+def _num_rounds(processors: int, num_outputs: int, width: int) -> int:
+    """Tiles of the busiest multiprocessor, with one row tile."""
+    return -(-num_outputs // width // processors)
+
+
+def wide_tile_within(
+    limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> Tile | None:
+    """The tile for 17 to 128 rows and a large matrix that reads the rows less often.
+
+    From 65 rows on it has 128 rows. None if the matrix is too small for it, or its inputs are no
+    whole tiles. See wide_linear.py.
+    """
+    processors, memory = limits
+    is_roomy = dtype.itemsize == 2 and memory >= 192 * 1024
+    if not is_roomy or not 16 < num_rows <= 128 or num_inputs % 64:
+        return None
+    if num_rows <= 64:
+        is_idle = 0.7 < -(-num_outputs // 32) / processors < 0.9  # with tiles of 32 outputs
+        is_large = num_outputs * num_inputs >= LARGE and num_inputs % 256 == 0
+        return Tile(64, 64, 128, 1, 4, 6, parts=2) if is_idle and is_large else None
 
     def share_busy(extra: int) -> float:
         """Tiles over the places for them: each multiprocessor takes one after the other."""

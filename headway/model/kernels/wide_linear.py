@@ -1,13 +1,16 @@
 """Products with tiles that have extra outputs, or that sum a part of the inputs.
 
-There should be one tile for each multiprocessor: if there are more, some of them compute a second
-tile while all others wait. So a tile may have a width that is not a power of 2, for example 64 + 16
-outputs.
+All multiprocessors should read about the same number of outputs: otherwise some of them still read
+while all others wait. So a tile may have a width that is not a power of 2, for example 32 + 16
+outputs. Tiles of 16 rows have slices: with two products in a loop, Triton lets all warps compute
+the same product of few rows; with slices, each warp sums different inputs.
 
 From 65 rows on, bytes from the L2 cache limit the speed of a product with a large matrix: every
 tile of outputs reads all rows of its row tile. So a tile has 128 rows and as many outputs as fit,
-for example 256 + 32. A matrix of few outputs has tiles that are summed over a part of the inputs
-only; a second kernel adds the parts in order. tiles.widened and tiles.wide_tile_within choose.
+for example 256 + 32. A large matrix of few outputs has tiles that are summed over a part of the
+inputs only, some of them from 17 rows on; a second kernel adds the parts in order.
+
+tiles.balanced_tile_within, tiles.widened and tiles.wide_tile_within choose.
 
 Shapes: M rows, N outputs, K inputs, P parts of the inputs, J parts of a sum of squares.
 """
@@ -21,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.activation import paired
+from headway.model.kernels.epilogue import finish, load_ends, load_squares, norm_factor
 from headway.model.kernels.launch import (
     NO_FP_FUSION,
     begin,
@@ -47,46 +50,37 @@ def _fetch_ahead(place, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def _norm_factor(
-    squares_mj, near_m, epsilon,
-    K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
-):  # fmt: skip
-    """One over the root mean square of each row; ones without squares."""
-    if squares_mj is None:
-        factor_m = tl.full(near_m.shape, 1.0, tl.float32)
-    else:
-        j = tl.arange(0, SQUARES_ROOM)[None, :]
-        place = squares_mj + near_m[:, None] * NUM_SQUARES + j
-        squares = tl.load(place, mask=j < NUM_SQUARES, other=0.0)
-        factor_m = tl.rsqrt(tl.sum(squares, 1) / K + epsilon)
-    return factor_m
+def _two_products(
+    x_m, weight_n, weight_n2, is_row, K: tl.constexpr, INPUTS: tl.constexpr, IS_MASKED: tl.constexpr
+):
+    """Rows times two groups of outputs, float32; the arguments point at the first inputs."""
+    k = tl.arange(0, INPUTS)
+    x = x_m[:, None] + k[None, :]
+    weight, weight_2 = weight_n[None, :] + k[:, None], weight_n2[None, :] + k[:, None]
+    total = tl.zeros((x_m.shape[0], weight_n.shape[0]), tl.float32)
+    total_2 = tl.zeros((x_m.shape[0], weight_n2.shape[0]), tl.float32)
+    for start in range(0, K, INPUTS):
+        a = tl.load(x + start, mask=is_row[:, None] if IS_MASKED else None)
+        total = tl.dot(a, tl.load(weight + start), total, input_precision="ieee")
+        total_2 = tl.dot(a, tl.load(weight_2 + start), total_2, input_precision="ieee")
+    return total, total_2
 
 
 @triton.jit
-def _finish(
-    total, first, factor_m, bias_n, residual_mn, out_mn, near_m, is_row, num_outputs, out_stride,
-    IS_GATED: tl.constexpr,
-):  # fmt: skip
-    """Scale rows, add bias, gate, add the residual and store; return the squares of the output.
-
-    `first` and `num_outputs` are counted before the gate.
-    """
-    total *= factor_m[:, None]
-    if bias_n is not None:
-        n = first + tl.arange(0, total.shape[1])
-        total += tl.load(bias_n + n, mask=n < num_outputs, other=0.0)[None, :].to(tl.float32)
-    if IS_GATED:
-        total = paired(total, total.shape[0], total.shape[1])
-        first, num_outputs = first // 2, num_outputs // 2
-    n = first + tl.arange(0, total.shape[1])
-    place = near_m[:, None] * out_stride + n[None, :]
-    is_inside = is_row[:, None] & (n < num_outputs)[None, :]
-    if residual_mn is not None:
-        total += tl.load(residual_mn + place, mask=is_inside, other=0.0).to(tl.float32)
-    rounded = total.to(out_mn.dtype.element_ty)
-    tl.store(out_mn + place, rounded, mask=is_inside)
-    stored = tl.where(is_inside, rounded.to(tl.float32), 0.0)
-    return tl.sum(stored * stored, 1)
+def _two_sliced_products(
+    x_m, weight_n, weight_n2, is_row, K: tl.constexpr, INPUTS: tl.constexpr, SLICES: tl.constexpr
+):
+    """Like `_two_products`, but each warp sums different inputs of all outputs."""
+    s, k = tl.arange(0, SLICES)[:, None, None] * INPUTS, tl.arange(0, INPUTS)
+    x, k = x_m[None, :, None] + s + k[None, None, :], k[None, :, None]
+    weight, weight_2 = weight_n[None, None, :] + s + k, weight_n2[None, None, :] + s + k
+    total = tl.zeros((SLICES, x_m.shape[0], weight_n.shape[0]), tl.float32)
+    total_2 = tl.zeros((SLICES, x_m.shape[0], weight_n2.shape[0]), tl.float32)
+    for start in range(0, K, INPUTS * SLICES):
+        a = tl.load(x + start, mask=is_row[None, :, None], other=0.0)
+        total = tl.dot(a, tl.load(weight + start), total, input_precision="ieee")
+        total_2 = tl.dot(a, tl.load(weight_2 + start), total_2, input_precision="ieee")
+    return tl.sum(total, 0), tl.sum(total_2, 0)
 
 
 @launched
@@ -96,40 +90,49 @@ def _wide(
     num_rows, num_outputs, epsilon, x_stride, out_stride,
     K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
     IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, EXTRA: tl.constexpr,
-    INPUTS: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
+    INPUTS: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One tile of OUTPUTS and then EXTRA outputs. Row tiles of the same outputs are consecutive."""
     num_row_tiles = tl.cdiv(num_rows, ROWS)
     tile = tl.program_id(0) // num_row_tiles
     first = tile * (OUTPUTS + EXTRA)
+    first_2 = first + OUTPUTS
     m = tl.program_id(0) % num_row_tiles * ROWS + tl.arange(0, ROWS)
-    n, n_2 = first + tl.arange(0, OUTPUTS), first + OUTPUTS + tl.arange(0, EXTRA)
-    k, near_m, is_row = tl.arange(0, INPUTS), m % num_rows, m < num_rows
-    x = x_mk + near_m[:, None] * x_stride + k[None, :]
+    n, n_2 = first + tl.arange(0, OUTPUTS), first_2 + tl.arange(0, EXTRA)
+    near_m, is_row = m % num_rows, m < num_rows
+    x_m = x_mk + near_m * x_stride
     weight_n = weight_nk + (n % num_outputs).to(tl.int64) * K
     weight_n2 = weight_nk + (n_2 % num_outputs).to(tl.int64) * K
-    weight, weight_2 = weight_n[None, :] + k[:, None], weight_n2[None, :] + k[:, None]
     if CHAINED:
         _fetch_ahead(weight_n, AHEAD)
         _fetch_ahead(weight_n2, AHEAD)
     begin(CHAINED)
-    factor_m = _norm_factor(squares_mj, near_m, epsilon, K, NUM_SQUARES, SQUARES_ROOM)
-    total, total_2 = tl.zeros((ROWS, OUTPUTS), tl.float32), tl.zeros((ROWS, EXTRA), tl.float32)
-    for start in range(0, K, INPUTS):
-        a = tl.load(x + start, mask=is_row[:, None], other=0.0)
-        total = tl.dot(a, tl.load(weight + start), total, input_precision="ieee")
-        total_2 = tl.dot(a, tl.load(weight_2 + start), total_2, input_precision="ieee")
-    squares = _finish(
-        total, first, factor_m, bias_n, residual_mn, out_mn, near_m, is_row, num_outputs,
-        out_stride, IS_GATED,
+    # Loads for the end start before the product, so that nothing waits for them later.
+    squares = load_squares(squares_mj, near_m, NUM_SQUARES, SQUARES_ROOM)
+    bias, residual = load_ends(
+        first, bias_n, residual_mn, near_m, is_row, num_outputs, out_stride, IS_GATED, OUTPUTS
+    )
+    bias_2, residual_2 = load_ends(
+        first_2, bias_n, residual_mn, near_m, is_row, num_outputs, out_stride, IS_GATED, EXTRA
+    )
+    # Masks are slower in small tiles. In large tiles, padding rows that are not read are faster.
+    IS_MASKED: tl.constexpr = OUTPUTS >= 128
+    if SLICES == 1:
+        total, total_2 = _two_products(x_m, weight_n, weight_n2, is_row, K, INPUTS, IS_MASKED)
+    else:
+        total, total_2 = _two_sliced_products(x_m, weight_n, weight_n2, is_row, K, INPUTS, SLICES)
+    factor_m = norm_factor(squares, squares_mj, epsilon, K)
+    out_squares = finish(
+        total, first, factor_m, bias, residual, squares_mj, bias_n, residual_mn, out_mn, near_m,
+        is_row, num_outputs, out_stride, IS_GATED,
     )  # fmt: skip
-    squares_2 = _finish(
-        total_2, first + OUTPUTS, factor_m, bias_n, residual_mn, out_mn, near_m, is_row,
-        num_outputs, out_stride, IS_GATED,
+    out_squares += finish(
+        total_2, first_2, factor_m, bias_2, residual_2, squares_mj, bias_n, residual_mn, out_mn,
+        near_m, is_row, num_outputs, out_stride, IS_GATED,
     )  # fmt: skip
     if squares_out_mj is not None:
         home = squares_out_mj + near_m * tl.cdiv(num_outputs, OUTPUTS + EXTRA) + tile
-        tl.store(home, squares + squares_2, mask=is_row)
+        tl.store(home, out_squares, mask=is_row)
 
 
 @launched
@@ -176,17 +179,29 @@ def _add(
     is_inside = is_row[:, None] & (n < num_outputs)[None, :]
     place = parts_pmn + near_m[:, None] * num_outputs + n[None, :]
     begin(CHAINED)
-    factor_m = _norm_factor(squares_mj, near_m, epsilon, K, NUM_SQUARES, SQUARES_ROOM)
+    squares = load_squares(squares_mj, near_m, NUM_SQUARES, SQUARES_ROOM)
+    bias, residual = load_ends(
+        tile * OUTPUTS,
+        bias_n,
+        residual_mn,
+        near_m,
+        is_row,
+        num_outputs,
+        out_stride,
+        IS_GATED,
+        OUTPUTS,
+    )
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(place + part * num_rows * num_outputs, mask=is_inside, other=0.0)
-    squares = _finish(
-        total, tile * OUTPUTS, factor_m, bias_n, residual_mn, out_mn, near_m, is_row, num_outputs,
-        out_stride, IS_GATED,
+    factor_m = norm_factor(squares, squares_mj, epsilon, K)
+    out_squares = finish(
+        total, tile * OUTPUTS, factor_m, bias, residual, squares_mj, bias_n, residual_mn, out_mn,
+        near_m, is_row, num_outputs, out_stride, IS_GATED,
     )  # fmt: skip
     if squares_out_mj is not None:
         home = squares_out_mj + near_m * tl.cdiv(num_outputs, OUTPUTS) + tile
-        tl.store(home, squares, mask=is_row)
+        tl.store(home, out_squares, mask=is_row)
 
 
 def wide_linear(
@@ -204,7 +219,7 @@ def wide_linear(
 ) -> None:
     """Like linear.linear with several rows, for a tile that has extra outputs or parts."""
     num_rows, (num_outputs, num_inputs) = len(x_mk), weight_nk.shape
-    assert num_inputs % (tile.parts * tile.inputs) == 0, "a part has whole tiles"
+    assert num_inputs % (tile.parts * tile.inputs * tile.slices) == 0, "a part has whole tiles"
     assert tile.parts == 1 or tile.extra == 0, "a tile has extra outputs or parts, not both"
     squares = None if epsilon is None else squares_mj
     num_parts = 1 if squares is None else squares.shape[1]
@@ -217,7 +232,7 @@ def wide_linear(
     if tile.parts == 1:
         _wide[(num_programs,)](
             x_mk, weight_nk, squares, *ends, x_stride, out_stride, *norm,
-            tile.rows, tile.outputs, tile.extra, tile.inputs, AHEAD, **options,
+            tile.rows, tile.outputs, tile.extra, tile.inputs, tile.slices, AHEAD, **options,
         )  # fmt: skip
         return
     shape = (tile.parts, num_rows, num_outputs)

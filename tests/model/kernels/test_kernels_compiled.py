@@ -178,15 +178,16 @@ def product(rows: int, outputs: int, slices: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def wide() -> dict[str, Any]:
-    """More warps than a piece of 8 outputs needs."""
+def wide(slices: int) -> dict[str, Any]:
+    """More warps than a piece of 8 outputs needs without slices."""
     pointers = dict.fromkeys(("x_mk", "weight_nk", "residual_mn", "out_mn"), "*bf16")
     numbers = dict.fromkeys(("num_rows", "num_outputs", "x_stride", "out_stride"), "i32")
     return {
         "module": "wide_linear", "name": "_wide",
         "types": pointers | numbers | {"squares_out_mj": "*fp32", "epsilon": "fp32"},
         "fixed": {"K": 2048, "NUM_SQUARES": 1, "SQUARES_ROOM": 1, "IS_GATED": False, "ROWS": 16,
-                  "OUTPUTS": 32, "EXTRA": 8, "INPUTS": 128, "AHEAD": 4, "CHAINED": True},
+                  "OUTPUTS": 32, "EXTRA": 8, "INPUTS": 128, "SLICES": slices, "AHEAD": 4,
+                  "CHAINED": True},
         "options": {"num_warps": 4, "num_stages": 3},
     }  # fmt: skip
 
@@ -221,7 +222,8 @@ def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 SUMS = [
-    join(4, 64), join(32, 64), join(64, 128), attend(4, 128), product(16, 8, 4), added(), wide(),
+    join(4, 64), join(32, 64), join(64, 128), attend(4, 128), product(16, 8, 4), added(), wide(1),
+    wide(4),
 ]  # fmt: skip
 PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(256, torch.bfloat16)]
 

@@ -8,7 +8,13 @@ import torch
 pytest.importorskip("triton")
 
 from headway.model.kernels.linear import linear
-from headway.model.kernels.tiles import Tile, tile_within, wide_tile_within, widened
+from headway.model.kernels.tiles import (
+    Tile,
+    balanced_tile_within,
+    tile_within,
+    wide_tile_within,
+    widened,
+)
 from tests.model.kernels.reference import linear as reference
 from tests.model.kernels.test_kernels_linear import (
     DEVICE,
@@ -24,9 +30,10 @@ from tests.model.kernels.test_kernels_linear import (
 )
 
 LIMITS = (132, 207 * 1024)  # of an H200
-# Small tiles with extra outputs and with parts of the inputs.
+# Small tiles with extra outputs, with slices, and with parts of the inputs.
 WIDE = {
     "extra": Tile(rows=32, outputs=32, inputs=16, slices=1, warps=4, stages=2, extra=16),
+    "sliced": Tile(rows=16, outputs=32, inputs=16, slices=2, warps=4, stages=2, extra=8),
     "parts": Tile(rows=32, outputs=32, inputs=16, slices=1, warps=4, stages=2, parts=5),
 }
 WIDE_TILES = pytest.mark.parametrize("tile", WIDE.values(), ids=list(WIDE))
@@ -36,18 +43,18 @@ WIDE_TILES = pytest.mark.parametrize("tile", WIDE.values(), ids=list(WIDE))
 @TYPES
 @WIDE_TILES
 def test_wide_tiles_equal_the_reference(tile: Tile, dtype: torch.dtype, rows: int) -> None:
-    check(Case(rows=rows, dtype=dtype, tile=tile))
+    check(Case(rows=rows, inputs=160, dtype=dtype, tile=tile))
     check(
         Case(
-            rows=rows, dtype=dtype, has_norm=True, has_bias=True, is_gated=True, has_residual=True,
-            num_parts=3, tile=tile,
+            rows=rows, inputs=160, dtype=dtype, has_norm=True, has_bias=True, is_gated=True,
+            has_residual=True, num_parts=3, tile=tile,
         )
     )  # fmt: skip
 
 
 @WIDE_TILES
 def test_squares_of_wide_tiles_are_of_the_stored_output(tile: Tile) -> None:
-    case = Case(rows=45, has_residual=True, tile=tile)
+    case = Case(rows=45, inputs=160, has_residual=True, tile=tile)
     squares = torch.full((45, -(-case.outputs // tile.width)), torch.nan, device=DEVICE)
     out = found(case, squares_out_mj=squares)
     assert torch.equal(out, found(case))
@@ -57,7 +64,7 @@ def test_squares_of_wide_tiles_are_of_the_stored_output(tile: Tile) -> None:
 
 @WIDE_TILES
 def test_rows_of_wide_tiles_may_have_a_stride(tile: Tile) -> None:
-    case = Case(rows=33, has_residual=True, tile=tile)
+    case = Case(rows=33, inputs=160, has_residual=True, tile=tile)
     given = moved(arguments(case))
     wide = torch.full((33, case.inputs + 16), torch.nan, device=DEVICE)
     home = torch.full((33, case.width + 10), 7.0, device=DEVICE)
@@ -77,7 +84,7 @@ def test_every_chosen_wide_tile_is_valid(name: str) -> None:
             assert small is None, "such tiles need much shared memory"
             if tile is None:
                 continue
-            assert 64 < rows <= 128 and tile.slices == 1
+            assert 16 < rows <= 128 and tile.slices == 1
             sizes = (*tile[:5], tile.parts, tile.extra or 1)
             assert all(is_power_of_two(size) for size in sizes), tile
             assert inputs % (tile.inputs * tile.parts) == 0, tile
@@ -94,7 +101,12 @@ def test_a_large_matrix_has_about_one_wide_tile_for_each_multiprocessor() -> Non
 
     assert num_programs(65, 37888, 3584) == num_programs(128, 37888, 3584) == 132
     assert num_programs(96, 28672, 4096) == num_programs(96, 3584, 18944) == 112
-    for rows, outputs, inputs in ((64, 37888, 3584), (129, 37888, 3584), (96, 1024, 3072)):
+    for rows, outputs, inputs in (
+        (64, 37888, 3584),
+        (129, 37888, 3584),
+        (96, 1024, 3072),
+        (16, 3584, 18944),
+    ):
         assert wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16) is None
 
 
@@ -116,7 +128,46 @@ def test_a_tile_has_extra_outputs_only_where_a_second_tile_would_follow(name: st
             assert 2 * tile.stages * (tile.rows + tile.outputs) * tile.inputs * 2 > LIMITS[1]
 
 
-def test_the_first_product_of_a_7b_layer_has_extra_outputs_from_32_rows_on() -> None:
-    for rows, width in ((2, 32), (16, 32), (32, 40), (33, 48), (64, 48), (65, 80), (128, 80)):
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_balanced_tile_gives_the_busiest_multiprocessor_fewer_outputs(name: str) -> None:
+    for rows in range(1, 257):
+        for outputs, inputs in SHAPES[name]:
+            shape = rows, outputs, inputs, torch.bfloat16
+            assert balanced_tile_within((132, 80 * 1024), *shape) is None, "needs shared memory"
+            tile, usual = balanced_tile_within(LIMITS, *shape), tile_within(LIMITS, *shape)
+            if tile is None:
+                continue
+            assert 2 <= rows <= tile.rows and tile.parts == 1
+            rounds, usual_rounds = (-(-outputs // t.width // 132) for t in (tile, usual))
+            assert rounds * tile.width <= usual_rounds * usual.width and rounds <= usual_rounds
+            assert rounds <= (2 if tile.outputs == 128 else 1)
+            assert all(is_power_of_two(size) for size in (*tile[:5], tile.extra or 1)), tile
+            assert tile.extra == 0 or tile.extra >= (16 if tile.rows == 64 else 8)
+            assert tile.slices * tile.rows == 64, tile
+            assert inputs % (tile.inputs * tile.slices) == 0, tile
+            num_buffers = tile.stages - (tile.slices > 1)  # the last stage needs none
+            stage = (tile.rows + tile.width) * tile.inputs * tile.slices * 2
+            assert num_buffers >= 3 and min(rounds, 2) * num_buffers * stage <= LIMITS[1], tile
+
+
+def test_products_of_large_models_are_balanced() -> None:
+    for outputs, inputs, few, more in (
+        (4608, 3584, 40, 48),
+        (6144, 4096, 48, 48),
+        (37888, 3584, 144, 144),
+        (2560, 9728, 24, 32),
+        (51200, 5120, 0, 0),  # three rounds of 144 outputs are slower than four of 128
+        (28672, 4096, 0, 0),  # 224 tiles of 128 outputs are almost as good
+        (4096, 4096, 0, 0),  # 128 tiles of 32 outputs already are
+        (6144, 1024, 0, 0),  # few inputs
+    ):
+        for rows, width in ((1, 0), (2, few), (16, few), (17, more), (64, more), (65, 0)):
+            tile = balanced_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
+            assert (tile.width if tile else 0) == width
+    assert balanced_tile_within(LIMITS, 16, 6144, 4096, torch.float32) is None
+
+
+def test_the_first_product_of_a_7b_layer_has_extra_outputs_from_65_rows_on_too() -> None:
+    for rows in (65, 128):
         shape = rows, 4608, 3584, torch.bfloat16
-        assert widened(tile_within(LIMITS, *shape), LIMITS, *shape).width == width
+        assert widened(tile_within(LIMITS, *shape), LIMITS, *shape).width == 80
