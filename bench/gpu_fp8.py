@@ -28,7 +28,6 @@ import gc
 import json
 import math
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -48,7 +47,6 @@ import torch
 from gpu_fp8_products import measure_products
 
 from headway import LLM
-from headway.lab.workload.files import read_workload
 from headway.model.backends.fp8 import Fp8Backend
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
@@ -56,7 +54,7 @@ from headway.model.weights.checkpoint import open_checkpoint
 
 Figures = dict[str, Any]
 SHAPE = "qwen2.5-7b"
-CODE_REQUESTS, MAX_PROMPT, MAX_OUTPUT = 120, 7000, 400  # of the trace
+CODE_REQUESTS = 120  # of the trace
 
 
 def measure_model(
@@ -91,27 +89,8 @@ def measure_work(llm: LLM, work: gpu.Work, repeat: int) -> Figures:
 
 
 def works(trace: Path | None) -> dict[str, gpu.Work]:
-    found = {"batch_1": gpu.fixed(1, 16, 256), "128": mixed_lengths(128)}
-    return found | ({"code": code_traffic(trace)} if trace else {})
-
-
-def code_traffic(trace: Path) -> gpu.Work:
-    """The lengths of the first requests of a trace, with random tokens."""
-    source, requests = random.Random(0), read_workload(trace, limit=CODE_REQUESTS)
-    prompts = [
-        [source.randint(0, 10000) for _ in range(min(each.num_prompt, MAX_PROMPT))]
-        for each in requests
-    ]
-    return prompts, [min(each.num_output, MAX_OUTPUT) for each in requests]
-
-
-def mixed_lengths(count: int) -> gpu.Work:
-    """Prompts of 256 to 1,024 tokens and outputs of 128 to 512, with seed 0."""
-    source = random.Random(0)
-    prompts = [
-        [source.randint(0, 10000) for _ in range(source.randint(256, 1024))] for _ in range(count)
-    ]
-    return prompts, [source.randint(128, 512) for _ in range(count)]
+    found = {"batch_1": gpu.fixed(1, 16, 256), "128": gpu.mixed_lengths(128)}
+    return found | ({"code": gpu.code_traffic(trace, CODE_REQUESTS)} if trace else {})
 
 
 def measure_quality(asked: argparse.Namespace) -> Figures:

@@ -5,7 +5,8 @@
 
 It counts the products and attention of every prompt, and for every decode step one read of the
 weights and of all keys and values. All requests start together and none waits. The ceilings
-(bandwidth, operations) are measured on the GPU with a large copy and a large product, or given.
+(bandwidth, operations) are what the GPU sustains for two seconds, by a large copy and a large
+product, or given.
 With --seconds, the time of a run, it also prints the fraction of the floor that the run reached.
 """
 
@@ -15,7 +16,10 @@ import argparse
 import json
 import math
 import random
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,26 +78,35 @@ def floor(config: ModelConfig, lengths: Lengths, ceilings: Ceilings, itemsize: i
 
 
 def measured() -> Ceilings:
-    """Measure this GPU with random numbers: the best of several copies and products."""
+    """Measure this GPU with random numbers: copies and products that it can sustain."""
     import torch
-
-    def seconds(run: object) -> float:
-        times = []
-        for _ in range(12):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()  # type: ignore[operator]
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return sorted(times)[len(times) // 4]
 
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    copy = seconds(lambda: target.copy_(source))
+    copy = _sustained_seconds(lambda: target.copy_(source))
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    product = seconds(lambda: a @ b)
+    product = _sustained_seconds(lambda: a @ b)
     return Ceilings(bandwidth=2 * source.nbytes / copy, flops=2 * 8192**3 / product)
+
+
+def _sustained_seconds(run: Callable[[], object], length: float = 2.0) -> float:
+    """Time of one call in the second half of `length` seconds of calls without a pause.
+
+    Products reach the power limit of a GPU after a moment, and its clock then falls: on an H200
+    they are up to a sixth slower than the first ones.
+    """
+    import torch
+
+    times, begun = [], time.perf_counter()
+    while time.perf_counter() - begun < length:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e4)
+    return statistics.median(times[len(times) // 2 :])
 
 
 def field_lengths(

@@ -36,15 +36,14 @@ from headway.engine.input_processor import (
 from headway.engine.offline import OfflineRunner, PromptBatch
 from headway.engine.outputs import (
     Delta,
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     OutputBuilder,
     RequestOutput,
+    embedding_output,
 )
 from headway.errors import (
     ConfigError,
     ExecutorError,
-    FormatError,
     HeadwayError,
     InvalidRequest,
     PolicyError,
@@ -56,7 +55,7 @@ from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.chunk_cost import measured_step
 from headway.executor.gpu.swap_cost import Timed, measured
 from headway.loading import Loaded, LoadOptions, Progress, load
-from headway.observe.trace import TraceWriter
+from headway.observe.trace import TraceWriter, open_trace
 from headway.parallel.executor import ParallelExecutor
 from headway.parallel.ranks import ended_on_error
 from headway.request import Pooling, RequestParams
@@ -162,7 +161,7 @@ class LLM:
         self.engine.preparation = matchers
         self._trace: IO[str] | None = None
         if trace_out is not None:
-            self._trace = _open_trace(Path(trace_out))
+            self._trace = open_trace(Path(trace_out))
             writer = TraceWriter(
                 self._trace, self.config, async_scheduling, has_blocks=trace_blocks,
                 redact=trace_redact,
@@ -276,7 +275,7 @@ class LLM:
             batch = self._submit(prompts, None, fixed=embedding_params(pooling))
             self._raise_refusal(batch, prompts)
             self._run(batch, use_tqdm)
-        return [_embedding_output(builder) for builder in batch.builders]
+        return [embedding_output(builder) for builder in batch.builders]
 
     def beam_search(self, *given: object, **named: object) -> NoReturn:
         """vLLM's beam search is not supported."""
@@ -441,19 +440,6 @@ def _seeds(seed: int | None) -> Callable[[], int]:
     return draw_seed if seed is None else partial(random.Random(seed).getrandbits, 63)
 
 
-def _embedding_output(builder: OutputBuilder) -> EmbeddingRequestOutput:
-    """ExecutorError if a step failed before the embedding was computed."""
-    output = builder.output()
-    if builder.embedding is None:
-        raise ExecutorError(f"no embedding for prompt {builder.id}: {output.outputs[0].error}")
-    return EmbeddingRequestOutput(
-        request_id=output.request_id, prompt=output.prompt,
-        prompt_token_ids=output.prompt_token_ids,
-        outputs=EmbeddingOutput(embedding=builder.embedding),
-        num_cached_tokens=output.num_cached_tokens,
-    )  # fmt: skip
-
-
 @contextmanager
 def _progress_bar(num_prompts: int, is_shown: bool) -> Iterator[Callable[[], None]]:
     """A bar on stderr, only if it is a terminal; yields a function to call for each prompt."""
@@ -469,11 +455,3 @@ def _progress_bar(num_prompts: int, is_shown: bool) -> Iterator[Callable[[], Non
 
 def _listed(prompts: Prompts) -> list[Any]:
     return [prompts] if is_single(prompts) else list(prompts)
-
-
-def _open_trace(path: Path) -> IO[str]:
-    """A line-buffered file, so that a crash leaves whole lines."""
-    try:
-        return path.open("w", 1, encoding="utf-8")
-    except OSError as error:
-        raise FormatError(path, None, f"cannot be written: {error.strerror}") from None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from headway.engine.messages import FinishInfo, SampleUpdate
+from headway.errors import ExecutorError
 from headway.plan import Embedding
 from headway.sampling_params import SamplingParams, TokenLogprobs
 from headway.text.detokenizer import TextStream
@@ -319,3 +320,16 @@ def _concatenate(updates: Sequence[SampleUpdate]) -> SampleUpdate:
         logprobs=[entry for update in updates for entry in update.logprobs or ()],
         prompt_logprobs=[entry for update in updates for entry in update.prompt_logprobs or ()],
     )
+
+
+def embedding_output(builder: OutputBuilder) -> EmbeddingRequestOutput:
+    """ExecutorError if a step failed before the embedding was computed."""
+    output = builder.output()
+    if builder.embedding is None:
+        raise ExecutorError(f"no embedding for prompt {builder.id}: {output.outputs[0].error}")
+    return EmbeddingRequestOutput(
+        request_id=output.request_id, prompt=output.prompt,
+        prompt_token_ids=output.prompt_token_ids,
+        outputs=EmbeddingOutput(embedding=builder.embedding),
+        num_cached_tokens=output.num_cached_tokens,
+    )  # fmt: skip

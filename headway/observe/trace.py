@@ -299,3 +299,11 @@ def _check_header(path: object, line: Any) -> None:
         raise FormatError(path, 1, problem)
     if not isinstance(line.get("config"), dict) or line.get("async_scheduling") not in (0, 1):
         raise FormatError(path, 1, "the header needs the fields 'config' and 'async_scheduling'")
+
+
+def open_trace(path: Path) -> IO[str]:
+    """A line-buffered file, so that a crash leaves whole lines."""
+    try:
+        return path.open("w", 1, encoding="utf-8")
+    except OSError as error:
+        raise FormatError(path, None, f"cannot be written: {error.strerror}") from None

@@ -73,10 +73,8 @@ class World:
 
 
 def values(batch: ForwardBatch) -> list[Any]:
-    tables = batch.tables_sw.tolist()
-    ends, width = batch.ends_s.tolist(), batch.tables_sw.shape[1]
-    assert batch.tables_sw.is_contiguous() and width > 0
-    return [ends, tables, *(getattr(batch, name).tolist() for name in FIELDS)]
+    assert batch.tables_sw.is_contiguous() and batch.tables_sw.shape[1] > 0
+    return [getattr(batch, name).tolist() for name in FIELDS]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

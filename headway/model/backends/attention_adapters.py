@@ -25,7 +25,7 @@ WORKSPACE_BYTES = 128 * 2**20  # bytes of workspace that FlashInfer recommends
 class FlashInfer(TritonAttention):
     """Prefill by FlashInfer; planning waits for the device once per pass."""
 
-    supports_padding = False
+    supports_padding = is_concurrent = False
 
     def __init__(self, library: Any, device: torch.device) -> None:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -54,7 +54,7 @@ class FlashInfer(TritonAttention):
 class FlashAttention:
     """Prefill and decode by FlashAttention 2."""
 
-    fuses_decode, supports_padding, block_multiple = False, False, 256
+    fuses_decode, supports_padding, block_multiple, is_concurrent = False, False, 256, False
 
     def __init__(self, library: Any) -> None:
         self._library = library

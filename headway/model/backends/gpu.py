@@ -22,6 +22,7 @@ from headway.errors import ConfigError
 from headway.model.backends.base import ForwardPass, LayerWeights, Weight
 from headway.model.backends.plain import PlainBackend, PlainWeight
 from headway.model.backends.split import add_parts
+from headway.model.backends.streams import run_beside
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.kernels.decode import HeadTransform, decode_attention
@@ -44,6 +45,7 @@ class AttentionKernels(Protocol):
     fuses_decode: bool  # batches of decodes only use our fused kernel instead of this one
     supports_padding: bool  # accepts padding and empty sequences; does not wait for the device
     block_multiple: int  # the block size must be a multiple of it
+    is_concurrent: bool  # decode and prefill may run at the same time
 
     def decode(
         self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
@@ -61,7 +63,7 @@ class AttentionKernels(Protocol):
 class TritonAttention:
     """Our Triton kernels."""
 
-    fuses_decode, supports_padding, block_multiple = True, True, 1
+    fuses_decode, supports_padding, block_multiple, is_concurrent = True, True, 1, True
 
     def decode(
         self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
@@ -295,10 +297,14 @@ class UnfusedPass(ForwardPass):
         batch, config = self._batch, self._config
         heads = config.num_heads + 2 * config.num_kv_heads
         q = qkv.view(-1, heads, config.head_dim)[:, : config.num_heads]
-        if batch.num_decodes:
-            self._kernels.decode(number, q, out, batch, self._blocks)
-        if batch.longest:
-            self._kernels.prefill(number, q, out, batch, self._blocks)
+        given = (number, q, out, batch, self._blocks)
+        works = [partial(self._kernels.prefill, *given)] if batch.longest else []
+        works += [partial(self._kernels.decode, *given)] if batch.num_decodes else []
+        if len(works) > 1 and self._kernels.is_concurrent:
+            run_beside(*works)
+        else:
+            for work in works:
+                work()
 
 
 class CublasDecodePass(UnfusedPass):

@@ -229,6 +229,9 @@ class NativePass(ForwardPass):
             1 / math.sqrt(size) if scale is None else scale, *buffers.results,
         )  # fmt: skip
         self._kept = (blocks, inputs)  # keeps pointers valid
+        self._hidden = torch.empty(rows, config.hidden_size)
+        self._logits = buffers.logits[:num_sampled] if num_sampled else None
+        self._best = np.empty(num_sampled, dtype=np.intc)
         self._forward: Callable[[], None] | None = None
         self._pointer = ctypes.addressof(self._struct)
 
@@ -244,10 +247,7 @@ class NativePass(ForwardPass):
         """The call that takes the batch through the model, with its arguments."""
         assert windowed is None or isinstance(windowed, NativePass)
         pointers = self._backend.model_pointers(model, self._config)
-        num_sampled, logits = self._struct.num_sampled, self._buffers.logits
-        self._hidden = torch.empty(self._struct.rows, self._config.hidden_size)
-        self._logits = logits[:num_sampled] if num_sampled else None
-        self._best = np.empty(num_sampled, dtype=np.intc)
+        logits = self._buffers.logits
         return partial(
             self._backend.library.forward,
             pointers.address, self._pointer, 0 if windowed is None else windowed._pointer,
