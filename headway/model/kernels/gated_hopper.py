@@ -36,7 +36,8 @@ def supports(x_tk: Tensor, weight_2nk: Tensor) -> bool:
     """Whether the kernel can read these types and sizes."""
     num_pairs, num_inputs = len(weight_2nk) // 2, weight_2nk.shape[1]
     return (
-        x_tk.dtype == weight_2nk.dtype
+        len(x_tk) > 0
+        and x_tk.dtype == weight_2nk.dtype
         and x_tk.dtype in (torch.bfloat16, torch.float16)
         and weight_2nk.is_contiguous()
         and x_tk.is_contiguous()

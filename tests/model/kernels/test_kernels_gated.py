@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from headway.model.kernels import gated
-from headway.model.kernels.gated import MIN_ROWS, TILES, GatedTile, gated_product, tile_for
+from headway.model.kernels.gated import TILES, GatedTile, gated_product, in_two_kernels, tile_for
 from tests.model.kernels.reference.activation import silu_multiply
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -77,7 +77,7 @@ def test_large_gates_do_not_overflow() -> None:
 @ON_HOPPER
 def test_many_rows_use_the_kernel() -> None:
     x_tk, weight_2nk = operands(4096, 1024, 3072)
-    tile = tile_for(4096, 3072)
+    tile = tile_for(4096, 3072, 1024)
     assert tile is not None
     found = gated_product(x_tk, weight_2nk, None)
     assert torch.equal(found, hopper_product(x_tk, weight_2nk, tile))
@@ -106,25 +106,56 @@ def test_the_kernel_supports_sizes_that_the_copy_engine_can_read() -> None:
     assert not supports(x_tk[:, :64].contiguous(), weight_2nk[:, :64])
 
 
-def test_a_tile_is_used_when_it_keeps_the_multiprocessors_busy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs", "rows_of_128", "rows_of_256", "others"),
+    [
+        (3584, 18944, (256, 512, 1536), (1024, 2048, 4096, 8192, 16384), (1, 64, 255, 300)),
+        (4096, 14336, (), (1024, 2048, 4096, 8192), (512,)),
+        (1024, 3072, (512, 1024, 1536, 5000), (4096, 8192, 16384), (256, 768)),
+    ],
+)
+def test_a_tile_is_used_where_it_was_measured_to_be_faster(
+    num_inputs: int, num_outputs: int, rows_of_128: tuple[int, ...], rows_of_256: tuple[int, ...],
+    others: tuple[int, ...], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Than cuBLAS and the activation, on an H200."""
     monkeypatch.setattr(gated, "device_limits", lambda: (132, 200 * 1024))
-    choose = tile_for.__wrapped__
-    assert not any(choose(rows, 18944) for rows in (1, 64, MIN_ROWS - 1))
-    assert all(choose(rows, 18944) for rows in range(1024, 16384, 77))
-    assert all(choose(rows, 3072) for rows in range(2048, 16384, 77))
-    assert choose(768, 3072) is None, "most multiprocessors would wait for the last tiles"
-    assert {choose(rows, 18944) for rows in range(1024, 16384, 77)} <= set(TILES)
+
+    def height(num_rows: int) -> int:
+        tile = tile_for.__wrapped__(num_rows, num_outputs, num_inputs)
+        return 2 * tile.rows if tile else 0
+
+    assert all(height(num_rows) == 128 for num_rows in rows_of_128)
+    assert all(height(num_rows) == 256 for num_rows in rows_of_256)
+    assert not any(height(num_rows) for num_rows in others)
 
 
-def test_all_tiles_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later pass may have any number of rows."""
+def tiles_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[GatedTile]:
+    """The tiles with which the kernel is called from now on; it computes nothing."""
     asked = list[GatedTile]()
     kernel = SimpleNamespace(
         supports=lambda *_: True, gated_product_hopper=lambda _x, _w, tile: asked.append(tile)
     )
     monkeypatch.setattr(gated, "hopper_kernel", lambda: kernel)
+    return asked
+
+
+def test_all_tiles_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later pass may have any number of rows."""
+    asked = tiles_asked_for(monkeypatch)
     monkeypatch.setattr(gated, "is_compiling", lambda: True)
     gated_product(*operands(3, 24, 20, torch.float32), None)
     assert asked == list(TILES)
+
+
+def test_memory_is_measured_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of fewer rows may use two kernels, which also store the product."""
+    asked = tiles_asked_for(monkeypatch)
+    tile = next(iter(TILES))
+    monkeypatch.setattr(gated, "tile_for", lambda *_: tile)
+    given = operands(3, 24, 20, torch.float32)
+    with in_two_kernels():
+        found = gated_product(*given, None)
+    assert found.shape == (3, 20) and not asked
+    gated_product(*given, None)
+    assert asked == [tile]
