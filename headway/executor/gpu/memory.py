@@ -23,6 +23,7 @@ from headway.executor.sampling.logprobs import SLICE, compute_logprobs
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import explain_out_of_memory, size
+from headway.model.kernels.gated import in_two_kernels
 from headway.model.kernels.splits import split_counts
 
 DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
@@ -124,12 +125,16 @@ def buffer_bytes(decoder: Decoder, config: Config) -> int:
 
 
 def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:
-    """Bytes by which a step grows the memory that torch has reserved."""
+    """Bytes by which a step grows the memory that torch has reserved.
+
+    Steps of fewer tokens do not need more, also where they do not use the same kernels.
+    """
     device = blocks.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
-    run_step(decoder, config, num_tokens, blocks)
+    with in_two_kernels():
+        run_step(decoder, config, num_tokens, blocks)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_reserved(device) - before
 

@@ -1,9 +1,9 @@
 """The decoder's arithmetic on a GPU: our Triton kernels, and cuBLAS for products of many rows.
 
 A batch of few rows that are all decodes takes five or six launches per layer. With more than 128
-rows, cuBLAS computes the products of a large layer. Norm weights are multiplied into the matrices
-that follow them when the model is loaded, so that a norm is one factor per row. Gate and up rows
-are interleaved, so that a tile of outputs contains both.
+rows, cuBLAS computes the products of a large layer; for that of gate and up see gated.py. Norm
+weights are multiplied into the matrices that follow them when the model is loaded, so that a norm
+is one factor per row. Gate and up rows are interleaved, so that a tile of outputs contains both.
 
 Shapes as in base.py.
 """
@@ -25,8 +25,8 @@ from headway.model.backends.split import add_parts
 from headway.model.backends.streams import run_beside
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
-from headway.model.kernels.activation import silu_multiply
 from headway.model.kernels.decode import HeadTransform, decode_attention
+from headway.model.kernels.gated import gated_product
 from headway.model.kernels.linear import linear, num_squares, row_squares
 from headway.model.kernels.norm import rms_norm
 from headway.model.kernels.prefill import prefill_attention
@@ -268,8 +268,8 @@ class UnfusedPass(ForwardPass):
         epsilon = self._config.norm_eps
         qkv = _linear(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
         self._add(x, self.attention(number, layer, qkv), layer.output, self._columns[0])
-        inner = _linear(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-        self._add(x, silu_multiply(inner), layer.down, self._columns[1])
+        inner = _gated(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
+        self._add(x, inner, layer.down, self._columns[1])
         return x
 
     def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
@@ -318,6 +318,11 @@ class CublasDecodePass(UnfusedPass):
 def _linear(x: Tensor, weight: Weight) -> Tensor:
     assert isinstance(weight, PlainWeight)
     return F.linear(x, weight.matrix, weight.bias)
+
+
+def _gated(x: Tensor, weight: Weight) -> Tensor:
+    assert isinstance(weight, PlainWeight)
+    return gated_product(x, weight.matrix, weight.bias)
 
 
 def _multiply_into(

@@ -88,6 +88,11 @@ class launched:
 COPIES: ContextVar[dict[launched, Any] | None] = ContextVar("copies", default=None)
 
 
+def is_compiling() -> bool:
+    """Whether this is inside `compile_all`."""
+    return COPIES.get() is not None
+
+
 def compile_all(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
     """Compile the kernels that `work` launches, several at a time, without running them.
 

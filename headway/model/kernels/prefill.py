@@ -24,12 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.kernels.hopper import hopper_module
 from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
 LOG2_E = 1.4426950408889634
 FEW_ROWS = 16  # up to here memory is the limit, not arithmetic
-# Versions of Triton with which prefill_hopper.py was compiled; its Gluon is still experimental.
-MIN_GLUON, MAX_GLUON = (3, 6), (3, 9)
 
 
 class PrefillTile(NamedTuple):
@@ -98,15 +97,8 @@ def prefill_attention(
 
 @cache
 def hopper_kernel() -> ModuleType | None:
-    """prefill_hopper.py, on a Hopper GPU with a Triton that can compile it."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return None
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if not MIN_GLUON <= version <= MAX_GLUON:
-        return None
-    from headway.model.kernels import prefill_hopper
-
-    return prefill_hopper
+    """prefill_hopper.py, if it can be used."""
+    return hopper_module("prefill_hopper")
 
 
 # Not specialized, so that one build serves every layer and every number of sequences.
