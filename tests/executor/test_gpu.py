@@ -42,7 +42,7 @@ from headway.executor.gpu.row_state import DeviceRowState
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
 from headway.model.backends import gpu
 from headway.model.backends.gpu import GpuBackend
-from headway.model.kernels.splits import LEADING, SPLIT_COUNTS
+from headway.model.kernels.splits import HALVES, LEADING, SPLIT_COUNTS
 
 pytestmark = pytest.mark.usefixtures("small_padding")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -456,7 +456,7 @@ def test_all_decode_sizes_are_captured_at_warm_up(num_heads: int) -> None:
             lengths[0] = longest
             ways.add(executor._num_splits(rows))
             assert (padded_rows(count), executor._num_splits(rows)) in ahead
-    assert ways == {1, LEADING} | (set() if num_heads == 2 else set(SPLIT_COUNTS))
+    assert ways == {1, HALVES, LEADING} | (set() if num_heads == 2 else set(SPLIT_COUNTS))
     assert len(ahead) == len(set(ahead)) <= len(SPLIT_COUNTS) * 28
 
 

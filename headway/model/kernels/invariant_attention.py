@@ -34,7 +34,7 @@ from headway.model.kernels.launch import (
 )
 from headway.model.kernels.prefill import _sequence_at
 from headway.model.kernels.split_softmax import block_numbers, joined, with_tile
-from headway.model.kernels.splits import split_for
+from headway.model.kernels.splits import MANY, MIN_SPLITS, split_for
 
 SPLIT = 128  # positions of a split
 KEYS = 32  # positions of a tile
@@ -181,6 +181,8 @@ def invariant_decode_attention(
     max_splits = ceil_div(tables.shape[1] * block_size, SPLIT)
     if num_programs is None:
         row_bytes, most = head_dim * blocks.element_size(), max_splits * SPLIT
+        if num_sequences * kv_heads < MANY:
+            num_splits = max(num_splits, MIN_SPLITS)
         split = split_for(num_sequences * kv_heads, num_splits, most, row_bytes)
         num_bytes = num_sequences * num_heads * max_splits * head_dim * 4
         is_shared = split.num_splits > 1 and num_bytes <= MAX_PARTIAL_BYTES

@@ -1,4 +1,4 @@
-"""RMS norm: one program per row, which reads the row once.
+"""RMS norm: a program computes one row, or a few short ones, and reads them once.
 
 Knows rows and a weight, not the model. The norm is rounded to the rows' type before it is
 multiplied by the weight, as in torch and transformers. The result is optionally quantized to fp8
@@ -17,37 +17,46 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.fp8 import QuantizedRows, row_scale
-from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
+from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
+
+# Numbers of a program that computes several short rows. How many depends on the width, not on the
+# number of rows, so that neither does the sum of a row.
+NUMBERS = 2048
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
-    out_tk, x_tk, weight_k, scale_t, added_tk, x_stride, epsilon,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, CHAINED: tl.constexpr,
+    out_tk, x_tk, weight_k, scale_t, added_tk, x_stride, num_rows, epsilon,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row; adds `added_tk` to x first, in place, and quantizes the result if there is a scale."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, PADDED)
-    is_here = column < WIDTH
+    """ROWS rows; adds `added_tk` to x first, in place, and quantizes the result if there is a scale."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row_r, column_k = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    is_column = (column_k < WIDTH)[None, :]
+    is_here = is_column
+    if ROWS > 1:
+        is_here = is_column & (first + row_r < num_rows)[:, None]
+    at_x = x_tk + first * x_stride + row_r[:, None] * x_stride + column_k[None, :]
+    at_out = first * WIDTH + row_r[:, None] * WIDTH + column_k[None, :]
 
-    weight = tl.load(weight_k + column, mask=is_here, other=0.0).to(tl.float32)
+    weight = tl.load(weight_k + column_k[None, :], mask=is_column, other=0.0).to(tl.float32)
     begin(CHAINED)
-    x = tl.load(x_tk + row * x_stride + column, mask=is_here, other=0.0)
+    x = tl.load(at_x, mask=is_here, other=0.0)
     if added_tk is not None:
-        added = tl.load(added_tk + row * WIDTH + column, mask=is_here, other=0.0)
+        added = tl.load(added_tk + at_out, mask=is_here, other=0.0)
         x = (x.to(tl.float32) + added.to(tl.float32)).to(x_tk.dtype.element_ty)
-        tl.store(x_tk + row * x_stride + column, x, mask=is_here)
+        tl.store(at_x, x, mask=is_here)
     wide = x.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
-    normed = (wide * factor).to(x_tk.dtype.element_ty).to(tl.float32)
+    factor_r = tl.rsqrt(tl.sum(wide * wide, axis=1) / WIDTH + epsilon)
+    normed = (wide * factor_r[:, None]).to(x_tk.dtype.element_ty).to(tl.float32)
     out = (normed * weight).to(x_tk.dtype.element_ty)
     if scale_t is not None:
         result = out.to(tl.float32)
-        scale = row_scale(tl.max(tl.abs(result), 0))
-        tl.store(scale_t + row, scale)
-        out = result / scale
-    tl.store(out_tk + row * WIDTH + column, out.to(out_tk.dtype.element_ty), mask=is_here)
+        scale_r = row_scale(tl.max(tl.abs(result), axis=1))
+        tl.store(scale_t + first + row_r, scale_r, mask=first + row_r < num_rows)
+        out = result / scale_r[:, None]
+    tl.store(out_tk + at_out, out.to(out_tk.dtype.element_ty), mask=is_here)
 
 
 def rms_norm(x_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
@@ -80,12 +89,13 @@ def _launch(
     if num_rows == 0:
         return
     padded = power_of_2(width)
-    _rms_norm[(num_rows,)](
-        out_tk, x_tk, weight_k, scale_t, added_tk, x_tk.stride(0), epsilon,
-        WIDTH=width, PADDED=padded, **launch_options(_num_warps(padded), 1),
+    rows = max(NUMBERS // padded, 1) if scale_t is None else 1  # quantized: not faster
+    _rms_norm[(ceil_div(num_rows, rows),)](
+        out_tk, x_tk, weight_k, scale_t, added_tk, x_tk.stride(0), num_rows, epsilon,
+        WIDTH=width, PADDED=padded, ROWS=rows, **launch_options(_num_warps(rows * padded), 1),
     )  # fmt: skip
 
 
-def _num_warps(padded: int) -> int:
+def _num_warps(numbers: int) -> int:
     """A thread holds 16 numbers: two wide loads in flight, and a short sum over the row."""
-    return min(max(padded // 512, 1), 16)
+    return min(max(numbers // 512, 1), 16)

@@ -1,8 +1,9 @@
 """Head norms, rotary embeddings and the store of keys and values: one launch over q, k and v.
 
-A program computes a few heads of one token. Queries and keys are normalized (if the model has norm
-weights), rotated and written back; keys and values are also stored in the token's cache slot. Knows
-slots, not sequences or block tables, and not how the cosine tables were made.
+A program computes a few query heads of one token, or a few key heads and their values. Queries and
+keys are normalized (if the model has norm weights) and rotated. Queries are written back. Keys and
+values are written to the token's cache slot only, where attention reads them. Knows slots, not
+sequences or block tables, and not how the cosine tables were made.
 
 Rounding: the norm as in norm.py, then the rotation in float32, rounded once. The cache holds that
 rounded value, cast to the cache's type; a value too large for 8 bits saturates.
@@ -27,17 +28,97 @@ from headway.model.kernels.launch import (
     power_of_2,
 )
 
-PIECE = 16  # heads per program, so that the rotary tables are a small part of what it reads
+# Numbers of a token up to which one program computes it. Measured on an H200: with two or more
+# programs for each, tokens with fewer numbers wait for programs to start, not for their bytes.
+SMALL_TOKEN = 2048
 
 
 @triton.jit
-def _normed(x_hd, scale_h, is_meant_h, weight, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Half of each head, scaled and weighted if `is_meant_h`; other heads are unchanged."""
-    pair_d = tl.arange(0, x_hd.shape[1])
-    weight_d = tl.load(weight + pair_d, mask=pair_d < HALF, other=0.0).to(tl.float32)
+def _load(at, is_here, HALF: tl.constexpr):
+    """Both halves of heads or of a norm's weight."""
+    return tl.load(at, mask=is_here, other=0.0), tl.load(at + HALF, mask=is_here, other=0.0)
+
+
+@triton.jit
+def _store(at_hd, a_hd, b_hd, is_here_hd, HALF: tl.constexpr):
+    """Both halves of each head, cast to the type of the place."""
+    tl.store(at_hd, a_hd.to(at_hd.dtype.element_ty), mask=is_here_hd)
+    tl.store(at_hd + HALF, b_hd.to(at_hd.dtype.element_ty), mask=is_here_hd)
+
+
+@triton.jit
+def _normed(x_hd, scale_h, weight_d, dtype: tl.constexpr):
+    """Half of each head, scaled and weighted."""
     scaled_hd = (x_hd * scale_h[:, None]).to(dtype).to(tl.float32)
-    weighted_hd = (scaled_hd * weight_d[None, :]).to(dtype).to(tl.float32)
-    return tl.where(is_meant_h[:, None], weighted_hd, x_hd)
+    return (scaled_hd * weight_d[None, :].to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotated(a_hd, b_hd, norm_a_d, norm_b_d, cosine, sine, epsilon, HALF: tl.constexpr):
+    """Both halves of each head, normalized unless the norm is None, and rotated."""
+    dtype: tl.constexpr = a_hd.dtype
+    pair_d = tl.arange(0, a_hd.shape[1])
+    cosine_d = tl.load(cosine + pair_d, mask=pair_d < HALF, other=0.0)
+    sine_d = tl.load(sine + pair_d, mask=pair_d < HALF, other=0.0)
+    a_hd, b_hd = a_hd.to(tl.float32), b_hd.to(tl.float32)
+    if norm_a_d is not None:
+        scale_h = tl.rsqrt(tl.sum(a_hd * a_hd + b_hd * b_hd, axis=1) / (2 * HALF) + epsilon)
+        a_hd = _normed(a_hd, scale_h, norm_a_d, dtype)
+        b_hd = _normed(b_hd, scale_h, norm_b_d, dtype)
+    turned_a_hd = a_hd * cosine_d[None, :] - b_hd * sine_d[None, :]
+    turned_b_hd = b_hd * cosine_d[None, :] + a_hd * sine_d[None, :]
+    return turned_a_hd.to(dtype), turned_b_hd.to(dtype)
+
+
+@triton.jit
+def _queries(
+    row, part, norm, cosine, sine, epsilon,
+    H: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """QUERIES query heads of the token at `row`, in place; `cosine` and `sine` are its own."""
+    pair_d = tl.arange(0, PADDED)
+    head_h = part * QUERIES + tl.arange(0, QUERIES)
+    is_here_hd = (head_h < H)[:, None] & (pair_d < HALF)[None, :]
+    at_hd = row + head_h[:, None] * (2 * HALF) + pair_d[None, :]
+    norm_a_d = None
+    norm_b_d = None
+    if norm is not None:
+        norm_a_d, norm_b_d = _load(norm + pair_d, pair_d < HALF, HALF)
+    begin(CHAINED)
+    a_hd, b_hd = _load(at_hd, is_here_hd, HALF)
+    a_hd, b_hd = _rotated(a_hd, b_hd, norm_a_d, norm_b_d, cosine, sine, epsilon, HALF)
+    _store(at_hd, a_hd, b_hd, is_here_hd, HALF)
+
+
+@triton.jit
+def _keys_and_values(
+    row, part, norm, cosine, sine, epsilon, slots, blocks, num_layers, layer,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    KEYS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """KEYS key heads and their values, to the slot at `slots`."""
+    pair_d = tl.arange(0, PADDED)
+    head_h = part * KEYS + tl.arange(0, KEYS)
+    is_here_hd = (head_h < G)[:, None] & (pair_d < HALF)[None, :]
+    at_hd = row + (H + head_h)[:, None] * (2 * HALF) + pair_d[None, :]
+    norm_a_d = None
+    norm_b_d = None
+    if norm is not None:
+        norm_a_d, norm_b_d = _load(norm + pair_d, pair_d < HALF, HALF)
+    begin(CHAINED)
+    slot = tl.load(slots).to(tl.int64)
+    key_a_hd, key_b_hd = _load(at_hd, is_here_hd, HALF)
+    value_a_hd, value_b_hd = _load(at_hd + G * 2 * HALF, is_here_hd, HALF)
+    key_a_hd, key_b_hd = _rotated(
+        key_a_hd, key_b_hd, norm_a_d, norm_b_d, cosine, sine, epsilon, HALF
+    )
+    # A mask, not a branch: the compiler would move the loads of the values into the branch.
+    is_kept_hd = is_here_hd & (slot >= 0)
+    place_h = ((slot // P * num_layers + layer) * (2 * G) + head_h) * P + slot % P
+    home_hd = blocks + place_h[:, None] * (2 * HALF) + pair_d[None, :]
+    _store(home_hd, key_a_hd, key_b_hd, is_kept_hd, HALF)
+    _store(home_hd + G * P * 2 * HALF, value_a_hd, value_b_hd, is_kept_hd, HALF)
 
 
 @launched
@@ -45,52 +126,32 @@ def _normed(x_hd, scale_h, is_meant_h, weight, HALF: tl.constexpr, dtype: tl.con
 def _rotate_and_store(
     qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,
     qkv_stride, num_layers, layer, epsilon,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr,
-    PADDED: tl.constexpr, PIECE: tl.constexpr, CHAINED: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """PIECE of the H + 2 G heads of one token; a norm that is None is skipped."""
-    begin(CHAINED)
-    dtype = qkv.dtype.element_ty
-    num_pieces: tl.constexpr = (H + 2 * G + PIECE - 1) // PIECE
-    token = (tl.program_id(0) // num_pieces).to(tl.int64)
-    head_h = (tl.program_id(0) % num_pieces) * PIECE + tl.arange(0, PIECE)
-    pair_d = tl.arange(0, PADDED)
-    is_pair_d = pair_d < HALF
-    is_here_hd = (head_h < H + 2 * G)[:, None] & is_pair_d[None, :]
+    """One of the PARTS of a token, or a whole token: QUERIES query heads, KEYS key-value heads.
 
-    # Loads that do not depend on the position are issued before those that do.
-    position = tl.load(positions_t + token).to(tl.int64)
-    slot = tl.load(slots_t + token).to(tl.int64)
-    at_hd = qkv + token * qkv_stride + head_h[:, None] * (2 * HALF) + pair_d[None, :]
-    a_hd = tl.load(at_hd, mask=is_here_hd, other=0.0).to(tl.float32)
-    b_hd = tl.load(at_hd + HALF, mask=is_here_hd, other=0.0).to(tl.float32)
-    cosine_d = tl.load(cosine_pd + position * HALF + pair_d, mask=is_pair_d, other=0.0)
-    sine_d = tl.load(sine_pd + position * HALF + pair_d, mask=is_pair_d, other=0.0)
-
-    scale_h = tl.rsqrt(tl.sum(a_hd * a_hd + b_hd * b_hd, axis=1) / (2 * HALF) + epsilon)
-    if q_norm is not None:
-        a_hd = _normed(a_hd, scale_h, head_h < H, q_norm, HALF, dtype)
-        b_hd = _normed(b_hd, scale_h, head_h < H, q_norm + HALF, HALF, dtype)
-    if k_norm is not None:
-        is_key_h = (head_h >= H) & (head_h < H + G)
-        a_hd = _normed(a_hd, scale_h, is_key_h, k_norm, HALF, dtype)
-        b_hd = _normed(b_hd, scale_h, is_key_h, k_norm + HALF, HALF, dtype)
-
-    is_turned_hd = is_here_hd & (head_h < H + G)[:, None]
-    turned_a_hd = a_hd * cosine_d[None, :] - b_hd * sine_d[None, :]
-    turned_b_hd = b_hd * cosine_d[None, :] + a_hd * sine_d[None, :]
-    a_hd = tl.where(is_turned_hd, turned_a_hd, a_hd).to(dtype)
-    b_hd = tl.where(is_turned_hd, turned_b_hd, b_hd).to(dtype)
-    tl.store(at_hd, a_hd, mask=is_turned_hd)
-    tl.store(at_hd + HALF, b_hd, mask=is_turned_hd)
-
-    if slot >= 0:
-        # In a block, as in a row, values follow keys, so one offset from the first key serves both.
-        row_h = (slot // P * num_layers + layer) * (2 * G) + (head_h - H)
-        home_hd = blocks + ((row_h * P + slot % P) * (2 * HALF))[:, None] + pair_d[None, :]
-        is_stored_hd = is_here_hd & (head_h >= H)[:, None]
-        tl.store(home_hd, a_hd.to(blocks.dtype.element_ty), mask=is_stored_hd)
-        tl.store(home_hd + HALF, b_hd.to(blocks.dtype.element_ty), mask=is_stored_hd)
+    Positions, like the norms, were final before the previous kernel started.
+    """
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    num_q_parts: tl.constexpr = (H + QUERIES - 1) // QUERIES
+    row = qkv + token * qkv_stride
+    turn = tl.load(positions_t + token).to(tl.int64) * HALF
+    cosine, sine, slots = cosine_pd + turn, sine_pd + turn, slots_t + token
+    if PARTS == 1:
+        _queries(row, 0, q_norm, cosine, sine, epsilon, H, HALF, PADDED, QUERIES, CHAINED)
+        _keys_and_values(
+            row, 0, k_norm, cosine, sine, epsilon, slots, blocks, num_layers, layer,
+            H, G, P, HALF, PADDED, KEYS, False,
+        )  # fmt: skip
+    elif part < num_q_parts:
+        _queries(row, part, q_norm, cosine, sine, epsilon, H, HALF, PADDED, QUERIES, CHAINED)
+    else:
+        _keys_and_values(
+            row, part - num_q_parts, k_norm, cosine, sine, epsilon, slots, blocks, num_layers, layer,
+            H, G, P, HALF, PADDED, KEYS, CHAINED,
+        )  # fmt: skip
 
 
 def rotate_and_store(
@@ -108,7 +169,7 @@ def rotate_and_store(
     blocks: Tensor,  # [B, L, 2, G, P, D]
     layer: int,
 ) -> None:
-    """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
+    """Normalize (if given) and rotate q in place; store k, transformed alike, and v in their slots."""
     if len(qkv) == 0:
         return
     _, num_layers, _, _, block_size, head_size = blocks.shape
@@ -116,15 +177,21 @@ def rotate_and_store(
     assert blocks.is_contiguous(), "blocks must be contiguous"
     assert cosine_pd.is_contiguous() and sine_pd.is_contiguous(), "tables must be contiguous"
     padded = power_of_2(head_size // 2)
-    num_pieces = ceil_div(num_heads + 2 * num_kv_heads, PIECE)
-    _rotate_and_store[(len(qkv) * num_pieces,)](
+    queries, keys, num_parts = _parts(num_heads, num_kv_heads, head_size)
+    _rotate_and_store[(len(qkv) * num_parts,)](
         qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,
         qkv.stride(0), num_layers, layer, epsilon,
-        H=num_heads, G=num_kv_heads, P=block_size, HALF=head_size // 2,
-        PADDED=padded, PIECE=PIECE, **launch_options(_num_warps(padded), 1),
+        H=num_heads, G=num_kv_heads, P=block_size, HALF=head_size // 2, PADDED=padded,
+        QUERIES=queries, KEYS=keys, PARTS=num_parts,
+        **launch_options(max(queries, 16) * padded // 256, 1),
     )  # fmt: skip
 
 
-def _num_warps(padded: int) -> int:
-    """A thread holds 8 pairs: one wide load of each half."""
-    return max(PIECE * padded // 256, 1)
+def _parts(num_heads: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int]:
+    """Query heads and key heads of a program, and programs of a token."""
+    queries, keys = power_of_2(num_heads), power_of_2(num_kv_heads)
+    if (num_heads + 2 * num_kv_heads) * head_size <= SMALL_TOKEN:
+        return queries, keys, 1
+    most = max(16, 1024 // power_of_2(head_size // 2))  # a thread has a wide load of each half
+    queries, keys = min(queries, most), min(keys, most // 2)
+    return queries, keys, ceil_div(num_heads, queries) + ceil_div(num_kv_heads, keys)

@@ -12,7 +12,11 @@ from headway.model.kernels.launch import ceil_div, power_of_2
 MANY = 1000  # programs that keep the device busy without splitting sequences
 FEW = 32  # programs; up to here a sequence is always split as far as it pays
 SPLIT_COUNTS = (1, 4, 8)  # programs per long sequence, if there are at least MANY programs
-MIN_SPLITS = 4  # programs per sequence below MANY
+MIN_SPLITS = 4  # programs per sequence below ENOUGH
+ENOUGH = 448  # programs of four warps that keep the device busy with few splits
+HALVES = 2  # programs per sequence from ENOUGH to MANY, unless one is enough:
+SHORT = 900  # positions of all sequences up to which it is,
+EVEN = 700  # or programs from which it is if the longest sequence is at most twice the mean
 LEADING = 16  # programs per long sequence below MANY, if few sequences are much longer
 LONG = 1300  # mean positions per sequence above which four programs per sequence are faster
 BUSY = 140  # programs that still keep the device busy
@@ -31,11 +35,15 @@ class DecodeSplit(NamedTuple):
 
 def split_counts(num_programs: int) -> tuple[int, ...]:
     """All values that choose_num_splits returns for this number of programs."""
-    return SPLIT_COUNTS if num_programs >= MANY else (1, LEADING) if num_programs > FEW else (1,)
+    if num_programs >= MANY:
+        return SPLIT_COUNTS
+    if num_programs >= ENOUGH:
+        return (1, HALVES, LEADING)
+    return (1, LEADING) if num_programs > FEW else (1,)
 
 
 def choose_num_splits(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> int:
-    """Programs per long sequence; 1 means one program, or below MANY the default of split_for.
+    """Programs per long sequence; 1 means one program, or below ENOUGH the default of split_for.
 
     All programs on the device advance at the same rate. When too few are left to keep it busy, each
     still has to read its lead over the last one that ended. If they end together, the programs that
@@ -45,9 +53,13 @@ def choose_num_splits(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_
         return 1
     is_many = num_programs >= MANY
     count = -(-BUSY // (num_kv_heads if is_many else num_kv_heads * MIN_SPLITS))
-    if len(lengths) > count and lengths.max() - np.partition(lengths, -count)[-count] > WORTH:
+    longest = lengths.max()
+    if len(lengths) > count and longest - np.partition(lengths, -count)[-count] > WORTH:
         return SPLIT_COUNTS[-1] if is_many else LEADING
-    return SPLIT_COUNTS[1] if is_many and lengths.mean() > LONG else 1
+    if is_many:
+        return SPLIT_COUNTS[1] if lengths.mean() > LONG else 1
+    is_even = num_programs >= EVEN and longest <= 2 * lengths.mean()
+    return 1 if num_programs < ENOUGH or longest <= SHORT or is_even else HALVES
 
 
 def mixed_num_splits(num_programs: int) -> int:
@@ -63,15 +75,19 @@ def split_for(
     Measured on an H200.
 
     With many programs: one per sequence, longest first, or `num_splits` per sequence.
+    With enough: the same, of four warps, unless sequences are split into more than HALVES.
     With few: enough to fill the device, but none with almost nothing to do.
     """
     depth = max(1, row_bytes // 256)  # wide rows need fewer loads in flight
     if num_programs >= MANY:
         min_positions = 64 * num_splits  # 256 for four programs and 512 for eight were best
         return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
+    wide_tile = max(16, 64 // depth)
+    if num_programs >= ENOUGH and num_splits <= HALVES:
+        return DecodeSplit(num_splits, 128, wide_tile, 4, 2)
     min_positions = 128 if num_programs > FEW else 64
     wanted = max(MIN_SPLITS, num_splits, min(1056 // num_programs, 64))
     num_splits = power_of_2(min(wanted, ceil_div(max_positions, min_positions)))
     if num_programs > FEW:
         return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
-    return DecodeSplit(num_splits, min_positions, max(16, 64 // depth), 4, 2)
+    return DecodeSplit(num_splits, min_positions, wide_tile, 4, 2)

@@ -20,13 +20,18 @@ pytest.importorskip("triton")
 from headway.model.kernels.decode import HeadTransform, decode_attention
 from headway.model.kernels.splits import (
     BUSY,
+    ENOUGH,
+    EVEN,
+    HALVES,
     LEADING,
     LONG,
     MANY,
+    SHORT,
     SPLIT_COUNTS,
     WORTH,
     DecodeSplit,
     choose_num_splits,
+    split_counts,
     split_for,
 )
 from tests.model.kernels.reference import decode as reference
@@ -370,7 +375,8 @@ def is_power_of_two(number: int) -> bool:
 def test_every_chosen_split_is_valid(dtype: torch.dtype, head_dim: int) -> None:
     padded = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
     for num_programs in (*range(1, 100), *range(100, 3000, 7)):
-        for num_splits, max_positions in product(SPLIT_COUNTS, (1, 300, 512, 1024, 10**6)):
+        counts = {*SPLIT_COUNTS, *split_counts(num_programs)}
+        for num_splits, max_positions in product(counts, (1, 300, 512, 1024, 10**6)):
             split = split_for(num_programs, num_splits, max_positions, head_dim * dtype.itemsize)
             assert all(
                 is_power_of_two(size) for size in (split.num_splits, split.tile, split.warps)
@@ -383,9 +389,11 @@ def test_every_chosen_split_is_valid(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def test_few_programs_split_their_sequences_and_many_only_long_ones() -> None:
-    counts = [split_for(num_programs, 1, 10**6, 256).num_splits for num_programs in range(1, 3000)]
+    chosen = [split_for(num_programs, 1, 10**6, 256) for num_programs in range(1, 3000)]
+    counts = [split.num_splits for split in chosen]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 1
-    assert all(n * count >= 800 for n, count in enumerate(counts, 1) if count < counts[0])
+    num_warps = [n * split.num_splits * split.warps for n, split in enumerate(chosen, 1)]
+    assert min(num_warps[counts.count(counts[0]) :]) >= 800
     for num_splits in SPLIT_COUNTS[1:]:
         shared = [split_for(n, num_splits, 10**6, 256).num_splits for n in range(MANY, 3000)]
         assert set(shared) == {num_splits}
@@ -404,7 +412,7 @@ def test_a_few_long_sequences_are_split_in_eight() -> None:
     few = BUSY // heads
     assert (num_splits(0), num_splits(1), num_splits(few)) == (1, 8, 8)
     assert num_splits(few + 1) == 1, "enough long sequences keep the device busy"
-    assert choose_num_splits(MANY - 1, lengths, heads) == 1, "few programs are split anyway"
+    assert choose_num_splits(ENOUGH - 1, lengths, heads) == 1, "few programs are split anyway"
     lengths[:] = np.linspace(400, 400 + WORTH, many)
     assert choose_num_splits(many * heads, lengths, heads) == 1, "the lead is too small"
     assert choose_num_splits(MANY, np.array([9000, 10]), 1000) == 4, "too few sequences"
@@ -427,7 +435,17 @@ def test_many_long_sequences_are_split_in_four() -> None:
         lengths = np.arange(many) % 100 + LONG - 50
         assert choose_num_splits(many * 8, lengths - 50, 8) == 1
         assert choose_num_splits(many * 8, lengths + 50, 8) == 4
-        assert choose_num_splits(MANY - 1, lengths + 50, 8) == 1, "few programs are split anyway"
+        assert choose_num_splits(ENOUGH - 1, lengths + 50, 8) == 1, "few programs are split anyway"
+
+
+def test_with_enough_programs_sequences_are_whole_if_they_are_short_or_alike() -> None:
+    short, alike = np.linspace(10, SHORT, 64), np.linspace(1000, 1900, 64)
+    uneven = np.where(np.arange(64) < 48, 100, 1000)
+    for num_programs in (ENOUGH, EVEN - 1, EVEN, MANY - 1):
+        chosen = [choose_num_splits(num_programs, lengths, 8) for lengths in (short, alike, uneven)]
+        assert chosen == [1, 1 if num_programs >= EVEN else HALVES, HALVES]
+        assert {*chosen} <= {*split_counts(num_programs)}
+        assert [split_for(num_programs, n, 10**6, 256).num_splits for n in chosen] == chosen
 
 
 def test_a_sequence_is_not_split_into_programs_without_work() -> None:

@@ -93,6 +93,13 @@ def test_a_norm_quantizes_its_result_and_adds_first(width: int, has_added: bool)
     check_rows(found, norm_reference.rms_norm(total, weight, EPSILON))
 
 
+def test_a_norm_of_short_rows_writes_no_other_row() -> None:
+    rows, added = draw(3, 8, 80), draw(5, 8, 80)
+    before = rows.clone()
+    norm.rms_norm_quantized(rows[:5], draw(4, 80), EPSILON, added[:5])
+    assert torch.equal(rows[5:], before[5:])
+
+
 @pytest.mark.parametrize("half", [72, 2500, PIECE])
 def test_a_gate_quantizes_its_result(half: int) -> None:
     x = draw(6, 4, 2 * half) * 2
