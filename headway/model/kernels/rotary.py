@@ -114,7 +114,8 @@ def _keys_and_values(
         key_a_hd, key_b_hd, norm_a_d, norm_b_d, cosine, sine, epsilon, HALF
     )
     # A mask, not a branch: the compiler would move the loads of the values into the branch.
-    is_kept_hd = is_here_hd & (slot >= 0)
+    num_kept = tl.where(slot >= 0, G, 0)
+    is_kept_hd = (head_h < num_kept)[:, None] & (pair_d < HALF)[None, :]
     place_h = ((slot // P * num_layers + layer) * (2 * G) + head_h) * P + slot % P
     home_hd = blocks + place_h[:, None] * (2 * HALF) + pair_d[None, :]
     _store(home_hd, key_a_hd, key_b_hd, is_kept_hd, HALF)
