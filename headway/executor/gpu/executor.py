@@ -158,9 +158,9 @@ class GpuExecutor:
         steps = self._steps()
 
         def everything() -> None:
+            self.mixed.try_sizes()  # first, because kernels for prompts take longest to compile
             for step in steps:
                 self._decode_step(*step)
-            self.mixed.try_sizes()
             self._try_sampling()
 
         with self.decoder.shortened(2):
