@@ -41,9 +41,9 @@ from torch import Tensor
 from headway import LLM
 from headway.executor.factory import make_executor
 from headway.loading import find_tokenizer
-from headway.model.kernels import invariant_attention as attention
-from headway.model.kernels.linear import linear
-from headway.model.kernels.tiles import Tile, invariant_tile
+from headway.model.kernels.attention import invariant_attention as attention
+from headway.model.kernels.products.linear import linear
+from headway.model.kernels.products.tiles import Tile, invariant_tile
 from headway.model.registry import resolve
 from tests.support import schedule_worlds as worlds
 

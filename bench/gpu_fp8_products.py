@@ -16,10 +16,10 @@ import torch.nn.functional as F  # noqa: N812
 from gpu_kernels import seconds
 from torch import Tensor
 
-from headway.model.kernels.fp8 import quantize_rows, scaled_linear
 from headway.model.kernels.launch import compile_all
-from headway.model.kernels.linear import linear
-from headway.model.kernels.tiles import Tile, tile_for
+from headway.model.kernels.products.fp8 import quantize_rows, scaled_linear
+from headway.model.kernels.products.linear import linear
+from headway.model.kernels.products.tiles import Tile, tile_for
 from headway.model.weights.fp8 import FP8, quantize
 
 Figures = dict[str, Any]

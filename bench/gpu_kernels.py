@@ -34,9 +34,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.config import ModelConfig, from_hf, load_hf
-from headway.model.kernels.decode import HeadTransform, decode_attention
-from headway.model.kernels.linear import linear, num_squares
+from headway.model.kernels.attention.decode import HeadTransform, decode_attention
 from headway.model.kernels.logit_thresholds import SamplingTensors
+from headway.model.kernels.products.linear import linear, num_squares
 from headway.model.kernels.sampling import sample, workspace
 
 SHAPES = Path(__file__).parent / "shapes"

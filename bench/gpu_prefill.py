@@ -28,7 +28,7 @@ if "--tiny" in sys.argv:  # must be set before triton is imported
 import torch
 import triton
 
-from headway.model.kernels import prefill
+from headway.model.kernels.attention import prefill
 
 BLOCK_SIZE = 16
 Case = tuple[list[int], int, int]  # tokens of each prompt, query heads, key-value heads

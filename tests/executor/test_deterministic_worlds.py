@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from headway.executor.gpu.executor import GpuExecutor
 from headway.model.backends.deterministic import DeterministicBackend
 from headway.model.decoder import Decoder
-from headway.model.kernels import invariant_attention
+from headway.model.kernels.attention import invariant_attention
 from headway.scheduler import preset
 from tests.model.test_deterministic import DEVICE, DTYPE, VOCABULARY, Loud, tiny
 from tests.support import schedule_worlds as worlds

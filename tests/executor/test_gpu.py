@@ -42,7 +42,7 @@ from headway.executor.gpu.row_state import DeviceRowState
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
 from headway.model.backends import gpu
 from headway.model.backends.gpu import GpuBackend
-from headway.model.kernels.splits import HALVES, LEADING, SPLIT_COUNTS
+from headway.model.kernels.attention.splits import HALVES, LEADING, SPLIT_COUNTS
 
 pytestmark = pytest.mark.usefixtures("small_padding")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,8 +25,8 @@ from headway.model.weights.checkpoint import DummyCheckpoint
 pytest.importorskip("triton")
 from headway.model.backends.deterministic import DeterministicBackend
 from headway.model.backends.gpu import GpuBackend
-from headway.model.kernels import invariant_attention
-from headway.model.kernels.tiles import MANY_ROWS, invariant_tile
+from headway.model.kernels.attention import invariant_attention
+from headway.model.kernels.products.tiles import MANY_ROWS, invariant_tile
 from tests.support.ordered_dots import use_ordered_dots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

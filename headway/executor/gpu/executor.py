@@ -29,10 +29,10 @@ from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
+from headway.model.kernels.attention.splits import choose_num_splits, split_counts
 from headway.model.kernels.launch import compile_all, num_builds
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
-from headway.model.kernels.splits import choose_num_splits, split_counts
 from headway.plan import Chunk, Plan, Rows, StepResult
 
 

@@ -23,8 +23,8 @@ from headway.executor.sampling.logprobs import SLICE, compute_logprobs
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import explain_out_of_memory, size
-from headway.model.kernels.gated import in_two_kernels
-from headway.model.kernels.splits import split_counts
+from headway.model.kernels.attention.splits import split_counts
+from headway.model.kernels.products.gated import in_two_kernels
 
 DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
 GRAPH_LAYER_BYTES = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph

@@ -21,8 +21,8 @@ from headway.executor.row_table import RowTable
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
+from headway.model.kernels.attention.splits import choose_num_splits, mixed_num_splits, split_counts
 from headway.model.kernels.rows import start
-from headway.model.kernels.splits import choose_num_splits, mixed_num_splits, split_counts
 from headway.plan import Chunk, Rows
 
 MAX_CAPTURED_TOKENS = 8192  # of a captured pass

@@ -1,8 +1,8 @@
 """The decoder's arithmetic on a GPU such that a token's result is the same bits in any batch.
 
 Decodes and chunks of prompts run the same kernels: one order of summation per matrix, whatever the
-number of rows, and attention in fixed splits. See kernels/invariant_attention.py and
-kernels/tiles.py for what this assumes about the device.
+number of rows, and attention in fixed splits. See kernels/attention/invariant_attention.py and
+kernels/products/tiles.py for what this assumes about the device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from headway.model.backends.gpu import GpuBackend, TritonAttention, UnfusedPass
 from headway.model.backends.plain import PlainWeight
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
-from headway.model.kernels.invariant_attention import (
+from headway.model.kernels.attention.invariant_attention import (
     invariant_decode_attention,
     invariant_prefill_attention,
 )
-from headway.model.kernels.linear import linear, row_squares
-from headway.model.kernels.tiles import invariant_tile
+from headway.model.kernels.products.linear import linear, row_squares
+from headway.model.kernels.products.tiles import invariant_tile
 
 
 class InvariantAttention(TritonAttention):
@@ -75,7 +75,7 @@ class DeterministicPass(UnfusedPass):
 
 
 def multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
-    """x w, with the options of kernels.linear; the tile depends on the number of rows only in
+    """x w, with the options of products.linear; the tile depends on the number of rows only in
     ways that do not change a row's bits."""
     assert isinstance(weight, PlainWeight)
     tile = invariant_tile(len(x), *weight.matrix.shape, x.dtype)

@@ -33,9 +33,9 @@ from headway.model.backends.split import add_parts
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.kernels.activation import silu_multiply, silu_multiply_quantized
-from headway.model.kernels.fp8 import QuantizedRows, quantize_rows, scaled_linear
-from headway.model.kernels.linear import linear
 from headway.model.kernels.norm import rms_norm, rms_norm_quantized
+from headway.model.kernels.products.fp8 import QuantizedRows, quantize_rows, scaled_linear
+from headway.model.kernels.products.linear import linear
 from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import FP8, Fp8Matrix, quantize, stacked

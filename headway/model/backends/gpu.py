@@ -1,9 +1,10 @@
 """The decoder's arithmetic on a GPU: our Triton kernels, and cuBLAS for products of many rows.
 
 A batch of few rows that are all decodes takes five or six launches per layer. With more than 128
-rows, cuBLAS computes the products of a large layer; for that of gate and up see gated.py. Norm
-weights are multiplied into the matrices that follow them when the model is loaded, so that a norm
-is one factor per row. Gate and up rows are interleaved, so that a tile of outputs contains both.
+rows, cuBLAS computes the products of a large layer; for that of gate and up see products/gated.py.
+Norm weights are multiplied into the matrices that follow them when the model is loaded, so that a
+norm is one factor per row. Gate and up rows are interleaved, so that a tile of outputs contains
+both.
 
 Shapes as in base.py.
 """
@@ -25,12 +26,12 @@ from headway.model.backends.split import add_parts
 from headway.model.backends.streams import run_beside
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
-from headway.model.kernels.decode import HeadTransform, decode_attention
-from headway.model.kernels.gated import gated_product
-from headway.model.kernels.linear import linear, num_squares, row_squares
+from headway.model.kernels.attention.decode import HeadTransform, decode_attention
+from headway.model.kernels.attention.prefill import prefill_attention
+from headway.model.kernels.attention.rotary import rotate_and_store
 from headway.model.kernels.norm import rms_norm
-from headway.model.kernels.prefill import prefill_attention
-from headway.model.kernels.rotary import rotate_and_store
+from headway.model.kernels.products.gated import gated_product
+from headway.model.kernels.products.linear import linear, num_squares, row_squares
 from headway.model.sharding import Shard
 
 FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
@@ -242,7 +243,7 @@ def fused_attention(
 
 
 def multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
-    """x w by the kernel for few rows; `options` are those of kernels.linear."""
+    """x w by the kernel for few rows; `options` are those of products.linear."""
     assert isinstance(weight, PlainWeight)
     return linear(x, weight.matrix, bias_n=weight.bias, scale_n=weight.scale, **options)  # type: ignore[arg-type]
 

@@ -59,7 +59,7 @@ def add_parts(
     """x += inner w, in place, where each rank has a part of the sum or of the outputs.
 
     `columns` of the whole `inner` are those of each rank. `multiply` takes the options
-    `residual_mn` and `out_mn` of kernels.linear.
+    `residual_mn` and `out_mn` of products.linear.
     """
     if shard.is_exact:
         x += shard.project(inner, columns, multiply)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.fp8 import PIECE, QuantizedRows, num_warps, row_scale
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
+from headway.model.kernels.products.fp8 import PIECE, QuantizedRows, num_warps, row_scale
 
 
 @triton.jit

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.fp8 import QuantizedRows, row_scale
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
+from headway.model.kernels.products.fp8 import QuantizedRows, row_scale
 
 # Numbers of a program that computes several short rows. How many depends on the width, not on the
 # number of rows, so that neither does the sum of a row.

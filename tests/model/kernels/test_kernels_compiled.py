@@ -15,8 +15,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from headway.model.kernels.attention.prefill import prefill_tile
 from headway.model.kernels.launch import NO_FP_FUSION
-from headway.model.kernels.prefill import prefill_tile
 
 # All in one process, which takes longer to start than to compile; kernels are interpreted in this one.
 COMPILE = """
@@ -47,7 +47,7 @@ import triton
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from headway.model.kernels.hopper_ring import COLUMNS, SHARED
-from headway.model.kernels.prefill_hopper import KEYS, ROWS, STAGES, _prefill_hopper
+from headway.model.kernels.attention.prefill_hopper import KEYS, ROWS, STAGES, _prefill_hopper
 
 kernel, strides = _prefill_hopper.kernel, ("q_token", "q_head", "out_token", "out_head", "table")
 types = dict.fromkeys(("tables", "row_ids_s", "starts_s", "ends_s"), "*i32")
@@ -70,8 +70,8 @@ import subprocess
 import torch
 from tempfile import NamedTemporaryFile
 from triton.backends.nvidia.compiler import get_ptxas
-from headway.model.kernels.gated import TILES
-from headway.model.kernels.gated_hopper import _describe, _gated_product
+from headway.model.kernels.products.gated import TILES
+from headway.model.kernels.products.gated_hopper import _describe, _gated_product
 
 def gated(tile):
     # The PTX, and what the assembler says about it.
@@ -148,7 +148,7 @@ kept.append(builds())
 compile_all(watched, lambda *done: None)
 kept.append(builds())
 
-from headway.model.kernels.gated_hopper import gated_product_hopper
+from headway.model.kernels.products.gated_hopper import gated_product_hopper
 wide = torch.zeros((5000, 128), dtype=torch.bfloat16)
 def products():
     for given in (wide[:1], wide[:16], wide[:300], wide, wide.view(-1, 64)):
@@ -183,7 +183,7 @@ def unlike_sums(ptx: str) -> list[str]:
 
 def join(num_splits: int, head_dim: int) -> dict[str, Any]:
     return {
-        "module": "decode", "name": "_join",
+        "module": "attention.decode", "name": "_join",
         "types": {"out": "*bf16", "sums": "*fp32", "tops": "*fp32", "weights": "*fp32",
                   "positions_s": "*i64", "out_stride": "i32"},
         "fixed": {"D": head_dim, "D_ROOM": head_dim, "SPLITS": num_splits, "MIN_POSITIONS": 128, "TILE": 16,
@@ -198,7 +198,7 @@ def attend(warps: int, head_dim: int) -> dict[str, Any]:
     pointers |= {"positions_s": "*i64", "slots_s": "*i64", "tables": "*i32", "row_ids_s": "*i32"}
     numbers = ("layer", "qkv_stride", "out_stride", "block_stride", "layer_stride", "table_width")
     return {
-        "module": "decode", "name": "_attend",
+        "module": "attention.decode", "name": "_attend",
         "types": pointers | dict.fromkeys(numbers, "i32") | {"epsilon": "fp32", "scale": "fp32"},
         "fixed": {"H": 16, "G": 8, "D": head_dim, "D_ROOM": head_dim, "HEADS": 16, "BLOCK_SIZE": 16,
                   "TILE": 64 if warps > 1 else 16, "SPLITS": 4, "MIN_POSITIONS": 128, "IS_NEW": True,
@@ -212,7 +212,7 @@ def product(rows: int, outputs: int, slices: int) -> dict[str, Any]:
     pointers |= {"squares_mj": "*fp32", "squares_out_mj": "*fp32"}
     numbers = ("num_rows", "num_outputs", "x_stride", "out_stride")
     return {
-        "module": "linear", "name": "_linear",
+        "module": "products.linear", "name": "_linear",
         "types": pointers | dict.fromkeys(numbers, "i32") | {"epsilon": "fp32"},
         "fixed": {"K": 2048, "NUM_SQUARES": 1, "SQUARES_ROOM": 1, "HAS_NORM": False,
                   "HAS_BIAS": False, "HAS_RESIDUAL": True, "IS_GATED": False,
@@ -227,7 +227,7 @@ def wide(slices: int) -> dict[str, Any]:
     pointers = dict.fromkeys(("x_mk", "weight_nk", "residual_mn", "out_mn"), "*bf16")
     numbers = dict.fromkeys(("num_rows", "num_outputs", "x_stride", "out_stride"), "i32")
     return {
-        "module": "wide_linear", "name": "_wide",
+        "module": "products.wide_linear", "name": "_wide",
         "types": pointers | numbers | {"squares_out_mj": "*fp32", "epsilon": "fp32"},
         "fixed": {"K": 2048, "NUM_SQUARES": 1, "SQUARES_ROOM": 1, "IS_GATED": False, "ROWS": 16,
                   "OUTPUTS": 32, "EXTRA": 8, "INPUTS": 128, "SLICES": slices, "AHEAD": 4,
@@ -241,7 +241,7 @@ def added() -> dict[str, Any]:
     pointers |= dict.fromkeys(("residual_mn", "out_mn"), "*bf16")
     numbers = dict.fromkeys(("num_rows", "num_outputs", "out_stride"), "i32")
     return {
-        "module": "wide_linear", "name": "_add", "types": pointers | numbers | {"epsilon": "fp32"},
+        "module": "products.wide_linear", "name": "_add", "types": pointers | numbers | {"epsilon": "fp32"},
         "fixed": {"K": 2048, "NUM_SQUARES": 16, "SQUARES_ROOM": 16, "IS_GATED": False, "PARTS": 4,
                   "ROWS": 8, "OUTPUTS": 128, "CHAINED": True},
         "options": {"num_warps": 4, "num_stages": 1},
@@ -255,7 +255,7 @@ def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     numbers = dict.fromkeys(("layer", "num_sequences", "table_stride", *strides), "i32")
     places = dict.fromkeys(("tables", "row_ids_s", "starts_s", "ends_s"), "*i32")
     return {
-        "module": "prefill", "name": "_prefill", "capability": 89,
+        "module": "attention.prefill", "name": "_prefill", "capability": 89,
         "types": dict.fromkeys(("q", "out", "blocks"), f"*{kind}") | places | numbers
         | {"scale": "fp32"},
         "fixed": {"BLOCK_STRIDE": 2**20, "BLOCK_SIZE": 16, "G": 8, "GROUP": 4, "D": head_dim,

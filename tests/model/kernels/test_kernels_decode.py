@@ -17,8 +17,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from headway.model.kernels.decode import HeadTransform, decode_attention
-from headway.model.kernels.splits import (
+from headway.model.kernels.attention.decode import HeadTransform, decode_attention
+from headway.model.kernels.attention.splits import (
     BUSY,
     ENOUGH,
     EVEN,

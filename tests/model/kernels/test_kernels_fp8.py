@@ -12,9 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from headway.model.kernels import activation, norm
-from headway.model.kernels.fp8 import PIECE, QuantizedRows, quantize_rows, scaled_linear
-from headway.model.kernels.linear import linear
-from headway.model.kernels.tiles import Tile, fp8_tile_within
+from headway.model.kernels.products.fp8 import PIECE, QuantizedRows, quantize_rows, scaled_linear
+from headway.model.kernels.products.linear import linear
+from headway.model.kernels.products.tiles import Tile, fp8_tile_within
 from headway.model.weights.fp8 import Fp8Matrix, quantize
 from tests.model.kernels.reference import activation as activation_reference
 from tests.model.kernels.reference import fp8 as reference

@@ -10,8 +10,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from headway.model.kernels import gated
-from headway.model.kernels.gated import TILES, GatedTile, gated_product, in_two_kernels, tile_for
+from headway.model.kernels.products import gated
+from headway.model.kernels.products.gated import (
+    TILES,
+    GatedTile,
+    gated_product,
+    in_two_kernels,
+    tile_for,
+)
 from tests.model.kernels.reference.activation import silu_multiply
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -93,7 +99,7 @@ def test_few_rows_a_bias_and_other_types_are_left_to_two_kernels() -> None:
 
 
 def test_the_kernel_supports_sizes_that_the_copy_engine_can_read() -> None:
-    from headway.model.kernels.gated_hopper import supports
+    from headway.model.kernels.products.gated_hopper import supports
 
     def is_supported(inputs: int, outputs: int, dtype: torch.dtype = torch.bfloat16) -> bool:
         return supports(*operands(5, inputs, outputs, dtype))

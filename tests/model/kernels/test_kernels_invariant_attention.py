@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from headway.model.kernels import invariant_attention as kernels
+from headway.model.kernels.attention import invariant_attention as kernels
 from tests.model.kernels.reference import prefill as reference
 from tests.model.kernels.test_kernels_prefill import DEVICE, LAYER, LIMITS, Case, World, world_of
 from tests.support.ordered_dots import use_ordered_dots

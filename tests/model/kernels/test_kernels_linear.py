@@ -13,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from headway.model.kernels.linear import linear, num_squares, row_squares
-from headway.model.kernels.tiles import Tile, tile_for, tile_within
+from headway.model.kernels.products.linear import linear, num_squares, row_squares
+from headway.model.kernels.products.tiles import Tile, tile_for, tile_within
 from tests.model.kernels.reference import activation as activation_reference
 from tests.model.kernels.reference import linear as reference
 from tests.model.kernels.reference import norm as norm_reference

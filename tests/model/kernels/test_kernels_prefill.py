@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from headway.model.kernels import prefill
+from headway.model.kernels.attention import prefill
 from tests.model.kernels.reference import prefill as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from headway.model.kernels import prefill
+from headway.model.kernels.attention import prefill
 from tests.model.kernels.test_kernels_prefill import RAGGED, Case, assert_close, expected, poisoned
 from tests.model.kernels.test_kernels_prefill import world_of as make_world
 
@@ -87,7 +87,7 @@ def test_it_is_used_on_hopper_gpus_with_a_tried_triton(
 
 
 def test_other_types_and_sizes_are_left_to_the_plain_kernel() -> None:
-    from headway.model.kernels.prefill_hopper import supports
+    from headway.model.kernels.attention.prefill_hopper import supports
 
     def is_supported(dtype: torch.dtype, cache: torch.dtype, block_size: int, dim: int) -> bool:
         blocks = torch.empty((2, 1, 2, 1, block_size, dim), dtype=cache)

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from headway.model.backends.plain import PlainBackend
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
-from headway.model.kernels.rotary import rotate_and_store
+from headway.model.kernels.attention.rotary import rotate_and_store
 from tests.model.kernels.reference import rotary as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

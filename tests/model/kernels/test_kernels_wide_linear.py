@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from headway.model.kernels.linear import linear
-from headway.model.kernels.tiles import (
+from headway.model.kernels.products.linear import linear
+from headway.model.kernels.products.tiles import (
     Tile,
     balanced_tile_within,
     tile_within,

@@ -1,4 +1,4 @@
-"""Reference of kernels/decode.py in plain torch, one sequence at a time.
+"""Reference of kernels/attention/decode.py in plain torch, one sequence at a time.
 
 Shapes: S sequences, H query heads, G key-value heads, D head size, P positions in a block; blocks
 are [B, L, 2, G, P, D], tables [R, W].
@@ -15,7 +15,7 @@ from tests.model.kernels.reference.prefill import attended, cached
 from tests.model.kernels.reference.rotary import rotate_and_store
 
 if TYPE_CHECKING:
-    from headway.model.kernels.decode import HeadTransform
+    from headway.model.kernels.attention.decode import HeadTransform
 
 
 def decode_attention(

@@ -1,4 +1,4 @@
-"""Reference of kernels/fp8.py in plain torch.
+"""Reference of kernels/products/fp8.py in plain torch.
 
 Legend: T rows, K numbers in a row.
 """

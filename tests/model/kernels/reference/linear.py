@@ -1,4 +1,4 @@
-"""Reference of kernels/linear.py in plain torch.
+"""Reference of kernels/products/linear.py in plain torch.
 
 Shapes: M rows, N outputs, K inputs.
 """

@@ -1,4 +1,4 @@
-"""Reference of kernels/prefill.py in plain torch, one sequence at a time.
+"""Reference of kernels/attention/prefill.py in plain torch, one sequence at a time.
 
 Legend: T tokens, H query heads, G key-value heads, D head size, S sequences, P positions in a
 block, N tokens of a sequence, M of them new.

@@ -1,4 +1,4 @@
-"""Reference of kernels/rotary.py in plain torch.
+"""Reference of kernels/attention/rotary.py in plain torch.
 
 Legend: T tokens, H query heads, G key-value heads, D head size, p rows of the rotary tables.
 """

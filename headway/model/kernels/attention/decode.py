@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.kernels.attention.splits import DecodeSplit, split_for
 from headway.model.kernels.launch import (
     NO_FP_FUSION,
     begin,
@@ -27,7 +28,6 @@ from headway.model.kernels.launch import (
     launched,
     power_of_2,
 )
-from headway.model.kernels.splits import DecodeSplit, split_for
 
 LOG2_E = 1.4426950408889634
 

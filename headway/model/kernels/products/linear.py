@@ -29,8 +29,8 @@ from headway.model.kernels.launch import (
     launched,
     power_of_2,
 )
-from headway.model.kernels.tiles import Tile, tile_for
-from headway.model.kernels.wide_linear import wide_linear
+from headway.model.kernels.products.tiles import Tile, tile_for
+from headway.model.kernels.products.wide_linear import wide_linear
 
 BAND = tl.constexpr(8)  # row tiles
 VECTOR = tl.constexpr(8)  # consecutive inputs of a thread: 16 bytes of a row

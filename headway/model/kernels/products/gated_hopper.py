@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headway.model.kernels.gated import GatedTile
 from headway.model.kernels.hopper_ring import COLUMNS, SHARED, load_rows
 from headway.model.kernels.launch import ceil_div, launch_options, launched
-from headway.model.kernels.tiles import device_limits
+from headway.model.kernels.products.gated import GatedTile
+from headway.model.kernels.products.tiles import device_limits
 
 # Triton 3.6 and later versions have different names.
 store_rows = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

@@ -23,7 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.decode import LOG2_E, PartialAttention
+from headway.model.kernels.attention.decode import LOG2_E, PartialAttention
+from headway.model.kernels.attention.prefill import _sequence_at
+from headway.model.kernels.attention.split_softmax import block_numbers, joined, with_tile
+from headway.model.kernels.attention.splits import MANY, MIN_SPLITS, split_for
 from headway.model.kernels.launch import (
     NO_FP_FUSION,
     begin,
@@ -32,9 +35,6 @@ from headway.model.kernels.launch import (
     launched,
     power_of_2,
 )
-from headway.model.kernels.prefill import _sequence_at
-from headway.model.kernels.split_softmax import block_numbers, joined, with_tile
-from headway.model.kernels.splits import MANY, MIN_SPLITS, split_for
 
 SPLIT = 128  # positions of a split
 KEYS = 32  # positions of a tile

@@ -98,7 +98,7 @@ def prefill_attention(
 @cache
 def hopper_kernel() -> ModuleType | None:
     """prefill_hopper.py, if it can be used."""
-    return hopper_module("prefill_hopper")
+    return hopper_module("attention.prefill_hopper")
 
 
 # Not specialized, so that one build serves every layer and every number of sequences.

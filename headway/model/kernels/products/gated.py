@@ -21,7 +21,7 @@ from torch import Tensor
 from headway.model.kernels.activation import silu_multiply
 from headway.model.kernels.hopper import hopper_module
 from headway.model.kernels.launch import ceil_div, is_compiling
-from headway.model.kernels.tiles import device_limits
+from headway.model.kernels.products.tiles import device_limits
 
 MIN_ROWS = 256  # with fewer, reading the matrix limits the speed
 # The activation of its own takes 246 / K of the time of the product: 6 bytes of memory for an output
@@ -97,4 +97,4 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int) -> GatedTile | No
 @cache
 def hopper_kernel() -> ModuleType | None:
     """gated_hopper.py, if it can be used."""
-    return hopper_module("gated_hopper")
+    return hopper_module("products.gated_hopper")

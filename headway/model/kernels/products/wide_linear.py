@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.epilogue import finish, load_ends, load_squares, norm_factor
 from headway.model.kernels.launch import (
     NO_FP_FUSION,
     begin,
@@ -33,7 +32,8 @@ from headway.model.kernels.launch import (
     launched,
     power_of_2,
 )
-from headway.model.kernels.tiles import Tile
+from headway.model.kernels.products.epilogue import finish, load_ends, load_squares, norm_factor
+from headway.model.kernels.products.tiles import Tile
 
 ADDED = 1024  # outputs of a program that adds parts
 AHEAD = 4  # lines of each output that are fetched while the previous kernel still runs

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
+from headway.model.kernels.attention.prefill import LOG2_E
 from headway.model.kernels.hopper_ring import (
     SHARED,
     block_numbers,
@@ -30,8 +31,7 @@ from headway.model.kernels.hopper_ring import (
     wait_for,
 )
 from headway.model.kernels.launch import launch_options, launched
-from headway.model.kernels.prefill import LOG2_E
-from headway.model.kernels.tiles import device_limits
+from headway.model.kernels.products.tiles import device_limits
 
 ROWS, KEYS, STAGES = 128, 128, 2  # rows and positions of a tile, and tiles in a ring
 # Triton 3.6 and later versions have different names.

@@ -1,0 +1,1 @@
+"""Attention of decodes and of prompts, in faster and in invariant forms, and rotary embeddings."""

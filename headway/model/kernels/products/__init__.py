@@ -1,0 +1,1 @@
+"""Products with matrices, fused with the operations before and after them."""
