@@ -1,13 +1,16 @@
-"""Speed of prefill attention on a GPU, by the kernel that the device gets and by plain Triton.
+"""Speed of prefill kernels on a GPU: what the device gets, and what other GPUs get.
 
     python bench/gpu_prefill.py                          prints one JSON object
     python bench/gpu_prefill.py --out bench/results/gpu_prefill.json
     python bench/gpu_prefill.py --tiny                   runs in seconds without a GPU, as a test
 
-Causal attention over a paged cache in blocks of 16 positions, in random order; random numbers,
-bfloat16, head size 128. Operations are those that the mask leaves: 2 L^2 for each number of a query
-of L tokens. Medians of launches with a cold L2 cache. `difference` is the distance of the two
-results over their norm.
+attention  causal, over a paged cache in blocks of 16 positions, in random order, head size 128; the
+           chosen kernel and plain Triton. Operations are those that the mask leaves: 2 L^2 for each
+           number of a query of L tokens
+gated      silu(gate) * up of the MLP, by rows, inputs and outputs; the chosen kernels, and cuBLAS
+           with an activation of its own
+Random numbers, bfloat16. Medians of launches with a cold L2 cache. `difference` is the distance of
+the two results over their norm.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ import torch
 import triton
 
 from headway.model.kernels.attention import prefill
+from headway.model.kernels.products import gated
 
 BLOCK_SIZE = 16
 Case = tuple[list[int], int, int]  # tokens of each prompt, query heads, key-value heads
@@ -41,6 +47,9 @@ CASES: dict[str, Case] = {
     "32768 tokens, 16 heads of 8": ([32768], 16, 8),
 }
 TINY: dict[str, Case] = {"2 prompts": ([5, 40], 4, 2)}
+# Inputs and outputs by model, and rows.
+GATED = {"0.6B": (1024, 3072), "7B": (3584, 18944), "8B": (4096, 14336)}
+ROWS = (512, 2048, 8192, 16384)
 
 
 def inputs(case: Case, head_dim: int, device: str) -> dict[str, Any]:
@@ -63,10 +72,7 @@ def inputs(case: Case, head_dim: int, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def seconds(arguments: dict[str, Any], device: str) -> float:
-    def work() -> None:
-        prefill.prefill_attention(**arguments)
-
+def seconds(work: Callable[[], object], device: str) -> float:
     work()
     if device == "cuda":
         return float(triton.testing.do_bench(work, warmup=20, rep=100, return_mode="median")) / 1e3
@@ -82,12 +88,25 @@ def measure(case: Case, head_dim: int, device: str) -> dict[str, Any]:
     chosen, results = prefill.hopper_kernel, []
     for name, kernel in (("kernel", chosen), ("plain", lambda: None)):
         prefill.hopper_kernel = kernel  # type: ignore[assignment]
-        took = seconds(arguments, device)
+        took = seconds(partial(prefill.prefill_attention, **arguments), device)
         results.append(arguments["out_thd"].float().clone())
         found[name] = {"us": round(took * 1e6, 1), "tflops": round(flops / took / 1e12, 1)}
     prefill.hopper_kernel = chosen
     found["difference"] = float((results[0] - results[1]).norm() / results[1].norm())
     return found
+
+
+def measure_gated(num_rows: int, num_inputs: int, num_outputs: int, device: str) -> dict[str, Any]:
+    x_tk = torch.randn((num_rows, num_inputs), device=device).to(torch.bfloat16)
+    weight = torch.randn((2 * num_outputs, num_inputs), device=device) * num_inputs**-0.5
+    work = partial(gated.gated_product, x_tk, weight.to(torch.bfloat16), None)
+    found, flops = dict[str, Any](), 4 * num_rows * num_inputs * num_outputs
+    took, result = seconds(work, device), work().float()
+    with gated.in_two_kernels():
+        took_plain, plain = seconds(work, device), work().float()
+    for name, each in (("kernel", took), ("plain", took_plain)):
+        found[name] = {"us": round(each * 1e6, 1), "tflops": round(flops / each / 1e12, 1)}
+    return found | {"difference": float((result - plain).norm() / plain.norm())}
 
 
 def main() -> None:
@@ -106,7 +125,12 @@ def main() -> None:
         "gpu": None if asked.tiny else torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "commit": commit.stdout.strip(),
-        "cases": {name: measure(case, head_dim, device) for name, case in cases.items()},
+        "attention": {name: measure(case, head_dim, device) for name, case in cases.items()},
+        "gated": {
+            f"{name}, {num_rows} rows": measure_gated(num_rows, *shape, device)
+            for name, shape in ({"tiny": (32, 16)} if asked.tiny else GATED).items()
+            for num_rows in ((5,) if asked.tiny else ROWS)
+        },
     }
     text = json.dumps(report, indent=2)
     print(text)

@@ -122,7 +122,7 @@ class GpuExecutor:
         """Discard what an interrupted launch may have sent to the device.
 
         The engine admits surviving requests again, so no other state outlives a plan. Work that was
-        launched earlier still runs to its end before anything later: there is only one stream.
+        launched earlier still runs to its end before anything later: all streams join one.
         """
         self._sent = None
         self.state.drop()

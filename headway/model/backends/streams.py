@@ -20,10 +20,12 @@ def run_beside(first: Callable[[], None], second: Callable[[], None]) -> None:
         return
     main, side = torch.cuda.current_stream(), _side_stream(torch.cuda.current_device())
     side.wait_stream(main)
-    first()
-    with torch.cuda.stream(side):
-        second()
-    main.wait_stream(side)
+    try:
+        first()
+        with torch.cuda.stream(side):
+            second()
+    finally:  # also if the launch is interrupted
+        main.wait_stream(side)
 
 
 @cache
