@@ -23,11 +23,11 @@ from headway.engine.clock import Clock, RealClock
 from headway.engine.messages import Cancel, EngineStopped, FromLoop, Query, Submit, ToLoop
 from headway.errors import ExecutorError
 from headway.fleet.dispatcher import Dispatcher
-from headway.fleet.links import ReplicaLink
 from headway.fleet.replica import TICK_SECONDS, Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, prefix_load
 from headway.fleet.settings import FleetSettings
+from headway.fleet.transport.links import ReplicaLink
 
 DRAIN_SECONDS = 2.0  # for a drained replica to report that it has no work
 CLOSE_SECONDS = 2.0  # for a link to close

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headway.engine.messages import LoadReport, ToLoop
-from headway.fleet.links import ReplicaLink
 from headway.fleet.open_requests import OpenRequest
 from headway.fleet.router import ReplicaLoad
 from headway.fleet.settings import FleetSettings
+from headway.fleet.transport.links import ReplicaLink
 
 if TYPE_CHECKING:
     from headway.fleet.queries import PendingQuery

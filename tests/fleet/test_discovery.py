@@ -11,10 +11,10 @@ import pytest
 
 from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine, ThreadClient
-from headway.fleet import discovery
 from headway.fleet.client import FleetClient
-from headway.fleet.discovery import DiscoveredFleet
-from headway.fleet.sockets import Identity, ReplicaServer
+from headway.fleet.transport import discovery
+from headway.fleet.transport.discovery import DiscoveredFleet
+from headway.fleet.transport.sockets import Identity, ReplicaServer
 from headway.request import RequestParams
 from tests.support.served import Capitals, on_loop, until
 

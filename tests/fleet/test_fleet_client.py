@@ -12,8 +12,8 @@ from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
 from headway.errors import ExecutorError, InvalidRequest
 from headway.fleet.client import FleetClient
-from headway.fleet.links import OnBatch, OnLost, ThreadLink
 from headway.fleet.settings import FleetCounters, FleetSettings
+from headway.fleet.transport.links import OnBatch, OnLost, ThreadLink
 from tests.support.faults import Faults
 from tests.support.scripted import END, make_engine, script
 from tests.support.served import until

@@ -14,10 +14,10 @@ import pytest
 from headway import LLM
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.outputs import RequestOutput
-from headway.fleet import discovery
 from headway.fleet.client import FleetClient
-from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.routing import round_robin
+from headway.fleet.transport import discovery
+from headway.fleet.transport.discovery import DiscoveredFleet
 from headway.sampling_params import SamplingParams
 from tests.support import real
 from tests.support.features import FEATURES, PROMPT

@@ -13,8 +13,8 @@ import pytest
 
 from headway.engine.async_engine import AsyncEngine
 from headway.fleet.client import FleetClient
-from headway.fleet.links import ClientLink
 from headway.fleet.settings import FleetSettings
+from headway.fleet.transport.links import ClientLink
 from headway.server.process.ipc import SocketClient
 from tests.support.scripted import END, script
 from tests.support.served import until

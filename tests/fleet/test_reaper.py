@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from headway.fleet.reaper import TOKEN
+from headway.fleet.on_ray.reaper import TOKEN
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 PARENT = """
 import os, subprocess, sys, time
-from headway.fleet.reaper import reaper
+from headway.fleet.on_ray.reaper import reaper
 with reaper(sys.argv[1]):
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
     with open(sys.argv[1] + "/log", "w") as log:  # without the token, as after a change of title
@@ -75,9 +75,9 @@ def test_a_context_that_ends_leaves_no_process_and_its_folder(tmp_path: Path) ->
 STARTING = """
 import os, signal, subprocess, sys, time
 import ray
-from headway.fleet.options import FleetOptions, prepare
+from headway.fleet.on_ray.options import FleetOptions, prepare
 prepare(None)
-from headway.fleet import ray_cluster
+from headway.fleet.on_ray import cluster as ray_cluster
 def init(**given):
     ray._private.utils.set_sigterm_handler(lambda number, _: sys.exit(number))  # as Ray does
     started = subprocess.Popen(["sleep", "60"], start_new_session=True)

@@ -21,8 +21,8 @@ from headway.engine.messages import (
     TokenBatch,
 )
 from headway.errors import ExecutorError
-from headway.fleet import sockets, wire
-from headway.fleet.sockets import Identity, ReplicaServer, SocketLink
+from headway.fleet.transport import sockets, wire
+from headway.fleet.transport.sockets import Identity, ReplicaServer, SocketLink
 from headway.request import RequestParams
 from tests.support.served import Capitals, on_loop, until
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.engine import messages
 from headway.errors import ExecutorError
-from headway.fleet import wire
+from headway.fleet.transport import wire
 from headway.grammar.grammar import Grammar
 from headway.request import RequestParams
 from headway.sampling_params import Sampling, TokenLogprobs

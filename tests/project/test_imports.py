@@ -56,9 +56,9 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
         "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab",
     ),
-    "fleet.sockets": (*TYPES, "engine", "fleet", "server"),
-    "fleet.ray_cluster": (*TYPES, "fleet", "server"),
-    "fleet.ray_serve": (
+    "fleet.transport.sockets": (*TYPES, "engine", "fleet", "server"),
+    "fleet.on_ray.cluster": (*TYPES, "fleet", "server"),
+    "fleet.on_ray.serve": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
         "lab", "server", "fleet",
     ),
@@ -81,7 +81,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "triton": TORCH,
     "fastapi": ("server",),
     "starlette": ("server",),
-    "ray": ("fleet.ray_serve", "fleet.ray_cluster", "fleet.ray_directory", "lab.planner"),
+    "ray": ("fleet.on_ray.serve", "fleet.on_ray.cluster", "fleet.on_ray.directory", "lab.planner"),
     "uvicorn": ("server", "cli"),
     "matplotlib": ("lab.plots",),
     "typer": ("cli",),

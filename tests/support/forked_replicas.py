@@ -23,7 +23,7 @@ from typing import Any
 
 from headway import LLM
 from headway.engine.async_engine import ThreadClient
-from headway.fleet.sockets import Identity, ReplicaServer
+from headway.fleet.transport.sockets import Identity, ReplicaServer
 from headway.plan import Plan
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
-from headway.fleet.options import FleetOptions
+from headway.fleet.on_ray.options import FleetOptions
 from headway.observe.server_metrics import ServerMetrics
 from headway.server import live
 from headway.server.app import create_app
@@ -76,8 +76,8 @@ def main() -> None:
     import ray
     from ray import serve
 
-    from headway.fleet.ray_cluster import connected, serve_connected
-    from headway.fleet.ray_serve import QUIET, replica_deployment
+    from headway.fleet.on_ray.cluster import connected, serve_connected
+    from headway.fleet.on_ray.serve import QUIET, replica_deployment
 
     factory = ServerFactory(make_engine=make_engine, make_app=make_app, setup=setup, grace=0.0)
     # Prompts repeat, and the default rule would send all to the replica that has them cached.

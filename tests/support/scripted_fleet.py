@@ -26,11 +26,11 @@ from headway.engine.messages import (
     ToLoop,
 )
 from headway.fleet.dispatcher import Dispatcher
-from headway.fleet.links import OnBatch, OnLost
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
+from headway.fleet.transport.links import OnBatch, OnLost
 from headway.request import RequestParams
 
 SETTINGS = FleetSettings()

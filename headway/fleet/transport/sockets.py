@@ -19,8 +19,17 @@ from headway import __version__
 from headway.engine.async_engine import EngineClient
 from headway.engine.messages import FromLoop, QueryResult, ToLoop
 from headway.errors import ExecutorError
-from headway.fleet.links import OnBatch, OnLost
-from headway.fleet.wire import MAGIC, PROTOCOL, START, Drain, Hello, Proof, frame, read_frame
+from headway.fleet.transport.links import OnBatch, OnLost
+from headway.fleet.transport.wire import (
+    MAGIC,
+    PROTOCOL,
+    START,
+    Drain,
+    Hello,
+    Proof,
+    frame,
+    read_frame,
+)
 from headway.server.process.engine_service import EngineService
 
 HANDSHAKE_SECONDS = 2.0

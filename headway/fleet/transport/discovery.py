@@ -1,6 +1,6 @@
 """Finds replicas and links them to a fleet: at the start, after restarts and after scaling.
 
-Where addresses come from is a function; `headway.fleet.ray_serve` reads them from Ray.
+Where addresses come from is a function; `headway.fleet.on_ray.serve` reads them from Ray.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headway.engine.async_engine import OnMessages
 from headway.engine.messages import ToLoop
 from headway.errors import ExecutorError
 from headway.fleet.client import FleetClient
-from headway.fleet.sockets import Identity, SocketLink
+from headway.fleet.transport.sockets import Identity, SocketLink
 
 INTERVAL = 0.5  # seconds between two looks
 MAX_FAILURES = 8  # failed connections in a row until an address is dropped

@@ -25,13 +25,13 @@ from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.messages import Query
 from headway.errors import ExecutorError, HeadwayError
 from headway.fleet.client import FleetClient
-from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.merge import merge_metrics, merge_snapshots
-from headway.fleet.options import FleetOptions
-from headway.fleet.ray_directory import RayDirectory
+from headway.fleet.on_ray.directory import RayDirectory
+from headway.fleet.on_ray.options import FleetOptions
+from headway.fleet.on_ray.scaling import ScalingLoad, replicas_needed
 from headway.fleet.routing import parse_route
-from headway.fleet.scaling import ScalingLoad, replicas_needed
-from headway.fleet.sockets import Identity, ReplicaServer
+from headway.fleet.transport.discovery import DiscoveredFleet
+from headway.fleet.transport.sockets import Identity, ReplicaServer
 from headway.server.process.serve import (
     ServerFactory,
 )

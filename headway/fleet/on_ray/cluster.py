@@ -21,9 +21,10 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.exceptions import RayServeException
 
 from headway.errors import ConfigError
-from headway.fleet.options import FleetOptions, check_reachable, no_cluster
-from headway.fleet.ray_directory import NAMESPACE, RayDirectory
-from headway.fleet.ray_serve import (
+from headway.fleet.on_ray.directory import NAMESPACE, RayDirectory
+from headway.fleet.on_ray.options import FleetOptions, check_reachable, no_cluster
+from headway.fleet.on_ray.reaper import reaper
+from headway.fleet.on_ray.serve import (
     QUIET,
     application,
     gateway_engine,
@@ -32,8 +33,7 @@ from headway.fleet.ray_serve import (
     shared,
     wait_until_ready,
 )
-from headway.fleet.reaper import reaper
-from headway.fleet.sockets import Identity
+from headway.fleet.transport.sockets import Identity
 from headway.server.http.connection_table import Listener
 from headway.server.process.serve import (
     Ready,

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from ray.experimental import internal_kv
 
-from headway.fleet.options import FleetOptions
-from headway.fleet.sockets import Identity
+from headway.fleet.on_ray.options import FleetOptions
+from headway.fleet.transport.sockets import Identity
 
 NAMESPACE = "headway"
 

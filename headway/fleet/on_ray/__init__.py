@@ -1,0 +1,1 @@
+"""A fleet on Ray: processes, deployments, addresses and scaling."""

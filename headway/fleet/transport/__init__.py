@@ -1,0 +1,1 @@
+"""How a fleet finds its replicas and exchanges messages with them."""
