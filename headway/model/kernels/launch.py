@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
+NUMS_OF_WARPS = (1, 2, 4, 8, 16, 32)
 # For kernels in which several threads compute the same sum and one of them stores it. If only some
 # of the threads fused a product with an addition, the stored value would vary from run to run.
 NO_FP_FUSION = {"enable_fp_fusion": False}
@@ -51,6 +52,7 @@ def can_chain() -> bool:
 
 def launch_options(num_warps: int, num_stages: int) -> dict[str, Any]:
     """The keyword arguments of a launch."""
+    assert num_warps in NUMS_OF_WARPS, f"no GPU runs a program with {num_warps} warps"
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "CHAINED": False}
     if can_chain():
         options |= {"CHAINED": True, "launch_pdl": True}

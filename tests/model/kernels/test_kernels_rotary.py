@@ -67,6 +67,7 @@ CASES = {
     "wide heads": Case(
         heads=8, kv_heads=1, head_dim=256, block_size=256, dtype=torch.bfloat16, tokens=1
     ),
+    "tiny heads": Case(heads=4, kv_heads=2, head_dim=16, block_size=4, normed="qk"),
     "more heads than a program": Case(heads=20, kv_heads=10, head_dim=64, block_size=16, normed="qk"),
     "an eight-bit cache": Case(
         heads=4, kv_heads=2, head_dim=80, block_size=16, dtype=torch.bfloat16,

@@ -184,7 +184,7 @@ def rotate_and_store(
         qkv.stride(0), num_layers, layer, epsilon,
         H=num_heads, G=num_kv_heads, P=block_size, HALF=head_size // 2, PADDED=padded,
         QUERIES=queries, KEYS=keys, PARTS=num_parts,
-        **launch_options(max(queries, 16) * padded // 256, 1),
+        **launch_options(_num_warps(queries, padded), 1),
     )  # fmt: skip
 
 
@@ -196,3 +196,7 @@ def _parts(num_heads: int, num_kv_heads: int, head_size: int) -> tuple[int, int,
     most = max(16, 1024 // power_of_2(head_size // 2))  # a thread has a wide load of each half
     queries, keys = min(queries, most), min(keys, most // 2)
     return queries, keys, ceil_div(num_heads, queries) + ceil_div(num_kv_heads, keys)
+
+
+def _num_warps(queries: int, padded: int) -> int:
+    return max(max(queries, 16) * padded // 256, 1)
