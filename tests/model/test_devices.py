@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -27,6 +28,7 @@ from headway.executor.gpu.memory import (
     graph_bytes,
     graph_sizes,
     num_blocks_in,
+    partial_bytes,
     prompt_batch,
     run_step,
 )
@@ -503,6 +505,32 @@ def test_the_memory_of_all_graphs_is_counted() -> None:
         num_mixed, num_decodes = len(graph_sizes(decoder, config)), 61  # type: ignore[arg-type]
         need = num_layers / 28 * (num_mixed * 88 / 91 + num_decodes * 16 / 34) * 2**20
         assert num_mixed > 20 and need < graph_bytes(decoder, config) < 1.5 * need  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+def test_partial_results_of_decodes_beside_prompts_are_reserved(kv_heads: int) -> None:
+    pytest.importorskip("triton")
+    from headway.executor.gpu.mixed_pass import MixedPass
+    from headway.model.kernels.attention.decode import PartialAttention
+    from headway.model.kernels.attention.splits import split_for
+
+    config = preset("headway", max_num_seqs=200, max_model_len=5000)
+    model = SimpleNamespace(num_heads=8, num_kv_heads=kv_heads, head_dim=64)
+    backend = SimpleNamespace(supports_padding=True)
+    decoder: Any = SimpleNamespace(
+        config=model, norm=torch.zeros(1), max_kv_heads=kv_heads, backend=backend
+    )
+    passes: Any = SimpleNamespace(decoder=decoder, _largest=SimpleNamespace(tokens=0))
+    prompt: Any = SimpleNamespace(start=0, end=9000)  # too large for a captured pass
+    needs = []
+    for count in range(1, config.max_num_seqs + 1):
+        size, _ = MixedPass._size(passes, np.arange(count), [prompt])
+        num_programs = size.decodes * kv_heads
+        split = split_for(num_programs, size.num_splits, config.max_model_len, 128)
+        shape = (size.decodes, model.num_heads, split.num_splits)
+        partial = PartialAttention.allocate(shape, model.head_dim, torch.device("meta"))
+        needs.append(sum(x.nbytes for x in (partial.sums, partial.tops, partial.weights)))
+    assert max(needs) == partial_bytes(decoder, config)
 
 
 # Options and commands.

@@ -3,8 +3,9 @@
 The step has `max_num_batched_tokens` prompt tokens, and samples `max_num_seqs` rows with logprobs
 and edited logits, which is the most memory that sampling takes. Its peak stays free, and so does a
 reserve for: the largest captured steps (decodes and mixed passes), because graphs keep memory of
-their own; the executor's buffers; the staging buffers for swapping; and a fixed amount that torch
-does not count.
+their own; the executor's buffers; the staging buffers for swapping; partial results of decodes that
+run beside prompts, on a stream with memory of its own; and a fixed amount that torch does not
+count.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from torch import Tensor
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.executor.gpu.graphs import padded_rows
-from headway.executor.gpu.mixed_pass import PassSize, captured_sizes, max_captured_tokens
+from headway.executor.gpu.mixed_pass import (
+    PassSize,
+    captured_sizes,
+    max_captured_tokens,
+    round_up_decodes,
+)
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS
 from headway.executor.sampling.logprobs import SLICE, compute_logprobs
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import explain_out_of_memory, size
-from headway.model.kernels.attention.splits import split_counts
+from headway.model.kernels.attention.splits import mixed_num_splits, split_counts, split_for
 from headway.model.kernels.products.gated import in_two_kernels
 
 DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
@@ -82,7 +88,7 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     captured = config.max_num_seqs, max_captured_rows(decoder, config)
     reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
     reserve += DRIVER_BYTES + graph_bytes(decoder, config)
-    reserve += buffer_bytes(decoder, config)
+    reserve += buffer_bytes(decoder, config) + partial_bytes(decoder, config)
     reserve += 2 * min(MAX_STAGED_BLOCKS, config.num_host_blocks) * blocks.nbytes
     torch.cuda.empty_cache()  # the KV blocks will be one allocation
     return Budget(
@@ -122,6 +128,21 @@ def buffer_bytes(decoder: Decoder, config: Config) -> int:
     table = 4 * -(-config.max_model_len // config.block_size)
     hidden = max_captured_rows(decoder, config) * row
     return hidden + (config.max_num_seqs + 1) * table
+
+
+def partial_bytes(decoder: Decoder, config: Config) -> int:
+    """Bytes of the partial results of decode attention in a step with prompts."""
+    model = decoder.config
+    row_bytes = model.head_dim * decoder.norm.element_size()
+    max_positions = -(-config.max_model_len // config.block_size) * config.block_size
+
+    def num_partial(num_rows: int) -> int:
+        num_programs = num_rows * decoder.max_kv_heads
+        asked = mixed_num_splits(num_programs)
+        return num_rows * split_for(num_programs, asked, max_positions, row_bytes).num_splits
+
+    sizes = {round_up_decodes(count, False) for count in range(1, config.max_num_seqs + 1)}
+    return max(map(num_partial, sizes)) * model.num_heads * (model.head_dim + 2) * 4
 
 
 def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:

@@ -25,6 +25,8 @@ from headway.model.kernels.products.tiles import invariant_tile
 class InvariantAttention(TritonAttention):
     """Attention in fixed splits."""
 
+    is_concurrent = False  # partial results may be large, and would be in two pools of memory
+
     def decode(
         self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
     ) -> None:

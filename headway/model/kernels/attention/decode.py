@@ -161,8 +161,8 @@ def _attend(
     """One split of one sequence and one key-value head; split 0 also has the new token.
 
     Positions, block tables and, if the token is new, all cached tokens were final before the
-    previous kernel started. So they are read while it still runs: the tokens if IS_EARLY, and only
-    those of the first tile.
+    embedding, which is not chained. So they are read while the previous kernel still runs: the
+    tokens if IS_EARLY, and only those of the first tile.
     """
     group: tl.constexpr = H // G
     split_id, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)

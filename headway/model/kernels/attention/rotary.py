@@ -132,7 +132,8 @@ def _rotate_and_store(
 ):  # fmt: skip
     """One of the PARTS of a token, or a whole token: QUERIES query heads, KEYS key-value heads.
 
-    Positions, like the norms, were final before the previous kernel started.
+    Positions, like the norms, were final before the embedding, which is not chained: every kernel
+    before it has ended.
     """
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
