@@ -1,6 +1,6 @@
 """The decoder's arithmetic on a GPU: our Triton kernels, and cuBLAS for products of many rows.
 
-A batch of few rows that are all decodes takes five or six launches per layer. With more than 128
+A batch of few rows that are all decodes takes five to seven launches per layer. With more than 128
 rows, cuBLAS computes the products of a large layer; for that of gate and up see products/gated.py.
 Norm weights are multiplied into the matrices that follow them when the model is loaded, so that a
 norm is one factor per row. Gate and up rows are interleaved, so that a tile of outputs contains

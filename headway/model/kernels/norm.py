@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
+from headway.model.kernels.launch import (
+    NO_FP_FUSION,
+    begin,
+    ceil_div,
+    launch_options,
+    launched,
+    power_of_2,
+)
 from headway.model.kernels.products.fp8 import QuantizedRows, row_scale
 
 # Numbers of a program that computes several short rows. How many depends on the width, not on the
@@ -93,6 +100,7 @@ def _launch(
     _rms_norm[(ceil_div(num_rows, rows),)](
         out_tk, x_tk, weight_k, scale_t, added_tk, x_tk.stride(0), num_rows, epsilon,
         WIDTH=width, PADDED=padded, ROWS=rows, **launch_options(_num_warps(rows * padded), 1),
+        **NO_FP_FUSION,  # so that a row has the same bits in any place of its program
     )  # fmt: skip
 
 
