@@ -131,7 +131,7 @@ def chosen_cases(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=[*CASES, *CODE_REQUESTS], metavar="CASE")
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *CODE_REQUESTS])
     parser.add_argument("--trace", type=Path, help="a .csv of requests, for code and 7b_code")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--attention", default="triton", help="as for `headway serve`")

@@ -54,7 +54,7 @@ from headway.model.weights.checkpoint import open_checkpoint
 
 Figures = dict[str, Any]
 SHAPE = "qwen2.5-7b"
-CODE_REQUESTS = 120  # of the trace
+_, CODE_REQUESTS = gpu.CODE_REQUESTS["7b_code"]
 
 
 def measure_model(

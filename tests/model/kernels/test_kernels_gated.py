@@ -19,9 +19,7 @@ from headway.model.kernels.products.gated import (
     tile_for,
 )
 from tests.model.kernels.reference.activation import silu_multiply
-
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-ON_HOPPER = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+from tests.support.hopper import ON_HOPPER
 
 
 def operands(

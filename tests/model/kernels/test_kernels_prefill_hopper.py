@@ -12,9 +12,8 @@ pytest.importorskip("triton")
 from headway.model.kernels.attention import prefill
 from tests.model.kernels.test_kernels_prefill import RAGGED, Case, assert_close, expected, poisoned
 from tests.model.kernels.test_kernels_prefill import world_of as make_world
+from tests.support.hopper import ON_HOPPER
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-ON_HOPPER = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 LONG = ((300, 0), (1, 500), (0, 0), (129, 128), (0, 9), (64, 64), (700, 3), (2, 63), (128, 1000))
 
 
