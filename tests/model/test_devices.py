@@ -31,6 +31,7 @@ from headway.executor.gpu.memory import (
     partial_bytes,
     prompt_batch,
     run_step,
+    shared_bytes,
 )
 from headway.executor.sampling.logprobs import SLICE
 from headway.llm import LLM
@@ -531,6 +532,23 @@ def test_partial_results_of_decodes_beside_prompts_are_reserved(kv_heads: int) -
         partial = PartialAttention.allocate(shape, model.head_dim, torch.device("meta"))
         needs.append(sum(x.nbytes for x in (partial.sums, partial.tops, partial.weights)))
     assert max(needs) == partial_bytes(decoder, config)
+
+
+@pytest.mark.parametrize(("num_heads", "kv_heads"), [(16, 8), (28, 4), (1, 1)])
+def test_partial_results_of_prompts_with_few_tokens_are_reserved(
+    num_heads: int, kv_heads: int
+) -> None:
+    pytest.importorskip("triton")
+    from headway.model.kernels.attention.splits import MAX_TILE_ROWS, prefill_splits
+    from headway.model.kernels.products.tiles import device_limits
+
+    decoder: Any = SimpleNamespace(config=SimpleNamespace(head_dim=128))
+    needs = []
+    for num_tokens in range(1, 20_000):
+        num_tiles = -(-num_tokens * num_heads // kv_heads // MAX_TILE_ROWS) * kv_heads
+        count = prefill_splits(num_tiles, device_limits()[0])
+        needs.append(num_tokens * num_heads * count * 130 * 4 if count > 1 else 0)
+    assert 0.8 * shared_bytes(decoder) < max(needs) <= shared_bytes(decoder)
 
 
 # Options and commands.

@@ -3,9 +3,9 @@
 The step has `max_num_batched_tokens` prompt tokens, and samples `max_num_seqs` rows with logprobs
 and edited logits, which is the most memory that sampling takes. Its peak stays free, and so does a
 reserve for: the largest captured steps (decodes and mixed passes), because graphs keep memory of
-their own; the executor's buffers; the staging buffers for swapping; partial results of decodes that
-run beside prompts, on a stream with memory of its own; and a fixed amount that torch does not
-count.
+their own; the executor's buffers; the staging buffers for swapping; partial results of attention,
+of decodes that run beside prompts on a stream with memory of its own, and of prompts with few
+tokens; and a fixed amount that torch does not count.
 """
 
 from __future__ import annotations
@@ -29,8 +29,15 @@ from headway.executor.sampling.logprobs import SLICE, compute_logprobs
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import explain_out_of_memory, size
-from headway.model.kernels.attention.splits import mixed_num_splits, split_counts, split_for
+from headway.model.kernels.attention.splits import (
+    MAX_TILE_ROWS,
+    max_shared_tiles,
+    mixed_num_splits,
+    split_counts,
+    split_for,
+)
 from headway.model.kernels.products.gated import in_two_kernels
+from headway.model.kernels.products.tiles import device_limits
 
 DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
 GRAPH_LAYER_BYTES = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph
@@ -88,7 +95,8 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     captured = config.max_num_seqs, max_captured_rows(decoder, config)
     reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
     reserve += DRIVER_BYTES + graph_bytes(decoder, config)
-    reserve += buffer_bytes(decoder, config) + partial_bytes(decoder, config)
+    reserve += buffer_bytes(decoder, config)
+    reserve += partial_bytes(decoder, config) + shared_bytes(decoder)
     reserve += 2 * min(MAX_STAGED_BLOCKS, config.num_host_blocks) * blocks.nbytes
     torch.cuda.empty_cache()  # the KV blocks will be one allocation
     return Budget(
@@ -143,6 +151,12 @@ def partial_bytes(decoder: Decoder, config: Config) -> int:
 
     sizes = {round_up_decodes(count, False) for count in range(1, config.max_num_seqs + 1)}
     return max(map(num_partial, sizes)) * model.num_heads * (model.head_dim + 2) * 4
+
+
+def shared_bytes(decoder: Decoder) -> int:
+    """Bytes of the partial results of programs that share queries of prompts."""
+    num_rows = max_shared_tiles(device_limits()[0]) * MAX_TILE_ROWS
+    return num_rows * (decoder.config.head_dim + 2) * 4
 
 
 def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:

@@ -38,6 +38,7 @@ FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
 # cuBLAS is faster than our kernels with more rows and a large gate and up matrix, even with a norm
 # and an activation of their own launches. Measured on an H200 with the four matrices of a 7B model.
 MAX_FUSED_ROWS, LARGE_MATRIX = 128, 2**25
+NUM_COUNTERS = 1024  # two for each tile that programs share
 
 
 class AttentionKernels(Protocol):
@@ -65,6 +66,7 @@ class TritonAttention:
     """Our Triton kernels."""
 
     fuses_decode, supports_padding, block_multiple, is_concurrent = True, True, 1, True
+    _counters: Tensor | None = None  # see prefill_attention
 
     def decode(
         self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
@@ -81,10 +83,13 @@ class TritonAttention:
         self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
     ) -> None:
         assert batch.row_ids_s is not None
+        if self._counters is None:
+            self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=q.device)
         prefill_attention(
             q, out, blocks=blocks, layer=layer, tables=batch.tables_sw,
             row_ids_s=batch.row_ids_s[batch.num_decodes :], starts_s=batch.starts_s,
-            ends_s=batch.ends_s, longest=batch.longest,
+            ends_s=batch.ends_s, longest=batch.longest, num_tokens=len(q) - batch.num_decodes,
+            counters=self._counters,
         )  # fmt: skip
 
 

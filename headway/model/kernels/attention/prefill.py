@@ -62,14 +62,19 @@ def prefill_attention(
     starts_s: Tensor,
     ends_s: Tensor,
     longest: int,
+    num_tokens: int | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     """Write to out_thd the attention of each query over the tokens up to its own.
 
     Sequence s has the rows [starts_s[s], starts_s[s + 1]), the last of its ends_s[s] tokens, and
-    row row_ids_s[s] of the tables. No sequence has more than `longest` rows. Rows before the first
-    sequence and after the last are not written.
+    row row_ids_s[s] of the tables. No sequence has more than `longest` rows, and all together have
+    at most `num_tokens`, or as many as q_thd. Rows before the first sequence and after the last are
+    not written. `counters` are zeros before and after, for kernels in which several programs share
+    queries; without them, none does.
     """
-    (num_tokens, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
+    (num_rows, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
+    num_tokens = num_rows if num_tokens is None else num_tokens
     if num_tokens == 0 or num_sequences == 0:
         return
     kv_heads, block_size = blocks.shape[3:5]
@@ -80,7 +85,7 @@ def prefill_attention(
     if hopper is not None and hopper.supports(q_thd, blocks):
         hopper.prefill_attention_hopper(
             q_thd, out_thd, blocks=blocks, layer=layer, tables=tables, row_ids_s=row_ids_s,
-            starts_s=starts_s, ends_s=ends_s,
+            starts_s=starts_s, ends_s=ends_s, num_tokens=num_tokens, counters=counters,
         )  # fmt: skip
         return
     shape = prefill_tile(head_dim, q_thd.dtype, longest * group)

@@ -5,6 +5,9 @@ ahead as there is room; see hopper_ring.py. The two others compute half of the r
 tensor cores multiply the next queries with keys and the previous weights with values, the other
 units compute the softmax in between.
 
+If tiles of queries are few, as in the rest of a long prompt, several programs share a tile, each
+over a part of the keys; see split_tiles.py.
+
 Legend: as in prefill.py.
 """
 
@@ -21,6 +24,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from headway.model.kernels.attention.prefill import LOG2_E
+from headway.model.kernels.attention.split_tiles import joined, part_of, shared_sums
+from headway.model.kernels.attention.splits import MAX_TILE_ROWS, prefill_splits
 from headway.model.kernels.hopper_ring import (
     SHARED,
     block_numbers,
@@ -30,12 +35,13 @@ from headway.model.kernels.hopper_ring import (
     set_free,
     wait_for,
 )
-from headway.model.kernels.launch import launch_options, launched
+from headway.model.kernels.launch import ceil_div, launch_options, launched
 from headway.model.kernels.products.tiles import device_limits
 
-ROWS, KEYS, STAGES = 128, 128, 2  # rows and positions of a tile, and tiles in a ring
+ROWS, KEYS, STAGES = MAX_TILE_ROWS, 128, 2  # rows and positions of a tile, and tiles in a ring
 # Triton 3.6 and later versions have different names.
 load_numbers = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+SPARE = 4  # slots that programs may share besides those of one prompt
 LOADER_REGISTERS = gl.constexpr(40)
 READER_REGISTERS = gl.constexpr(232)
 
@@ -64,17 +70,27 @@ def prefill_attention_hopper(
     row_ids_s: Tensor,
     starts_s: Tensor,
     ends_s: Tensor,
+    num_tokens: int,
+    counters: Tensor | None = None,
 ) -> None:
     """Like prefill_attention, for what `supports` accepts."""
-    (num_tokens, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
+    (_, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
     kv_heads, block_size = blocks.shape[3:5]
     group = num_heads // kv_heads
-    num_tiles = num_tokens * group // ROWS * kv_heads
+    num_tiles = ceil_div(num_tokens * group, ROWS) * kv_heads
     most = 2 if num_tiles >= 2 * device_limits()[0] else 1  # tiles of a program
     num_slots = num_tokens * group // (most * ROWS) + num_sequences  # enough: see _tiles
-    _prefill_hopper[(num_slots * kv_heads,)](
+    num_splits, num_shared = (
+        prefill_splits(num_tiles, device_limits()[0]),
+        num_tiles // kv_heads + SPARE,
+    )
+    if counters is None:
+        num_splits, counters = 1, ends_s  # not used
+    num_sums = num_tokens * num_heads * num_splits if num_splits > 1 else 0
+    _prefill_hopper[((num_slots + num_shared * (num_splits - 1)) * kv_heads,)](
         q_thd, out_thd, describe_rows(blocks, KEYS), tables, row_ids_s, starts_s, ends_s,
-        layer, num_sequences, most, head_dim**-0.5 * LOG2_E,
+        *shared_sums(num_sums, head_dim, counters), counters,
+        layer, num_sequences, most, num_slots, num_shared, num_splits, head_dim**-0.5 * LOG2_E,
         q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1), tables.stride(0),
         blocks.stride(0) // head_dim, block_size, kv_heads, group, head_dim, ROWS, KEYS, STAGES,
         **launch_options(num_warps=4, num_stages=1),
@@ -83,25 +99,42 @@ def prefill_attention_hopper(
 
 # Not specialized, so that one build serves every layer and every number of sequences.
 @launched
-@gluon.jit(do_not_specialize=["layer", "num_sequences", "most"])
+@gluon.jit(
+    do_not_specialize=["layer", "num_sequences", "most", "num_slots", "num_shared", "num_splits"]
+)
 def _prefill_hopper(
-    q, out, cache_rows, tables, row_ids_s, starts_s, ends_s,
-    layer, num_sequences, most, scale,
+    q, out, cache_rows, tables, row_ids_s, starts_s, ends_s, sums, tops, totals, counters,
+    layer, num_sequences, most, num_slots, num_shared, num_splits, scale,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Up to two tiles of one sequence and key-value head, over all keys that their rows see."""
+    """Up to two tiles of one sequence and key-value head, over all keys that their rows see, or one
+    tile over a part of them."""
     if CHAINED:  # see launch.begin
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # One head after the other, so that programs that run together read the same keys and values.
-    num_slots = gl.num_programs(0) // G
-    slot, kv_head = gl.program_id(0) % num_slots, gl.program_id(0) // num_slots
+    # Part 0 of all slots comes last, because most slots of a padded batch are empty.
+    program, width = gl.program_id(0) - num_shared * G * (num_splits - 1), num_slots
+    split = 0
+    if program < 0:
+        program, width, split = (
+            gl.program_id(0),
+            num_shared,
+            1 + gl.program_id(0) // (num_shared * G),
+        )
+    slot, kv_head = program % width, program // width % G
     sequence, start, num_rows, num_earlier, low, high = _tiles(
         slot, starts_s, ends_s, num_sequences, most, GROUP, ROWS
     )
+    most_parts = gl.where(slot + high < num_shared, num_splits, 1)  # slot + high is the last slot
+    num_parts, first_key, end_key = part_of(
+        split, most_parts, num_earlier, num_earlier + num_rows // GROUP, KEYS
+    )
+    if (low > high) | (split >= num_parts):
+        return
     table = tables + gl.load(row_ids_s + sequence).to(gl.int64) * table_stride
 
     dtype: gl.constexpr = q.dtype.element_ty
@@ -113,14 +146,18 @@ def _prefill_hopper(
     out += start.to(gl.int64) * out_token_stride + kv_head * GROUP * out_head_stride
     strides = (q_token_stride, q_head_stride, out_token_stride, out_head_stride)
     row = (layer * 2 * G + kv_head) * BLOCK_SIZE
-    pair = (low, high, num_rows, num_earlier)
+    # Positions are counted from the first key of the part from here on.
+    pair = (low, high, num_rows, num_earlier - first_key, end_key - first_key)
+    place = ((start - gl.load(starts_s)) * G + kv_head) * GROUP  # of row 0 in the shared sums
+    counter = counters + (slot * G + kv_head) * 2
+    shared = (sums, tops, totals, counter, place, split, num_splits, num_parts)
     gl.warp_specialize(
         [
-            (_attend_pair, (q, out, strides, pair, queries, keys, values, scale,
-                            0, GROUP, ROWS, KEYS, D, STAGES)),
-            (_attend_pair, (q, out, strides, pair, queries, keys, values, scale,
-                            1, GROUP, ROWS, KEYS, D, STAGES)),
-            (_copy_pair, (cache_rows, table, row, pair, keys, values,
+            (_attend_pair, (q, out, strides, pair, shared, queries, keys, values, scale,
+                            0, G, GROUP, ROWS, KEYS, D, STAGES)),
+            (_attend_pair, (q, out, strides, pair, shared, queries, keys, values, scale,
+                            1, G, GROUP, ROWS, KEYS, D, STAGES)),
+            (_copy_pair, (cache_rows, table, row, first_key, pair, keys, values,
                           BLOCK_ROWS, BLOCK_SIZE, G, GROUP, ROWS, KEYS, D, STAGES)),
         ],
         [4, 1],
@@ -145,9 +182,10 @@ def _tiles(slot, starts_s, ends_s, num_sequences, most, GROUP: gl.constexpr, ROW
 
 
 @gluon.jit
-def _end(tile, num_rows, num_earlier, GROUP: gl.constexpr, ROWS: gl.constexpr):
-    """The number of positions that the last row of a tile sees."""
-    return num_earlier + (gl.minimum((tile + 1) * ROWS, num_rows) - 1) // GROUP + 1
+def _end(tile, num_rows, num_earlier, num_keys, GROUP: gl.constexpr, ROWS: gl.constexpr):
+    """The number of keys of a part that the last row of a tile sees."""
+    last = num_earlier + (gl.minimum((tile + 1) * ROWS, num_rows) - 1) // GROUP
+    return gl.minimum(last + 1, num_keys)
 
 
 @gluon.jit
@@ -165,18 +203,18 @@ def _sequence_at(slot, starts_s, num_sequences, rows, GROUP: gl.constexpr):
 
 @gluon.jit
 def _copy_pair(
-    cache_rows, table, row, pair, keys, values,
+    cache_rows, table, row, first_key, pair, keys, values,
     BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the keys and values that both tiles see; `row` is that of the keys of block 0."""
-    low, high, num_rows, num_earlier = pair
+    low, high, num_rows, num_earlier, num_keys = pair
     num_copied = 0
     for tile in range(low, high + 1, gl.maximum(high - low, 1)):
-        end = _end(tile, num_rows, num_earlier, GROUP, ROWS)
+        end = first_key + _end(tile, num_rows, num_earlier, num_keys, GROUP, ROWS)
         last = gl.maximum(end - 1, 0) // BLOCK_SIZE
-        numbers = block_numbers(table, 0, last, BLOCK_SIZE, KEYS)
-        for place in range(0, end, KEYS):
+        numbers = block_numbers(table, first_key, last, BLOCK_SIZE, KEYS)
+        for place in range(first_key, end, KEYS):
             # Load the next block numbers now, or their copies would wait for them.
             following = block_numbers(table, place + KEYS, last, BLOCK_SIZE, KEYS)
             at = row + place % BLOCK_SIZE
@@ -193,13 +231,13 @@ def _copy_pair(
 
 @gluon.jit
 def _attend_pair(
-    q, out, strides, pair, queries, keys, values, scale,
-    HALF: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    q, out, strides, pair, shared, queries, keys, values, scale,
+    HALF: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of one half of the rows of each tile."""
     q_token_stride, q_head_stride, out_token_stride, out_head_stride = strides
-    low, high, num_rows, num_earlier = pair
+    low, high, num_rows, num_earlier, num_keys = pair
     SIZE: gl.constexpr = ROWS // 2
     for each in gl.static_range(2):  # the second is copied while the first is computed
         first = gl.maximum(low if each == 0 else high, 0) * ROWS + HALF * SIZE
@@ -211,12 +249,12 @@ def _attend_pair(
     hopper.fence_async_shared()
     each, num_read = 0, 0
     for tile in range(low, high + 1, gl.maximum(high - low, 1)):
-        end = _end(tile, num_rows, num_earlier, GROUP, ROWS)
+        end = _end(tile, num_rows, num_earlier, num_keys, GROUP, ROWS)
         if end > 0:  # padding may have rows without a position
             _attend(
-                out, out_token_stride, out_head_stride, queries.index(2 * HALF + each), keys, values,
-                num_read, tile * ROWS + HALF * SIZE, num_rows, num_earlier, end, scale,
-                GROUP, SIZE, KEYS, D, STAGES,
+                out, out_token_stride, out_head_stride, shared, queries.index(2 * HALF + each),
+                keys, values, num_read, tile * ROWS + HALF * SIZE, num_rows, num_earlier, end, scale,
+                HALF, G, GROUP, SIZE, KEYS, D, STAGES,
             )  # fmt: skip
         each, num_read = 1, num_read + gl.cdiv(gl.maximum(end, 0), KEYS)
         async_copy.wait_group(0)
@@ -239,10 +277,10 @@ def _copy_queries(
 
 @gluon.jit
 def _attend(
-    out, out_token_stride, out_head_stride, queries, keys, values, num_read,
+    out, out_token_stride, out_head_stride, shared, queries, keys, values, num_read,
     first, num_rows, num_earlier, end, scale,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    HALF: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS rows from `first` on; `out` points to row 0 of the sequence and head."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -280,12 +318,20 @@ def _attend(
     set_free(values, last, STAGES)
 
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
+    is_stored = row < num_rows
+    total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
+    sums, tops, totals, counter, origin, split, num_splits, num_parts = shared
+    if num_parts > 1:
+        place = (origin + row // GROUP * (G * GROUP) + row % GROUP) * num_splits
+        mixed, total, is_last = joined(
+            mixed, gl.convert_layout(top, gl.SliceLayout(1, out_layout)), total,
+            sums, tops, totals, counter + HALF, place, is_stored, split, num_parts,
+        )  # fmt: skip
+        is_stored &= is_last
     d = gl.arange(0, D, gl.SliceLayout(0, out_layout))
     out_at = (row // GROUP).to(gl.int64) * out_token_stride + row % GROUP * out_head_stride
-    found = mixed / gl.convert_layout(total, gl.SliceLayout(1, out_layout))[:, None]
-    gl.store(
-        out + out_at[:, None] + d[None, :], found.to(queries.dtype), mask=(row < num_rows)[:, None]
-    )
+    found = (mixed / total[:, None]).to(queries.dtype)
+    gl.store(out + out_at[:, None] + d[None, :], found, mask=is_stored[:, None])
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""How decode attention is split into programs. Knows lengths and counts, but no kernel."""
+"""How attention is split into programs. Knows lengths and counts, but no kernel."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ LEADING = 16  # programs per long sequence below MANY, if few sequences are much
 LONG = 1300  # mean positions per sequence above which four programs per sequence are faster
 BUSY = 140  # programs that still keep the device busy
 WORTH = 1000  # lead of the longest sequences above which more programs per sequence are faster
+MAX_PREFILL_SPLITS = 8  # programs that share a tile of a prompt's queries
+MAX_TILE_ROWS = 128  # of such a tile
 
 
 class DecodeSplit(NamedTuple):
@@ -91,3 +93,16 @@ def split_for(
     if num_programs > FEW:
         return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
     return DecodeSplit(num_splits, min_positions, wide_tile, 4, 2)
+
+
+def prefill_splits(num_tiles: int, num_processors: int) -> int:
+    """Programs that share a tile of a prompt's queries if each of them fills a multiprocessor.
+
+    All run at once: each takes as long as it takes to read 2,000 positions before and after its work.
+    """
+    return max(1, min(num_processors // max(num_tiles, 1), MAX_PREFILL_SPLITS))
+
+
+def max_shared_tiles(num_processors: int) -> int:
+    """The maximum of tiles times programs that share one."""
+    return max(tiles * prefill_splits(tiles, num_processors) for tiles in range(num_processors))
