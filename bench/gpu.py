@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--attention", default="triton", help="as for `headway serve`")
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     asked = parser.parse_args()
     cases = chosen_cases(asked.only, asked.trace)
@@ -146,6 +147,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "commit": commit.stdout.strip(), "bandwidth": ceilings.bandwidth, "flops": ceilings.flops,
+        "max_num_batched_tokens": asked.max_num_batched_tokens,
     }  # fmt: skip
     builds: list[int] = []
     llm, loaded = None, ""
@@ -159,7 +161,8 @@ def main() -> None:
             begun = time.perf_counter()
             llm = LLM(
                 str(SHAPES / shape), load_format="dummy", device="cuda",
-                max_num_batched_tokens=16384, max_model_len=MAX_LENGTHS[shape],
+                max_num_batched_tokens=asked.max_num_batched_tokens,
+                max_model_len=MAX_LENGTHS[shape],
                 attention=asked.attention, block_size=asked.block_size,
             )  # fmt: skip
             report[f"{shape}_start_seconds"], loaded = time.perf_counter() - begun, shape

@@ -30,8 +30,9 @@ from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import explain_out_of_memory, size
 from headway.model.kernels.attention.splits import (
-    MAX_TILE_ROWS,
-    max_shared_tiles,
+    MAX_PREFILL_SPLITS,
+    SHARED_NUMBERS,
+    max_shared_rows,
     mixed_num_splits,
     split_counts,
     split_for,
@@ -155,8 +156,8 @@ def partial_bytes(decoder: Decoder, config: Config) -> int:
 
 def shared_bytes(decoder: Decoder) -> int:
     """Bytes of the partial results of programs that share queries of prompts."""
-    num_rows = max_shared_tiles(device_limits()[0]) * MAX_TILE_ROWS
-    return num_rows * (decoder.config.head_dim + 2) * 4
+    num_rows = max_shared_rows(device_limits()[0]) * MAX_PREFILL_SPLITS
+    return num_rows * (decoder.config.head_dim + SHARED_NUMBERS) * 4
 
 
 def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:

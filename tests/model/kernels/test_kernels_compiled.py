@@ -51,8 +51,8 @@ from headway.model.kernels.attention.prefill_hopper import KEYS, ROWS, STAGES, _
 
 kernel, strides = _prefill_hopper.kernel, ("q_token", "q_head", "out_token", "out_head", "table")
 types = dict.fromkeys(("tables", "row_ids_s", "starts_s", "ends_s"), "*i32")
-types |= dict.fromkeys(("layer", "num_sequences", "most", "num_slots", "num_shared", "num_splits"), "i32")
-types |= dict.fromkeys(("sums", "tops", "totals"), "*fp32") | {"counters": "*i32"}
+types |= dict.fromkeys(("layer", "num_sequences", "most", "num_slots", "num_first", "num_splits"), "i32")
+types |= {"sums": "*fp32", "counters": "*i32"}
 types |= {f"{name}_stride": "i32" for name in strides} | {"q": "*bf16", "out": "*bf16", "scale": "fp32"}
 types["cache_rows"] = f"tensordesc<bf16[16, {COLUMNS}],{SHARED.value!r}>"
 fixed = {"BLOCK_ROWS": 7168, "BLOCK_SIZE": 16, "G": 8, "GROUP": 2, "D": 128, "ROWS": ROWS,

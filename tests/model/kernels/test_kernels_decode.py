@@ -26,11 +26,13 @@ from headway.model.kernels.attention.splits import (
     LEADING,
     LONG,
     MANY,
+    MAX_PREFILL_SPLITS,
     SHORT,
     SPLIT_COUNTS,
     WORTH,
     DecodeSplit,
     choose_num_splits,
+    prefill_splits,
     split_counts,
     split_for,
 )
@@ -399,6 +401,13 @@ def test_few_programs_split_their_sequences_and_many_only_long_ones() -> None:
         assert set(shared) == {num_splits}
         few = [split_for(n, num_splits, 10**6, 256).num_splits for n in range(1, MANY)]
         assert min(few) > 1, "a long sequence must not delay all others"
+
+
+def test_programs_share_prompts_only_while_processors_are_idle() -> None:
+    counts = [prefill_splits(num_tiles, 132) for num_tiles in range(1, 1000)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == MAX_PREFILL_SPLITS and counts[66:] == [1] * (999 - 66)
+    assert all(tiles * count <= 132 for tiles, count in enumerate(counts, 1) if count > 1)
 
 
 def test_a_few_long_sequences_are_split_in_eight() -> None:

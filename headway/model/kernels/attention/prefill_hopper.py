@@ -24,7 +24,15 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from headway.model.kernels.attention.prefill import LOG2_E
-from headway.model.kernels.attention.split_tiles import joined, part_of, shared_sums
+from headway.model.kernels.attention.split_tiles import (
+    PADDING,
+    SPLITS,
+    join_parts,
+    part_of,
+    place_of,
+    shared_sums,
+    store_part,
+)
 from headway.model.kernels.attention.splits import MAX_TILE_ROWS, prefill_splits
 from headway.model.kernels.hopper_ring import (
     SHARED,
@@ -41,7 +49,7 @@ from headway.model.kernels.products.tiles import device_limits
 ROWS, KEYS, STAGES = MAX_TILE_ROWS, 128, 2  # rows and positions of a tile, and tiles in a ring
 # Triton 3.6 and later versions have different names.
 load_numbers = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-SPARE = 4  # slots that programs may share besides those of one prompt
+SPARE = 4  # prompts that are taken for granted in the order of programs
 LOADER_REGISTERS = gl.constexpr(40)
 READER_REGISTERS = gl.constexpr(232)
 
@@ -80,17 +88,16 @@ def prefill_attention_hopper(
     num_tiles = ceil_div(num_tokens * group, ROWS) * kv_heads
     most = 2 if num_tiles >= 2 * device_limits()[0] else 1  # tiles of a program
     num_slots = num_tokens * group // (most * ROWS) + num_sequences  # enough: see _tiles
-    num_splits, num_shared = (
-        prefill_splits(num_tiles, device_limits()[0]),
-        num_tiles // kv_heads + SPARE,
-    )
+    num_splits = prefill_splits(num_tiles, device_limits()[0])
+    num_first = min(num_tokens * group // (most * ROWS) + SPARE, num_slots)
     if counters is None:
         num_splits, counters = 1, ends_s  # not used
-    num_sums = num_tokens * num_heads * num_splits if num_splits > 1 else 0
-    _prefill_hopper[((num_slots + num_shared * (num_splits - 1)) * kv_heads,)](
+    num_sums = num_tokens * num_heads if num_splits > 1 else 0
+    num_programs = (num_slots + num_first * (num_splits - 1)) * kv_heads
+    _prefill_hopper[(num_programs,)](
         q_thd, out_thd, describe_rows(blocks, KEYS), tables, row_ids_s, starts_s, ends_s,
-        *shared_sums(num_sums, head_dim, counters), counters,
-        layer, num_sequences, most, num_slots, num_shared, num_splits, head_dim**-0.5 * LOG2_E,
+        shared_sums(num_sums, head_dim, q_thd.device), counters,
+        layer, num_sequences, most, num_slots, num_first, num_splits, head_dim**-0.5 * LOG2_E,
         q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1), tables.stride(0),
         blocks.stride(0) // head_dim, block_size, kv_heads, group, head_dim, ROWS, KEYS, STAGES,
         **launch_options(num_warps=4, num_stages=1),
@@ -100,11 +107,11 @@ def prefill_attention_hopper(
 # Not specialized, so that one build serves every layer and every number of sequences.
 @launched
 @gluon.jit(
-    do_not_specialize=["layer", "num_sequences", "most", "num_slots", "num_shared", "num_splits"]
+    do_not_specialize=["layer", "num_sequences", "most", "num_slots", "num_first", "num_splits"]
 )
 def _prefill_hopper(
-    q, out, cache_rows, tables, row_ids_s, starts_s, ends_s, sums, tops, totals, counters,
-    layer, num_sequences, most, num_slots, num_shared, num_splits, scale,
+    q, out, cache_rows, tables, row_ids_s, starts_s, ends_s, sums, counters,
+    layer, num_sequences, most, num_slots, num_first, num_splits, scale,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
@@ -116,20 +123,17 @@ def _prefill_hopper(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # One head after the other, so that programs that run together read the same keys and values.
-    # Part 0 of all slots comes last, because most slots of a padded batch are empty.
-    program, width = gl.program_id(0) - num_shared * G * (num_splits - 1), num_slots
-    split = 0
-    if program < 0:
-        program, width, split = (
-            gl.program_id(0),
-            num_shared,
-            1 + gl.program_id(0) // (num_shared * G),
-        )
-    slot, kv_head = program % width, program // width % G
+    # All parts of the first slots, and then the slots that are empty unless prompts are many.
+    rest = gl.program_id(0) - num_first * G * num_splits
+    at, width = gl.program_id(0), num_first
+    if rest >= 0:
+        at, width = rest, num_slots - num_first
+    slot, kv_head, split = at % width, at // width % G, at // (width * G)
+    slot += gl.where(rest >= 0, num_first, 0)
     sequence, start, num_rows, num_earlier, low, high = _tiles(
         slot, starts_s, ends_s, num_sequences, most, GROUP, ROWS
     )
-    most_parts = gl.where(slot + high < num_shared, num_splits, 1)  # slot + high is the last slot
+    most_parts = gl.where(slot + high < num_first, num_splits, 1)  # slot + high is the last slot
     num_parts, first_key, end_key = part_of(
         split, most_parts, num_earlier, num_earlier + num_rows // GROUP, KEYS
     )
@@ -149,8 +153,8 @@ def _prefill_hopper(
     # Positions are counted from the first key of the part from here on.
     pair = (low, high, num_rows, num_earlier - first_key, end_key - first_key)
     place = ((start - gl.load(starts_s)) * G + kv_head) * GROUP  # of row 0 in the shared sums
-    counter = counters + (slot * G + kv_head) * 2
-    shared = (sums, tops, totals, counter, place, split, num_splits, num_parts)
+    sums += place * (SPLITS * (D + PADDING))
+    shared = (sums + split * (D + PADDING), num_parts > 1)
     gl.warp_specialize(
         [
             (_attend_pair, (q, out, strides, pair, shared, queries, keys, values, scale,
@@ -163,6 +167,11 @@ def _prefill_hopper(
         [4, 1],
         [READER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
+    if num_parts > 1:
+        join_parts(
+            sums, counters + slot * G + kv_head, num_parts, out, out_token_stride, out_head_stride,
+            low * ROWS, num_rows, G, GROUP, ROWS, D,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -254,7 +263,7 @@ def _attend_pair(
             _attend(
                 out, out_token_stride, out_head_stride, shared, queries.index(2 * HALF + each),
                 keys, values, num_read, tile * ROWS + HALF * SIZE, num_rows, num_earlier, end, scale,
-                HALF, G, GROUP, SIZE, KEYS, D, STAGES,
+                G, GROUP, SIZE, KEYS, D, STAGES,
             )  # fmt: skip
         each, num_read = 1, num_read + gl.cdiv(gl.maximum(end, 0), KEYS)
         async_copy.wait_group(0)
@@ -279,7 +288,7 @@ def _copy_queries(
 def _attend(
     out, out_token_stride, out_head_stride, shared, queries, keys, values, num_read,
     first, num_rows, num_earlier, end, scale,
-    HALF: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    G: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS rows from `first` on; `out` points to row 0 of the sequence and head."""
@@ -318,20 +327,17 @@ def _attend(
     set_free(values, last, STAGES)
 
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
-    is_stored = row < num_rows
+    is_row = row < num_rows
     total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
-    sums, tops, totals, counter, origin, split, num_splits, num_parts = shared
-    if num_parts > 1:
-        place = (origin + row // GROUP * (G * GROUP) + row % GROUP) * num_splits
-        mixed, total, is_last = joined(
-            mixed, gl.convert_layout(top, gl.SliceLayout(1, out_layout)), total,
-            sums, tops, totals, counter + HALF, place, is_stored, split, num_parts,
-        )  # fmt: skip
-        is_stored &= is_last
-    d = gl.arange(0, D, gl.SliceLayout(0, out_layout))
-    out_at = (row // GROUP).to(gl.int64) * out_token_stride + row % GROUP * out_head_stride
-    found = (mixed / total[:, None]).to(queries.dtype)
-    gl.store(out + out_at[:, None] + d[None, :], found, mask=is_stored[:, None])
+    sums, is_part = shared
+    if is_part:
+        top = gl.convert_layout(top, gl.SliceLayout(1, out_layout))
+        store_part(sums, place_of(row, G, GROUP), is_row, mixed, top, total)
+    else:
+        d = gl.arange(0, D, gl.SliceLayout(0, out_layout))
+        out_at = (row // GROUP).to(gl.int64) * out_token_stride + row % GROUP * out_head_stride
+        found = (mixed / total[:, None]).to(queries.dtype)
+        gl.store(out + out_at[:, None] + d[None, :], found, mask=is_row[:, None])
 
 
 @gluon.jit

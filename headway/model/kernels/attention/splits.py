@@ -23,6 +23,7 @@ BUSY = 140  # programs that still keep the device busy
 WORTH = 1000  # lead of the longest sequences above which more programs per sequence are faster
 MAX_PREFILL_SPLITS = 8  # programs that share a tile of a prompt's queries
 MAX_TILE_ROWS = 128  # of such a tile
+SHARED_NUMBERS = 4  # that they store besides the sums; four, so that copies of 16 bytes are aligned
 
 
 class DecodeSplit(NamedTuple):
@@ -103,6 +104,6 @@ def prefill_splits(num_tiles: int, num_processors: int) -> int:
     return max(1, min(num_processors // max(num_tiles, 1), MAX_PREFILL_SPLITS))
 
 
-def max_shared_tiles(num_processors: int) -> int:
-    """The maximum of tiles times programs that share one."""
-    return max(tiles * prefill_splits(tiles, num_processors) for tiles in range(num_processors))
+def max_shared_rows(num_processors: int) -> int:
+    """The maximum of queries, each of a token and a head, that programs share."""
+    return num_processors // 2 * MAX_TILE_ROWS
