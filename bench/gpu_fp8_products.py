@@ -103,7 +103,7 @@ def measure_products(log: Log, *, is_tiny: bool) -> Figures:
         for name, (outputs, inputs) in shapes.items():
             product = Product(outputs, inputs, device)
             if not is_tiny:
-                compile_all(partial(launch_all, product, rows), lambda *_: None)
+                compile_all(partial(launch_all, product, rows))
             for num_rows in rows:
                 found = measure_rows(product, num_rows, device)
                 report.setdefault(name, {})[str(num_rows)] = found

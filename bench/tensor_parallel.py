@@ -156,7 +156,7 @@ def captured_steps(decoder: Any, setup: Setup, blocks: torch.Tensor | None = Non
 
     if setup.device.type == "cuda":
         with decoder.shortened(2):
-            compile_all(run_all, lambda *_: None)
+            compile_all(run_all)
     for step in steps:
         executor._capture(*step)
     return executor

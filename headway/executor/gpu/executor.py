@@ -33,7 +33,7 @@ from headway.model.kernels.attention.splits import choose_num_splits, split_coun
 from headway.model.kernels.launch import compile_all, num_builds
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
-from headway.plan import Chunk, Plan, Rows, StepResult
+from headway.plan import Chunk, Copy, Plan, Rows, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +162,8 @@ class GpuExecutor:
             for step in steps:
                 self._decode_step(*step)
             self._try_sampling()
+            if len(self.host_blocks):
+                self.swapper.run(Plan(0, copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)]))
 
         with self.decoder.shortened(2):
             compile_all(everything, partial(progress, "compiling kernels"))

@@ -37,6 +37,7 @@ from headway.model.kernels.attention.splits import (
     split_counts,
     split_for,
 )
+from headway.model.kernels.launch import compile_all
 from headway.model.kernels.products.gated import in_two_kernels
 from headway.model.kernels.products.tiles import device_limits
 
@@ -89,10 +90,13 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     device = decoder.norm.device
     blocks = decoder.backend.kv_blocks(decoder.config, 1, config.block_size)
     # The first step loads kernels and a workspace, which stay allocated.
-    _peak(decoder, config, config.max_num_batched_tokens, blocks)
+    num_tokens = config.max_num_batched_tokens
+    with decoder.shortened(2), in_two_kernels():
+        compile_all(lambda: run_step(decoder, config, num_tokens, blocks))
+    _peak(decoder, config, num_tokens, blocks)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    step = _peak(decoder, config, config.max_num_batched_tokens, blocks)
+    step = _peak(decoder, config, num_tokens, blocks)
     captured = config.max_num_seqs, max_captured_rows(decoder, config)
     reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
     reserve += DRIVER_BYTES + graph_bytes(decoder, config)

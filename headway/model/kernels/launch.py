@@ -4,8 +4,8 @@ A chained kernel may start while the previous one still runs. `begin` waits unti
 kernel is done and its writes are visible. Every kernel in a chain must call it in every program;
 otherwise the kernel after it could run before the one before it has ended.
 
-Triton compiles a kernel at its first launch, one after the other. `compile_all` compiles builds
-launches ahead, several at a time.
+Triton compiles and loads a kernel at its first launch, one after the other. `compile_all` does so
+ahead of the launches, for several kernels at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -95,8 +95,10 @@ def is_compiling() -> bool:
     return COPIES.get() is not None
 
 
-def compile_all(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
-    """Compile the kernels that `work` launches, several at a time, without running them.
+def compile_all(
+    work: Callable[[], None], progress: Callable[[int, int], None] = lambda *_: None
+) -> None:
+    """Compile and load the kernels that `work` launches, several at a time, without running them.
 
     Does nothing with an older Triton, which compiles each kernel at its first launch.
     """
@@ -108,7 +110,7 @@ def _compile_all(work: Callable[[], None], progress: Callable[[int, int], None])
     """Compile private copies, so that other threads never see an unfinished kernel."""
     copies: dict[launched, Any] = {}
     COPIES.set(copies)
-    threads = TrackingThreadPool(min(16, _num_processors()))
+    threads = CompilePool(min(16, _num_processors()))
     try:
         with triton.AsyncCompileMode(threads):
             work()
@@ -154,13 +156,24 @@ def _num_processors() -> int:
     return os.cpu_count() or 1
 
 
-class TrackingThreadPool(ThreadPoolExecutor):
-    """A thread pool that keeps a list of its tasks."""
+class CompilePool(ThreadPoolExecutor):
+    """Threads that compile and load kernels on the device that is current in this thread."""
 
     def __init__(self, num_threads: int) -> None:
-        super().__init__(num_threads)
+        if torch.cuda.is_available():
+            device = torch.cuda.current_device()
+            super().__init__(num_threads, initializer=torch.cuda.set_device, initargs=(device,))
+        else:
+            super().__init__(num_threads)
         self.tasks: list[Future[Any]] = []
 
-    def submit(self, *task: Any, **options: Any) -> Future[Any]:
-        self.tasks.append(super().submit(*task, **options))
+    def submit(self, compiled: Callable[[], CompiledKernel]) -> Future[Any]:  # type: ignore[override]
+        self.tasks.append(super().submit(_loaded, compiled))
         return self.tasks[-1]
+
+
+def _loaded(compiled: Callable[[], CompiledKernel]) -> CompiledKernel:
+    """Compile a kernel and load it; older versions of Triton also run a C compiler to load one."""
+    build = compiled()
+    _ = build.run
+    return build
