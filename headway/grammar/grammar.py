@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.errors import InvalidGrammar, InvalidRequest, find_lone_surrogate, shorten
 from headway.grammar.checker import GrammarChecker
-from headway.grammar.json_schema import close_objects
+from headway.grammar.json_schema import MAX_DEPTH, close_objects, is_too_deep
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "tool_calls")
 MAX_CHARACTERS = 100_000
@@ -52,10 +52,12 @@ class Grammar:
         """
         parsed = _parse_schema(schema)
         if disable_additional_properties:
-            try:
-                parsed = close_objects(parsed)
-            except RecursionError:
-                raise InvalidGrammar("json_schema is nested too deeply; make it flatter") from None
+            if is_too_deep(parsed):
+                raise InvalidGrammar(
+                    f"json_schema is nested too deeply; it may have {MAX_DEPTH} levels of objects "
+                    "and lists"
+                )
+            parsed = close_objects(parsed)
         return cls("json_schema", _to_json("json_schema", parsed))
 
     @classmethod

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
-from headway.grammar.json_schema import close_objects
+from headway.grammar.json_schema import MAX_DEPTH, close_objects
 from headway.grammar.sandbox import make_tokenizer
 
 pytest.importorskip("llguidance")
@@ -99,9 +102,54 @@ def test_a_grammar_is_closed_only_if_requested() -> None:
     assert accepts(own, {"x": 2})
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(5000):
-        schema = {"items": schema}
+class CountsCalls(dict[str, Any]):
+    """Keeps the maximum number of calls in which it is read."""
+
+    most = 0
+
+    def get(self, *given: Any) -> Any:
+        self._count()
+        return super().get(*given)
+
+    def values(self) -> Any:
+        self._count()
+        return super().values()
+
+    def _count(self) -> None:
+        frame, count = sys._getframe(), 0
+        while frame := frame.f_back:  # type: ignore[assignment]
+            count += 1
+        CountsCalls.most = max(CountsCalls.most, count)
+
+
+@pytest.mark.parametrize("kind", ["items", "allOf", "properties"])
+def test_a_schema_that_is_nested_too_deeply_is_refused(kind: str) -> None:
+    """And before calls are nested too deeply, because finalizers may run in the deepest of them."""
+
+    def nested(num_levels: int) -> CountsCalls:
+        schema = CountsCalls()
+        for level in range(num_levels):
+            inner = (
+                [schema] if kind == "allOf" else {"x": schema} if kind == "properties" else schema
+            )
+            schema = CountsCalls({kind: inner, "description": str(level)})
+        return schema
+
+    here = len(inspect.stack(0))
+    for num_levels, is_refused in (
+        (MAX_DEPTH // 2 - 1, False),
+        (MAX_DEPTH + 1, True),
+        (5000, True),
+    ):
+        CountsCalls.most = 0
+        problem = pytest.raises(InvalidRequest, match="nested too deeply")
+        with problem if is_refused else nullcontext():
+            Grammar.json_schema(nested(num_levels), disable_additional_properties=True)
+        assert CountsCalls.most - here <= (10 if is_refused else 3 * MAX_DEPTH)
+
+
+def test_a_schema_that_contains_itself_is_refused() -> None:
+    schema: dict[str, Any] = {"items": {}}
+    schema["anyOf"] = [schema, schema]
     with pytest.raises(InvalidRequest, match="nested too deeply"):
         Grammar.json_schema(schema, disable_additional_properties=True)
