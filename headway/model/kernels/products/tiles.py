@@ -208,7 +208,11 @@ def fp8_tile_within(
     if num_rows == 1:
         if num_inputs <= 2048:
             return Tile(1, 8, 2048, 1, 4, 1)
-        return Tile(1, 4 if num_inputs <= 4096 else 2, 4096, 1, 4, 1)
+        if num_inputs > 4096:
+            return Tile(1, 2, 4096, 1, 4, 1)
+        if num_outputs <= 4096:
+            return Tile(1, 4, 2048, 1, 4, 1)
+        return Tile(1, 4, 1024, 1, 2, 1) if num_outputs <= 8192 else Tile(1, 4, 4096, 1, 4, 1)
     rows, outputs = 64, 16
     while outputs < 128 and -(-num_rows // rows) * -(-num_outputs // outputs) > processors:
         outputs *= 2
