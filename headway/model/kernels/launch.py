@@ -16,6 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from copy import copy
 from functools import cache, partial
@@ -25,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
+from triton.runtime.errors import OutOfResources
 
 NUMS_OF_WARPS = (1, 2, 4, 8, 16, 32)
 # For kernels in which several threads compute the same sum and one of them stores it. If only some
@@ -173,7 +175,11 @@ class CompilePool(ThreadPoolExecutor):
 
 
 def _loaded(compiled: Callable[[], CompiledKernel]) -> CompiledKernel:
-    """Compile a kernel and load it; older versions of Triton also run a C compiler to load one."""
+    """Compile a kernel and load it; older versions of Triton also run a C compiler to load one.
+
+    A kernel that is too large for this device only fails when it is launched.
+    """
     build = compiled()
-    _ = build.run
+    with suppress(OutOfResources):
+        _ = build.run
     return build

@@ -117,8 +117,9 @@ import torch
 from triton.runtime.driver import driver
 
 class Utils:
+    num_threads = 1024
     def get_device_properties(self, device): return {"max_shared_mem": 232448}
-    def load_binary(self, *given): return 1, 1, 0, 0, 1024
+    def load_binary(self, *given): return 1, 1, 0, 0, self.num_threads
 class Pretended:
     utils = Utils()
     def get_current_device(self): return 0
@@ -173,6 +174,12 @@ def products():
     for given in (wide[:1], wide[:16], wide[:300], wide, wide.view(-1, 64)):
         for tile in TILES:
             gated_product_hopper(given, given[:48].repeat(48, 1)[:48], tile)
+Utils.num_threads = 32  # too few for any kernel
+compile_all(lambda: launches(512))
+for _ in range(2):
+    try: launches(512)
+    except triton.runtime.errors.OutOfResources: kept.append("too large")
+Utils.num_threads = 1024
 several = []
 compile_all(products, lambda *done: several.append(done))
 print(json.dumps({"kernels": results, "hopper": hopper, "exponentials": exponentials, "ahead": [counts, kept],
@@ -352,8 +359,9 @@ def test_the_gated_product_keeps_its_sums_in_the_registers_of_a_hopper_gpu(
 
 
 def test_kernels_are_compiled_for_a_device_that_does_not_exist(compiled: Compiled) -> None:
-    counts, (meanwhile, interrupted, again, after) = compiled.ahead
+    counts, (meanwhile, interrupted, again, after, *failed) = compiled.ahead
     assert counts == 2 * [[1, 2], [2, 2]], "each kernel once, also after a failure"
     assert meanwhile == interrupted == again == 6, "only finished builds are visible to others"
-    num_kernels = after + compiled.num_gated
+    num_kernels = after + len(failed) + compiled.num_gated
+    assert failed == 2 * ["too large"], "a kernel that does not fit fails when it is launched"
     assert after == 8 and len(list(compiled.folder.rglob("*.cubin"))) == num_kernels
