@@ -176,9 +176,8 @@ def products():
             gated_product_hopper(given, given[:48].repeat(48, 1)[:48], tile)
 Utils.num_threads = 32  # too few for any kernel
 compile_all(lambda: launches(512))
-for _ in range(2):
-    try: launches(512)
-    except triton.runtime.errors.OutOfResources: kept.append("too large")
+try: launches(512)
+except triton.runtime.errors.OutOfResources: kept.append("too large")
 Utils.num_threads = 1024
 several = []
 compile_all(products, lambda *done: several.append(done))
@@ -362,6 +361,6 @@ def test_kernels_are_compiled_for_a_device_that_does_not_exist(compiled: Compile
     counts, (meanwhile, interrupted, again, after, *failed) = compiled.ahead
     assert counts == 2 * [[1, 2], [2, 2]], "each kernel once, also after a failure"
     assert meanwhile == interrupted == again == 6, "only finished builds are visible to others"
-    num_kernels = after + len(failed) + compiled.num_gated
-    assert failed == 2 * ["too large"], "a kernel that does not fit fails when it is launched"
+    num_kernels = after + 2 + compiled.num_gated  # two are too large
+    assert failed == ["too large"], "a kernel that does not fit fails when it is launched"
     assert after == 8 and len(list(compiled.folder.rglob("*.cubin"))) == num_kernels
