@@ -29,6 +29,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 NUMS_OF_WARPS = (1, 2, 4, 8, 16, 32)
+MAX_PARSES = 8  # of one source, beside other threads
 # For kernels in which several threads compute the same sum and one of them stores it. If only some
 # of the threads fused a product with an addition, the stored value would vary from run to run.
 NO_FP_FUSION = {"enable_fp_fusion": False}
@@ -179,7 +180,22 @@ def _loaded(compiled: Callable[[], CompiledKernel]) -> CompiledKernel:
 
     A kernel that is too large for this device only fails when it is launched.
     """
-    build = compiled()
+    build = _retried(compiled)
     with suppress(OutOfResources):
         _ = build.run
     return build
+
+
+def _retried(compiled: Callable[[], CompiledKernel]) -> CompiledKernel:
+    """Compile a kernel, several times if Python 3.11.7 or older cannot parse its source.
+
+    Parsing fails there if another thread starts to parse while the garbage collector runs in this
+    one: both count the depth of their trees in the same place.
+    """
+    for _ in range(MAX_PARSES):
+        try:
+            return compiled()
+        except SystemError as error:
+            if "recursion depth mismatch" not in str(error):
+                raise
+    return compiled()

@@ -6,6 +6,8 @@ Also tests the overflow check of interpreted kernels.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from triton.runtime.errors import InterpreterError
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.kernels.blocks import gather_blocks
-from headway.model.kernels.launch import can_chain, compile_all
+from headway.model.kernels.launch import CompilePool, can_chain, compile_all
 from tests.executor.test_gpu import Loud, model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,6 +60,29 @@ def test_launches_work_after_a_failure_while_compiling(error: type[BaseException
         with pytest.raises(error):
             compile_all(fail, ignore)
         assert copied().all()
+
+
+@pytest.mark.parametrize(("num_failures", "is_compiled"), [(0, True), (3, True), (100, False)])
+def test_a_source_that_was_parsed_beside_another_is_parsed_again(
+    num_failures: int, is_compiled: bool
+) -> None:
+    failures = iter(
+        ["AST constructor recursion depth mismatch (before=36, after=31)"] * num_failures
+    )
+
+    def compiled() -> Any:
+        if problem := next(failures, None):
+            raise SystemError(problem)
+        return build
+
+    build = SimpleNamespace(run=None)
+    pool = CompilePool(1)
+    task = pool.submit(compiled)
+    pool.shutdown()
+    if is_compiled:
+        assert task.result() is build
+    else:
+        assert isinstance(task.exception(), SystemError)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
