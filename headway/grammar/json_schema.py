@@ -6,7 +6,7 @@ keywords that contain schemas, and nothing of grammars.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Keywords that contain schemas for the same value, schemas for parts of it, and maps of schemas.
@@ -25,17 +25,17 @@ def is_too_deep(schema: Mapping[str, Any]) -> bool:
     """Whether a schema has more than MAX_DEPTH levels; found without nested calls."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
-        inner = [each for value in level for each in _elements(value)]
+        inner = [each for value in level for each in _inner_values(value)]
         if not inner:
             return False
         level = list({id(each): each for each in inner}.values())
     return True
 
 
-def _elements(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
+def _inner_values(value: Any) -> list[Any]:
+    """The objects and lists in an object or a list."""
+    elements = value.values() if isinstance(value, Mapping) else value
+    return [each for each in elements if isinstance(each, Mapping | list | tuple)]
 
 
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:

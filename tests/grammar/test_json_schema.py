@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -122,29 +123,30 @@ class CountsCalls(dict[str, Any]):
         CountsCalls.most = max(CountsCalls.most, count)
 
 
-@pytest.mark.parametrize("kind", ["items", "allOf", "properties"])
-def test_a_schema_that_is_nested_too_deeply_is_refused(kind: str) -> None:
-    """And before calls are nested too deeply, because finalizers may run in the deepest of them."""
+WRAPPED: dict[str, tuple[int, Callable[[Any], Any]]] = {  # by keyword: levels, and how it contains
+    "items": (1, lambda schema: schema),
+    "allOf": (2, lambda schema: [schema]),
+    "properties": (2, lambda schema: {"x": schema}),
+}
 
-    def nested(num_levels: int) -> CountsCalls:
-        schema = CountsCalls()
-        for level in range(num_levels):
-            inner = (
-                [schema] if kind == "allOf" else {"x": schema} if kind == "properties" else schema
-            )
-            schema = CountsCalls({kind: inner, "description": str(level)})
+
+@pytest.mark.parametrize("keyword", WRAPPED)
+def test_a_schema_that_is_nested_too_deeply_is_refused(keyword: str) -> None:
+    """And before calls are nested too deeply, because finalizers may run in the deepest of them."""
+    num_levels, wrap = WRAPPED[keyword]
+
+    def nested(count: int) -> CountsCalls:
+        schema = CountsCalls(type="object")
+        for number in range(count):
+            schema = CountsCalls({keyword: wrap(schema), "description": str(number)})
         return schema
 
-    here = len(inspect.stack(0))
-    for num_levels, is_refused in (
-        (MAX_DEPTH // 2 - 1, False),
-        (MAX_DEPTH + 1, True),
-        (5000, True),
-    ):
+    here, most = len(inspect.stack(0)), (MAX_DEPTH - 1) // num_levels
+    for count, is_refused in ((most, False), (most + 1, True), (5000, True)):
         CountsCalls.most = 0
         problem = pytest.raises(InvalidRequest, match="nested too deeply")
         with problem if is_refused else nullcontext():
-            Grammar.json_schema(nested(num_levels), disable_additional_properties=True)
+            Grammar.json_schema(nested(count), disable_additional_properties=True)
         assert CountsCalls.most - here <= (10 if is_refused else 3 * MAX_DEPTH)
 
 
