@@ -4,8 +4,8 @@
     python bench/gpu_start.py --shapes qwen3-0.6b --repeat 3 --out bench/results/gpu_start.json
 
 Every start is a process of its own, with random weights of a real shape, bfloat16. `process` counts
-from the start of the process, and `engine` from the constructor of LLM, after all imports. A first
-process, which is not counted, imports the same modules, so that they are in the file cache.
+from the start of the process, and `engine` from the constructor of LLM, after all imports. This
+process imports the same modules before, so that they are in the file cache.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-SHAPES = Path(__file__).parent / "shapes"
-MAX_LENGTHS = {"qwen3-0.6b": 33024, "qwen2.5-7b": 8192, "llama-8b": 4096}
+import triton  # noqa: F401
+from gpu import MAX_LENGTHS, SHAPES
+
+from headway import LLM
 
 
 def start_here(shape: str) -> None:
     """Start an engine in this process, and print the seconds that it took."""
-    import torch  # noqa: F401
-
-    from headway import LLM
-
     begun = time.perf_counter()
     llm = LLM(
         str(SHAPES / shape), load_format="dummy", device="cuda", max_num_batched_tokens=16384,
@@ -69,7 +67,6 @@ def main() -> None:
     if asked.here:
         start_here(asked.here)
         return
-    subprocess.run([sys.executable, "-c", "import torch, triton, headway.llm"], check=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     report: dict[str, Any] = {"commit": commit.stdout.strip()}
     for shape in asked.shapes:
