@@ -38,7 +38,7 @@ FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
 # cuBLAS is faster than our kernels with more rows and a large gate and up matrix, even with a norm
 # and an activation of their own launches. Measured on an H200 with the four matrices of a 7B model.
 MAX_FUSED_ROWS, LARGE_MATRIX = 128, 2**25
-NUM_COUNTERS = 1024  # two for each tile that programs share
+NUM_COUNTERS = 1024  # of tiles that programs share: more than there ever are
 
 
 class AttentionKernels(Protocol):

@@ -90,7 +90,7 @@ def prefill_attention_hopper(
     num_slots = num_tokens * group // (most * ROWS) + num_sequences  # enough: see _tiles
     num_splits = prefill_splits(num_tiles, device_limits()[0])
     num_first = min(num_tokens * group // (most * ROWS) + SPARE, num_slots)
-    if counters is None:
+    if counters is None or num_first * kv_heads > len(counters):
         num_splits, counters = 1, ends_s  # not used
     num_sums = num_tokens * num_heads if num_splits > 1 else 0
     num_programs = (num_slots + num_first * (num_splits - 1)) * kv_heads

@@ -97,9 +97,9 @@ def split_for(
 
 
 def prefill_splits(num_tiles: int, num_processors: int) -> int:
-    """Programs that share a tile of a prompt's queries if each of them fills a multiprocessor.
+    """Programs that share a tile of a prompt's queries, if each program fills a multiprocessor.
 
-    All run at once: each takes as long as it takes to read 2,000 positions before and after its work.
+    All of them run at the same time.
     """
     return max(1, min(num_processors // max(num_tiles, 1), MAX_PREFILL_SPLITS))
 
