@@ -66,9 +66,7 @@ class KVCache:
     def admission_cost(self, request: Request) -> AdmissionCost:
         """Look up the longest prefix in the device's cache, and what the host copy adds to it."""
         kv, num_tokens = request.kv, request.num_known
-        if len(kv.keys) < num_tokens // self.block_size:
-            extend_keys(kv.keys, request, self.block_size)
-        keys = kv.keys
+        keys = self._keys_to_match(request)
         if not request.params.reads_cache:  # tokens that it computed itself may still be read
             keys = keys[: request.history.max_num_computed // self.block_size]
         num_hits = self._match(keys)
@@ -82,6 +80,15 @@ class KVCache:
         return AdmissionCost(
             num_hits, self.blocks_for(num_tokens), num_computed, uses_host, num_window
         )
+
+    def _keys_to_match(self, request: Request) -> list[bytes]:
+        """The keys of all full blocks; only the first if it is not cached: then no other one is."""
+        keys, num_full = request.kv.keys, request.num_known // self.block_size
+        if num_full and not keys:
+            extend_keys(keys, request, self.block_size, 1)
+        if len(keys) < num_full and keys[0] in self.pool.index.block_of:
+            extend_keys(keys, request, self.block_size)
+        return keys
 
     def _match(self, keys: list[bytes]) -> int:
         """The longest prefix that all layers have."""
@@ -122,6 +129,8 @@ class KVCache:
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make blocks [start, end) of a request matchable; they are full once the plan has run."""
         kv = request.kv
+        if len(kv.keys) < end:
+            extend_keys(kv.keys, request, self.block_size, end)
         self.pool.index.add(kv.blocks[start:end], kv.keys[start:end])
         if self.window is not None:
             self.window.publish(request, start, end)
@@ -130,8 +139,6 @@ class KVCache:
         """Free all blocks of a request; full blocks of known tokens stay matchable."""
         kv = request.kv
         num_known = min(request.num_computed, request.num_known) // self.block_size
-        if num_known > len(kv.keys):
-            extend_keys(kv.keys, request, self.block_size)
         key_of, first = self.pool.index.key_of, num_known
         while first and key_of[kv.blocks[first - 1]] is None:  # blocks are published in order
             first -= 1
@@ -193,8 +200,10 @@ class KVCache:
 
     def blocks_of(self, request: Request) -> list[int]:
         """Blocks that a running request holds, or that a waiting one finds in the cache."""
-        keys, index = request.kv.keys, self.pool.index
-        return request.kv.blocks or [index.block_of[key] for key in keys[: self._match(keys)]]
+        if request.kv.blocks:
+            return request.kv.blocks
+        keys = self._keys_to_match(request)
+        return list(map(self.pool.index.block_of.__getitem__, keys[: self._match(keys)]))
 
     def num_private_blocks(self, request: Request) -> int:
         """Blocks that become free if the request leaves."""

@@ -25,10 +25,13 @@ from headway.request import Request
 GROUP = 32  # blocks
 
 
-def extend_keys(keys: list[bytes], request: Request, block_size: int) -> None:
-    """Append the missing keys of all full blocks of known tokens."""
+def extend_keys(
+    keys: list[bytes], request: Request, block_size: int, end: int | None = None
+) -> None:
+    """Append the missing keys of the first `end` full blocks of known tokens; of all if None."""
     tokens, num_keys = _known_tokens(request), len(keys)
-    num_full, first = len(tokens) // block_size, num_keys // GROUP * GROUP
+    num_full = len(tokens) // block_size if end is None else min(end, len(tokens) // block_size)
+    first = num_keys // GROUP * GROUP
     root = b"" if first else _root(request)
     parent = keys[-1] if keys else root
     blocks, place = _pieces(tokens, block_size, num_keys, num_full), 0

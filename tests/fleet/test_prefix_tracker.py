@@ -37,7 +37,7 @@ class Pool:
         if self.kv.num_blocks_needed(request, cost) <= self.kv.num_free:
             self.kv.allocate(request, cost)
             request.computed_base = request.num_prompt
-            self.kv.publish(request, cost.num_hits, len(request.kv.keys))
+            self.kv.publish(request, cost.num_hits, request.num_prompt // 2)
             self.open.append(request)
 
     def end(self, _: list[int]) -> None:

@@ -188,6 +188,12 @@ def test_keys_do_not_depend_on_the_steps_in_which_they_are_extended() -> None:
         keys = keys_of(range(cut))
         extend_keys(keys, request(range(LONG)), SIZE)
         assert keys == whole
+    for end in range(len(whole) + 2):
+        keys = keys_of(range(9))
+        extend_keys(keys, request(range(LONG)), SIZE, end)
+        assert keys == whole[: max(2, end)]
+        extend_keys(keys, request(range(LONG)), SIZE, 1)
+        assert keys == whole[: max(2, end)], "none is removed"
     for place in range(0, LONG - 1, 7):  # one other token changes all keys from its block on
         other = keys_of([-5 if each == place else each for each in range(LONG)])
         same = [one == two for one, two in zip(whole, other, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headway.plan import Blocked
 from headway.request import RequestState
 from tests.support.drive import Row, small_driver
@@ -120,15 +122,18 @@ def test_cache_hits_are_counted_once_per_admission() -> None:
     assert b.history.num_cached == 8  # of the first admission only
 
 
-def test_a_blocked_request_is_hashed_once() -> None:
+@pytest.mark.parametrize(("num_shared", "num_keys"), [(4, 11), (0, 1)])
+def test_a_blocked_request_is_hashed_once(num_shared: int, num_keys: int) -> None:
+    """All blocks if the first one is cached, and otherwise that one only."""
     driver = small_driver(num_blocks=12)
-    driver.add("a", 8, 20)
+    driver.add("a", range(8), 20)
     driver.step()
-    head = driver.add("head", 44, 2)
+    head = driver.add("head", [*range(num_shared), *range(100, 144 - num_shared)], 2)
     driver.step()
     keys, objects = head.kv.keys, list(head.kv.keys)
     driver.steps(5)
-    assert head.kv.keys is keys and len(keys) == 11
+    assert not head.kv.blocks, "it is blocked"
+    assert head.kv.keys is keys and len(keys) == num_keys
     assert all(now is before for now, before in zip(keys, objects, strict=True))
 
 
