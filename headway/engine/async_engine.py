@@ -179,7 +179,7 @@ class AsyncEngine:
             id, tokens, sampling_params, processor.tokenizer,
             lambda sample: self.stop_sample(id, sample), hidden=params.stops, is_live=True, prompt_text=text,
         )  # fmt: skip
-        with self.submitted(id, tokens, params) as stream:
+        with self.submitted(id, builder.prompt_token_ids, params) as stream:
             while stream.num_open:
                 builder.add(await stream.take())
                 yield builder.output()

@@ -43,7 +43,7 @@ class InputProcessor:
     eos_ids: frozenset[int]
     new_seed: Callable[[], int] = draw_seed  # seeds for requests that give none
 
-    def read_prompt(self, prompt: PromptInput) -> tuple[str | None, list[int]]:
+    def read_prompt(self, prompt: PromptInput) -> tuple[str | None, array[int]]:
         """The text of a prompt, if it has one, and its tokens; InvalidRequest if malformed."""
         if isinstance(prompt, Mapping):
             given = [key for key in PROMPT_KEYS if prompt.get(key) is not None]
@@ -58,7 +58,9 @@ class InputProcessor:
                 raise InvalidRequest(f"{given[0]} must be {wanted}, not {shorten(content)}")
         else:
             content = prompt
-        return content if isinstance(content, str) else None, self.tokens(content)
+        if isinstance(content, str):
+            return content, array("i", self.tokens(content))
+        return None, self._token_array(content)
 
     def tokens(
         self, prompt: Prompt, max_tokens: int | None = None, *, special: bool = True
@@ -72,6 +74,10 @@ class InputProcessor:
             tokenizer = self.need_tokenizer()
             found = tokenizer.encode(prompt, special=special, max_tokens=max_tokens)
             return self._check_known(found)
+        return self._token_array(prompt, max_tokens).tolist()
+
+    def _token_array(self, prompt: Sequence[int], max_tokens: int | None = None) -> array[int]:
+        """The tokens of a prompt that is not a text; see `tokens`."""
         if not isinstance(prompt, Sequence | np.ndarray) or getattr(prompt, "ndim", 1) != 1:
             raise InvalidRequest(
                 f"prompt must be text or a list of token ids, not {shorten(prompt)}"
@@ -79,11 +85,11 @@ class InputProcessor:
         check_num_tokens(len(prompt), max_tokens, is_exact=True)
         given: list[Any] = list(prompt)
         try:  # all at once: a check of each token took longer than scheduling a step
-            tokens = array("q", given)  # converts numpy integers to Python's
+            tokens = array("i", given)  # converts numpy integers to Python's
         except (TypeError, OverflowError):
             are_known = False
         else:
-            seen = np.frombuffer(tokens, dtype=np.int64)
+            seen = np.frombuffer(tokens, dtype=np.intc)
             are_known = not len(seen) or (seen.min() >= 0 and seen.max() < self.vocab_size)
         if not are_known:
             wrong = next(token for token in given if not _is_below(token, self.vocab_size))
@@ -91,7 +97,7 @@ class InputProcessor:
                 f"prompt: token id {shorten(wrong)} is not a whole number of at least 0 and below "
                 f"{self.vocab_size}"
             )
-        return tokens.tolist()
+        return tokens
 
     def chat_tokens(
         self,

@@ -6,6 +6,7 @@ come at any line: they end all requests, and the engine stays usable.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -68,7 +69,7 @@ class OfflineRunner:
         self,
         batch: PromptBatch,
         id: str,
-        prompt: tuple[str | None, list[int]],
+        prompt: tuple[str | None, array[int]],
         sampling_params: SamplingParams,
         params: RequestParams,
     ) -> None:
@@ -157,6 +158,7 @@ class OfflineRunner:
         if batch.is_streamed:
             batch.deltas.append(delta)
         if not builder.num_open:
+            _ = builder.prompt_token_ids  # now: the device is busy with other requests
             del self.open[update.id]
             batch.num_open -= 1
             batch.finished.append(position)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from headway.engine.messages import FinishInfo, SampleUpdate
@@ -199,7 +200,7 @@ class OutputBuilder:
     def __init__(
         self,
         id: str,
-        prompt: list[int],
+        prompt: Sequence[int],
         sampling_params: SamplingParams,
         tokenizer: Tokenizer | None,
         stop_sample: Callable[[int], None],
@@ -224,6 +225,10 @@ class OutputBuilder:
     @property
     def num_generated(self) -> int:
         return sum(len(sample.tokens) for sample in self.samples)
+
+    @cached_property
+    def prompt_token_ids(self) -> list[int]:
+        return list(self.prompt)
 
     @property
     def num_cached(self) -> int:
@@ -282,7 +287,7 @@ class OutputBuilder:
             logprobs = map(self.prompt_logprobs.get, range(len(self.prompt)))
             prompt_logprobs = [entry and self._logprobs(entry) for entry in logprobs]
         return RequestOutput(
-            request_id=self.id, prompt=self._prompt_text, prompt_token_ids=self.prompt,
+            request_id=self.id, prompt=self._prompt_text, prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=[self._completion(index) for index in range(self.sampling_params.n)],
             finished=not self.num_open, metrics=metrics, num_cached_tokens=self.num_cached,
