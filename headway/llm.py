@@ -213,8 +213,8 @@ class LLM:
         with self._runner.interruptible():
             batch = self._submit(prompts, sampling_params, priority=priority, ids=request_ids)
             self._raise_refusal(batch, prompts)
-            self._run(batch, use_tqdm, on_finish)
-        return [builder.output() for builder in batch.builders]
+            outputs = self._run(batch, use_tqdm, on_finish)
+        return [outputs[position] for position in range(len(batch.results))]
 
     def try_generate(
         self,
@@ -229,9 +229,10 @@ class LLM:
         """
         with self._runner.interruptible():
             batch = self._submit(prompts, sampling_params)
-            self._run(batch, False, on_finish)
+            outputs = self._run(batch, False, on_finish)
         return [
-            each.output() if isinstance(each, OutputBuilder) else each for each in batch.results
+            each if isinstance(each, HeadwayError) else outputs[position]
+            for position, each in enumerate(batch.results)
         ]
 
     def chat(
@@ -385,14 +386,21 @@ class LLM:
             error.args = (f"prompts[{position}]: {error}",)
         raise error
 
-    def _run(self, batch: PromptBatch, use_tqdm: bool, on_finish: OnFinish | None = None) -> None:
+    def _run(
+        self, batch: PromptBatch, use_tqdm: bool, on_finish: OnFinish | None = None
+    ) -> dict[int, RequestOutput]:
+        """Run the batch to its end; returns the outputs by position."""
+        outputs: dict[int, RequestOutput] = {}
         with _progress_bar(len(batch.builders), use_tqdm) as advance:
             for _ in self._runner.run(batch):
-                for position in batch.take_finished():
-                    advance()
+                for position in batch.take_finished():  # while the device runs the next step
                     builder = batch.results[position]
-                    if on_finish is not None and isinstance(builder, OutputBuilder):
-                        on_finish(position, builder.output())
+                    assert isinstance(builder, OutputBuilder), "a refused prompt does not finish"
+                    outputs[position] = builder.output()
+                    if on_finish is not None:
+                        on_finish(position, outputs[position])
+                    advance()
+        return outputs
 
 
 def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = True) -> Config:
@@ -443,11 +451,14 @@ def _seeds(seed: int | None) -> Callable[[], int]:
 @contextmanager
 def _progress_bar(num_prompts: int, is_shown: bool) -> Iterator[Callable[[], None]]:
     """A bar on stderr, only if it is a terminal; yields a function to call for each prompt."""
+    if not is_shown:  # without the import, which takes longer than many a step
+        yield lambda: None
+        return
     from rich.console import Console
     from rich.progress import Progress as ProgressBar
 
     console = Console(stderr=True)
-    is_hidden = not (is_shown and console.is_terminal and num_prompts)
+    is_hidden = not (console.is_terminal and num_prompts)
     with ProgressBar(console=console, disable=is_hidden) as bar:
         task = bar.add_task("Processed prompts", total=num_prompts)
         yield lambda: bar.advance(task)

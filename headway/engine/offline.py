@@ -158,7 +158,6 @@ class OfflineRunner:
         if batch.is_streamed:
             batch.deltas.append(delta)
         if not builder.num_open:
-            _ = builder.prompt_token_ids  # now: the device is busy with other requests
             del self.open[update.id]
             batch.num_open -= 1
             batch.finished.append(position)
