@@ -326,18 +326,31 @@ def _attend(
     mixed = hopper.warpgroup_mma_wait(0, deps=[mixed])
     set_free(values, last, STAGES)
 
-    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
-    is_row = row < num_rows
-    total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
     sums, is_part = shared
     if is_part:
+        row = first + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
         top = gl.convert_layout(top, gl.SliceLayout(1, out_layout))
-        store_part(sums, place_of(row, G, GROUP), is_row, mixed, top, total)
+        total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
+        store_part(sums, place_of(row, G, GROUP), row < num_rows, mixed, top, total)
     else:
-        d = gl.arange(0, D, gl.SliceLayout(0, out_layout))
-        out_at = (row // GROUP).to(gl.int64) * out_token_stride + row % GROUP * out_head_stride
-        found = (mixed / total[:, None]).to(queries.dtype)
-        gl.store(out + out_at[:, None] + d[None, :], found, mask=is_row[:, None])
+        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
+        queries.store((mixed * share[:, None]).to(queries.dtype))  # no longer needed for themselves
+        _store_rows(
+            queries, out, out_token_stride, out_head_stride, first, num_rows, GROUP, ROWS, D
+        )
+
+
+@gluon.jit
+def _store_rows(
+    rows, out, token_stride, head_stride, first, num_rows,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Store rows from `first` on, whole rows at a time; the layout of products has parts of them."""
+    layout: gl.constexpr = _rows_layout(D, gl.num_warps())
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    at = (row // GROUP).to(gl.int64) * token_stride + row % GROUP * head_stride
+    gl.store(out + at[:, None] + d[None, :], rows.load(layout), mask=(row < num_rows)[:, None])
 
 
 @gluon.jit
