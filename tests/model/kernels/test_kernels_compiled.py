@@ -43,7 +43,9 @@ for asked in asked_for:
 """
 
 HOPPER = """
+import subprocess
 import triton
+from tempfile import NamedTemporaryFile
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from headway.model.kernels.hopper_ring import COLUMNS, SHARED
@@ -63,13 +65,23 @@ constants = {(names.index(name),): value for name, value in fixed.items()}
 even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
         if signature[name][0] == "*" or name.endswith("_stride")}
 source = GluonASTSource(kernel, signature, constants, even)
-hopper = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+hopper, between, exponentials = made.asm["ptx"], False, []
+with NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(made.asm["cubin"])
+    file.flush()
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+    sass = subprocess.run(command, capture_output=True, text=True).stdout
+for line in sass.splitlines():  # exponentials between the waits for scores and values
+    if "WARPGROUP.DEPBAR" in line:
+        between = "gsb0, 0x1" in line
+        exponentials += [0] if between else []
+    if between and "MUFU.EX2" in line:
+        exponentials[-1] += 1
 """
 
 GATED = """
-import subprocess
 import torch
-from tempfile import NamedTemporaryFile
 from triton.backends.nvidia.compiler import get_ptxas
 from headway.model.kernels.products.gated import TILES
 from headway.model.kernels.products.gated_hopper import _describe, _gated_product
@@ -170,7 +182,7 @@ except triton.runtime.errors.OutOfResources: kept.append("too large")
 Utils.num_threads = 1024
 several = []
 compile_all(products, lambda *done: several.append(done))
-print(json.dumps({"kernels": results, "hopper": hopper, "ahead": [counts, kept],
+print(json.dumps({"kernels": results, "hopper": hopper, "exponentials": exponentials, "ahead": [counts, kept],
                   "gated": gated_tiles, "num_gated": len(several)}))
 """
 
@@ -297,6 +309,7 @@ class Compiled:
     hopper: str
     ahead: list[Any]
     gated: list[dict[str, Any]]
+    exponentials: list[int]  # of each step of the kernel for Hopper GPUs
     num_gated: int  # builds of the gated product for several sizes
     folder: Path
 
@@ -327,6 +340,11 @@ def test_equal_sums_are_bitwise_equal_and_tiles_fit_on_smaller_gpus(compiled: Co
 def test_prefill_compiles_to_the_instructions_of_a_hopper_gpu(compiled: Compiled) -> None:
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in compiled.hopper
+
+
+def test_exponentials_of_prefill_run_while_values_are_multiplied(compiled: Compiled) -> None:
+    """64 weights of each thread, in the loops with and without a mask, of both groups of warps."""
+    assert len(compiled.exponentials) == 4 and min(compiled.exponentials) >= 64
 
 
 def test_the_gated_product_keeps_its_sums_in_the_registers_of_a_hopper_gpu(

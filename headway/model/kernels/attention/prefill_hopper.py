@@ -369,6 +369,7 @@ def _step(
     if MASKED:
         score = _masked(score, position)
     next_weight, top, total, fade = _softmax(score, top, total, scale)
+    wait_for(values, tile - 1, STAGES)  # they are here: this only keeps the softmax before the wait
     mixed, weight = hopper.warpgroup_mma_wait(0, deps=[mixed, weight])
     set_free(values, tile - 1, STAGES)
     mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, out_layout))[:, None]
