@@ -82,11 +82,11 @@ class KVCache:
         )
 
     def _keys_to_match(self, request: Request) -> list[bytes]:
-        """The keys of all full blocks; only the first if it is not cached: then no other one is."""
+        """The keys of all full blocks, or up to one that is not cached: then no later one is."""
         keys, num_full = request.kv.keys, request.num_known // self.block_size
-        if num_full and not keys:
+        if not keys:
             extend_keys(keys, request, self.block_size, 1)
-        if len(keys) < num_full and keys[0] in self.pool.index.block_of:
+        if len(keys) < num_full and keys[-1] in self.pool.index.block_of:
             extend_keys(keys, request, self.block_size)
         return keys
 
