@@ -19,7 +19,6 @@ import pytest
 from headway.engine.gc_freeze import gc_freeze
 from headway.model.registry import resolve
 from tests.support.hypothesis_cache import fill_cache
-from tests.support.interpreter import speed_up
 
 if TYPE_CHECKING:
     from headway.model.backends.base import Backend
@@ -186,6 +185,8 @@ def small_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick_interpreter() -> None:
     """Make interpreted kernels faster."""
     if os.environ.get("TRITON_INTERPRET") and "triton.runtime.interpreter" in sys.modules:
+        from tests.support.interpreter import speed_up  # imports torch
+
         speed_up()
 
 

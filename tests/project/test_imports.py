@@ -235,6 +235,13 @@ def test_the_scheduler_the_simulator_and_all_commands_import_no_heavy_package() 
     ]  # fmt: skip
 
 
+def test_the_tests_of_the_scheduler_need_no_heavy_package() -> None:
+    """`make mutate` has none, and `make test-fast` would wait for it."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({HEAVY!r})); import tests.conftest"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_slow_test_files_exist() -> None:
     """`make test-fast` leaves out files by name; a file that moves must not become fast unseen."""
     assert [name for name in SLOW if not (ROOT / "tests" / name).exists()] == []
