@@ -22,7 +22,7 @@ class AdmissionCost(NamedTuple):
     num_blocks: int  # for all known tokens
     num_computed: int  # tokens found in cache and host copy together
     uses_host: bool
-    num_window_blocks: int = 0  # to reserve for the sliding-window layers
+    num_window_blocks: int  # to reserve for the sliding-window layers
 
 
 class KVCache:

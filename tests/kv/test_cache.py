@@ -394,8 +394,9 @@ def test_a_failed_swap_changes_nothing() -> None:
     assert before == after and a.kv.blocks == blocks and a.kv.host is None
 
 
-def test_leading_blocks_with_other_holders_are_not_swapped_out() -> None:
-    kv = KVCache(8, SIZE, num_host_blocks=8)
+@pytest.mark.parametrize("num_host_blocks", [1, 8], ids=["room for one", "room for all"])
+def test_leading_blocks_with_other_holders_are_not_swapped_out(num_host_blocks: int) -> None:
+    kv = KVCache(8, SIZE, num_host_blocks=num_host_blocks)
     admit(kv, range(8))
     b = admit(kv, [*range(8), *range(50, 54)])
     copies = kv.swap_out(b)

@@ -54,6 +54,16 @@ def num_held(request: Request) -> int:
     return len(request.kv.window.blocks)
 
 
+def test_a_scheduler_is_idle_only_if_no_block_of_a_window_is_reserved() -> None:
+    driver = windowed()
+    assert driver.scheduler.is_idle
+    driver.add("a", 20, 5)
+    driver.step()
+    assert not driver.scheduler.kv.is_unused
+    driver.run()
+    assert driver.scheduler.is_idle
+
+
 def test_a_long_request_holds_no_more_than_its_window() -> None:
     driver = windowed()
     request = driver.add("a", 40, 50)
