@@ -275,8 +275,11 @@ class LLM:
         with self._runner.interruptible():
             batch = self._submit(prompts, None, fixed=embedding_params(pooling))
             self._raise_refusal(batch, prompts)
-            self._run(batch, use_tqdm)
-        return [embedding_output(builder) for builder in batch.builders]
+            outputs = self._run(batch, use_tqdm)
+        return [
+            embedding_output(outputs[position], builder.embedding)
+            for position, builder in enumerate(batch.builders)
+        ]
 
     def beam_search(self, *given: object, **named: object) -> NoReturn:
         """vLLM's beam search is not supported."""

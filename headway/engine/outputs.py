@@ -327,14 +327,14 @@ def _concatenate(updates: Sequence[SampleUpdate]) -> SampleUpdate:
     )
 
 
-def embedding_output(builder: OutputBuilder) -> EmbeddingRequestOutput:
+def embedding_output(output: RequestOutput, embedding: Embedding | None) -> EmbeddingRequestOutput:
     """ExecutorError if a step failed before the embedding was computed."""
-    output = builder.output()
-    if builder.embedding is None:
-        raise ExecutorError(f"no embedding for prompt {builder.id}: {output.outputs[0].error}")
+    if embedding is None:
+        error = output.outputs[0].error
+        raise ExecutorError(f"no embedding for prompt {output.request_id}: {error}")
     return EmbeddingRequestOutput(
         request_id=output.request_id, prompt=output.prompt,
         prompt_token_ids=output.prompt_token_ids,
-        outputs=EmbeddingOutput(embedding=builder.embedding),
+        outputs=EmbeddingOutput(embedding=embedding),
         num_cached_tokens=output.num_cached_tokens,
     )  # fmt: skip
