@@ -277,11 +277,21 @@ def _copy_queries(
 ):  # fmt: skip
     """Start to copy rows from `first` on; rows after the last are not copied, and never stored."""
     layout: gl.constexpr = _rows_layout(D, gl.num_warps())
+    at, is_row = _row_places(first, num_rows, token_stride, head_stride, GROUP, ROWS, D, layout)
+    load_numbers(queries, q + at, mask=is_row)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _row_places(
+    first, num_rows, token_stride, head_stride,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Offsets of the numbers of rows from `first` on, and which rows there are."""
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
     at = (row // GROUP).to(gl.int64) * token_stride + row % GROUP * head_stride
-    load_numbers(queries, q + at[:, None] + d[None, :], mask=(row < num_rows)[:, None])
-    async_copy.commit_group()
+    return at[:, None] + d[None, :], (row < num_rows)[:, None]
 
 
 @gluon.jit
@@ -347,10 +357,8 @@ def _store_rows(
 ):  # fmt: skip
     """Store rows from `first` on, whole rows at a time; the layout of products has parts of them."""
     layout: gl.constexpr = _rows_layout(D, gl.num_warps())
-    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    at = (row // GROUP).to(gl.int64) * token_stride + row % GROUP * head_stride
-    gl.store(out + at[:, None] + d[None, :], rows.load(layout), mask=(row < num_rows)[:, None])
+    at, is_row = _row_places(first, num_rows, token_stride, head_stride, GROUP, ROWS, D, layout)
+    gl.store(out + at, rows.load(layout), mask=is_row)
 
 
 @gluon.jit
