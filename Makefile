@@ -102,9 +102,17 @@ test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON names a Python
 # One target for each tool and file, so that --jobs runs them in parallel. test_kernels_compiled
 # launches no kernel.
 KERNEL_TESTS := $(filter-out test_kernels_compiled,$(notdir $(basename $(wildcard tests/model/kernels/test_*.py))))
-SANITIZED := $(KERNEL_TESTS:%=memcheck-%) $(KERNEL_TESTS:%=racecheck-%)
+# Triton's concurrency sanitizer knows barriers between groups of warps; racecheck does not. It takes
+# a minute to compile a kernel with it, so it runs only some of the tests.
+HOPPER_TESTS := test_kernels_prefill_hopper
+SANITIZED := $(KERNEL_TESTS:%=memcheck-%) $(patsubst %,racecheck-%,$(filter-out $(HOPPER_TESTS),$(KERNEL_TESTS)))
+CONCURRENT := kernel_is_right and short and dtype0 and (16 or 256) or every_group and 7 or share and 2 or whose_rows
 
-sanitize: $(SANITIZED)  ## compute-sanitizer over the GPU kernels: memory errors and races; takes minutes
+sanitize: $(SANITIZED) consan  ## memory errors and races in the GPU kernels, with several tools; takes minutes
+
+consan:
+	TRITON_INSTRUMENTATION_MODE=consan $(GPU_PYTHON) -m pytest -q -W ignore \
+	  -k '$(CONCURRENT)' $(HOPPER_TESTS:%=tests/model/kernels/%.py)
 
 $(SANITIZED):
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 \
@@ -142,5 +150,5 @@ clean:  ## remove environments, caches and build output
 	rm -rf $(VENV) $(CLIENTS) $(MUTATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test browser packages tests pytest test-fast test-clients mutate test-deploy test-gemma test-gpu sanitize $(SANITIZED) check format bench \
+.PHONY: help run demo test browser packages tests pytest test-fast test-clients mutate test-deploy test-gemma test-gpu sanitize $(SANITIZED) consan check format bench \
   picture page dist clean

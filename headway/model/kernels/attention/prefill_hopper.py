@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from headway.model.kernels.attention.prefill import LOG2_E
 from headway.model.kernels.attention.split_tiles import (
@@ -145,6 +145,9 @@ def _prefill_hopper(
     queries = gl.allocate_shared_memory(dtype, [4, ROWS // 2, D], SHARED)
     keys = make_ring(dtype, KEYS, D, STAGES)
     values = make_ring(dtype, KEYS, D, STAGES)
+    cleared = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for each in gl.static_range(2):
+        mbarrier.init(cleared.index(each), count=2)
     hopper.fence_async_shared()
     q += start.to(gl.int64) * q_token_stride + kv_head * GROUP * q_head_stride
     out += start.to(gl.int64) * out_token_stride + kv_head * GROUP * out_head_stride
@@ -157,9 +160,9 @@ def _prefill_hopper(
     shared = (sums + split * (D + PADDING), num_parts > 1)
     gl.warp_specialize(
         [
-            (_attend_pair, (q, out, strides, pair, shared, queries, keys, values, scale,
+            (_attend_pair, (q, out, strides, pair, shared, queries, keys, values, cleared, scale,
                             0, G, GROUP, ROWS, KEYS, D, STAGES)),
-            (_attend_pair, (q, out, strides, pair, shared, queries, keys, values, scale,
+            (_attend_pair, (q, out, strides, pair, shared, queries, keys, values, cleared, scale,
                             1, G, GROUP, ROWS, KEYS, D, STAGES)),
             (_copy_pair, (cache_rows, table, row, first_key, pair, keys, values,
                           BLOCK_ROWS, BLOCK_SIZE, G, GROUP, ROWS, KEYS, D, STAGES)),
@@ -240,7 +243,7 @@ def _copy_pair(
 
 @gluon.jit
 def _attend_pair(
-    q, out, strides, pair, shared, queries, keys, values, scale,
+    q, out, strides, pair, shared, queries, keys, values, cleared, scale,
     HALF: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -262,8 +265,8 @@ def _attend_pair(
         if end > 0:  # padding may have rows without a position
             _attend(
                 out, out_token_stride, out_head_stride, shared, queries.index(2 * HALF + each),
-                keys, values, num_read, tile * ROWS + HALF * SIZE, num_rows, num_earlier, end, scale,
-                G, GROUP, SIZE, KEYS, D, STAGES,
+                keys, values, cleared.index(each), num_read, tile * ROWS + HALF * SIZE, num_rows,
+                num_earlier, end, scale, HALF, G, GROUP, SIZE, KEYS, D, STAGES,
             )  # fmt: skip
         each, num_read = 1, num_read + gl.cdiv(gl.maximum(end, 0), KEYS)
         async_copy.wait_group(0)
@@ -296,9 +299,9 @@ def _row_places(
 
 @gluon.jit
 def _attend(
-    out, out_token_stride, out_head_stride, shared, queries, keys, values, num_read,
+    out, out_token_stride, out_head_stride, shared, queries, keys, values, cleared, num_read,
     first, num_rows, num_earlier, end, scale,
-    G: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    HALF: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS rows from `first` on; `out` points to row 0 of the sequence and head."""
@@ -331,7 +334,7 @@ def _attend(
     last = num_read + num_tiles - 1
     left = num_earlier + num_rows // GROUP - (num_tiles - 1) * KEYS
     if left < KEYS:
-        _clear_rest(wait_for(values, last, STAGES), left, KEYS, D)
+        _clear_rest(wait_for(values, last, STAGES), left, cleared, HALF, KEYS, D)
     mixed = _add_values(weight, values, last, mixed, STAGES)
     mixed = hopper.warpgroup_mma_wait(0, deps=[mixed])
     set_free(values, last, STAGES)
@@ -418,17 +421,22 @@ def _softmax(score, top, total, scale):
 
 
 @gluon.jit
-def _clear_rest(tile_values, left, KEYS: gl.constexpr, D: gl.constexpr):
+def _clear_rest(
+    tile_values, left, cleared, HALF: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr
+):
     """Set the values after the sequence to zero: what an earlier owner left may not be finite, and
-    then a weight of zero would not remove it. Both groups of warps write the same."""
+    then a weight of zero would not remove it. Each group of warps does this for a half of the tile,
+    and then waits for the other group."""
     PART: gl.constexpr = 32
     layout: gl.constexpr = _rows_layout(D, gl.num_warps())
     lane = gl.arange(0, PART, gl.SliceLayout(1, layout))
-    for part in gl.static_range(KEYS // PART):
+    for part in gl.static_range(HALF, KEYS // PART, 2):
         rows = tile_values.slice(part * PART, PART)
         found = rows.load(layout)
         rows.store(gl.where((lane < left - part * PART)[:, None], found, 0.0))
     hopper.fence_async_shared()
+    mbarrier.arrive(cleared)
+    mbarrier.wait(cleared, 0)
 
 
 @gluon.constexpr_function
