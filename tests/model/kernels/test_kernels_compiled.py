@@ -218,8 +218,9 @@ def join(num_splits: int, head_dim: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def attend(warps: int, head_dim: int) -> dict[str, Any]:
-    pointers = dict.fromkeys(("qkv", "q_norm", "k_norm", "blocks", "out"), "*bf16")
+def attend(warps: int, head_dim: int, cache_type: str = "bf16") -> dict[str, Any]:
+    pointers = dict.fromkeys(("qkv", "q_norm", "k_norm", "out"), "*bf16")
+    pointers["blocks"] = f"*{cache_type}"
     pointers |= dict.fromkeys(("cosine_pd", "sine_pd", "sums", "tops", "weights"), "*fp32")
     pointers |= {"positions_s": "*i64", "slots_s": "*i64", "tables": "*i32", "row_ids_s": "*i32"}
     numbers = ("layer", "qkv_stride", "out_stride", "block_stride", "layer_stride", "table_width")
@@ -292,8 +293,8 @@ def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 SUMS = [
-    join(4, 64), join(32, 64), join(64, 128), attend(4, 128), product(16, 8, 4), added(), wide(1),
-    wide(4),
+    join(4, 64), join(32, 64), join(64, 128), attend(4, 128), attend(1, 128, "fp8e4nv"),
+    product(16, 8, 4), added(), wide(1), wide(4),
 ]  # fmt: skip
 PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(256, torch.bfloat16)]
 

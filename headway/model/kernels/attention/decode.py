@@ -160,9 +160,9 @@ def _attend(
 ):  # fmt: skip
     """One split of one sequence and one key-value head; split 0 also has the new token.
 
-    Positions, block tables and, if the token is new, all cached tokens were final before the
-    embedding, which is not chained. So they are read while the previous kernel still runs: the
-    tokens if IS_EARLY, and only those of the first tile.
+    Positions, slots, block tables and, if the token is new, all cached tokens were final before the
+    embedding, which is not chained. So they are read while the previous kernel still runs: of the
+    tokens only those of the first tile, if IS_EARLY.
     """
     group: tl.constexpr = H // G
     split_id, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -178,6 +178,11 @@ def _attend(
     d = tl.arange(0, D_ROOM)[None, :]
     keys = blocks + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * D)
     values = keys + G * BLOCK_SIZE * D
+    if IS_NEW:
+        angle = position * (D // 2) + tl.where(d < D // 2, d, d - D // 2)
+        cosine = tl.load(cosine_pd + angle, mask=d < D, other=0.0)
+        sine = tl.load(sine_pd + angle, mask=d < D, other=0.0)
+        slot = tl.load(slots_s + sequence).to(tl.int64)
     if IS_EARLY:
         k, v = _tile(keys, values, numbers, start, end, d, block_stride, D, BLOCK_SIZE, TILE)
     begin(CHAINED)
@@ -191,9 +196,6 @@ def _attend(
     weight = tl.zeros((HEADS,), tl.float32)
     total = tl.zeros((HEADS, D_ROOM), tl.float32)
     if IS_NEW:
-        transform = position * (D // 2) + tl.where(d < D // 2, d, d - D // 2)
-        cosine = tl.load(cosine_pd + transform, mask=d < D, other=0.0)
-        sine = tl.load(sine_pd + transform, mask=d < D, other=0.0)
         q = _rotated(q_place, q_norm, cosine, sine, d, is_head, epsilon, D, HAS_NORM)
         if split_id == 0:
             k_place = row + (H + kv_head) * D + tl.zeros((1, 1), tl.int32)
@@ -201,7 +203,6 @@ def _attend(
             k_new = k_new.to(blocks.dtype.element_ty)
             v_new = tl.load(row + (H + G + kv_head) * D + d, mask=d < D, other=0.0)
             v_new = v_new.to(blocks.dtype.element_ty)
-            slot = tl.load(slots_s + sequence).to(tl.int64)
             if slot >= 0:
                 home = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * D + d
                 tl.store(keys + home, k_new, mask=d < D)
