@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,6 +225,21 @@ def test_rows_may_have_a_stride_and_the_gaps_are_untouched(rows: int) -> None:
     linear(**given | {"x_mk": wide[:, 8:-32], "residual_mn": out, "out_mn": out})
     assert torch.equal(out.cpu(), found(case))
     assert (home[:, :16] == 7).all() and (home[:, -8:] == 7).all()
+
+
+def test_offsets_of_rows_may_exceed_32_bits(tmp_path: Path) -> None:
+    size, stride = 2**31 + 64, 2**30  # the third row starts after 2**31 numbers
+    if DEVICE == "cuda":
+        room = torch.empty(size, dtype=torch.float16, device=DEVICE)
+    else:  # a sparse file, which takes no memory
+        room = torch.from_file(str(tmp_path / "room"), True, size, dtype=torch.float16)
+    x, out = room.as_strided((3, 64), (stride, 1)), room.as_strided((3, 32), (stride, 1))
+    weight = draw(2, 32, 64).to(DEVICE, torch.float16)
+    x.copy_(draw(1, 3, 64))
+    expected = x.float() @ weight.float().t()
+    torch.testing.assert_close(linear(x, weight).float(), expected, rtol=2e-3, atol=2e-2)
+    linear(x.contiguous(), weight, out_mn=out)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-2)
 
 
 @pytest.mark.parametrize("rows", [2, 5, 16])

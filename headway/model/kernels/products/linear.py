@@ -114,7 +114,7 @@ def _linear(
     is_row, is_output = m < num_rows, n < num_outputs
     # Rows beyond the last one read different rows: if all of them read the same row, they would
     # wait for each other.
-    near_m, near_n = m % num_rows, tl.where(is_output, n, 0).to(tl.int64)
+    near_m, near_n = (m % num_rows).to(tl.int64), tl.where(is_output, n, 0).to(tl.int64)
     begin(CHAINED)
     # Loads for the epilogue start before the product, so that nothing waits for them later.
     width: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
