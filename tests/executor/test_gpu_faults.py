@@ -320,6 +320,55 @@ def test_out_of_memory_names_the_flags_and_is_not_fatal(async_scheduling: int) -
 # Captures.
 
 
+@each_scheduling
+@pytest.mark.parametrize("is_late", [False, True], ids=["capture", "first replay"])
+def test_decodes_go_on_without_graphs_if_no_memory_is_left_for_them(
+    async_scheduling: int, is_late: bool
+) -> None:
+    engine, executor = make(async_scheduling)
+    graphs, tried, error = executor.graphs, list[object](), torch.OutOfMemoryError("no memory")
+
+    class Unlaunchable:
+        def replay(self) -> None:
+            raise error
+
+    def capture(size: Any) -> None:
+        tried.append(size)
+        if not is_late:
+            raise error
+        graphs._graphs[size] = Unlaunchable()  # type: ignore[assignment]
+
+    graphs.capture = capture  # type: ignore[method-assign]
+    graphs._stream = graphs._stream or object()  # type: ignore[assignment]
+    requests = ask(engine)
+    engine.run()
+    assert len(tried) == 1 and not graphs.is_enabled and not len(graphs)
+    assert outputs(requests) == expected()
+
+
+def test_the_time_of_a_swap_is_read_inside_the_guard() -> None:
+    """Reading it waits for the device, so it can be the first call to see an error."""
+    engine, executor = make()
+
+    class LostTimer:
+        def seconds(self) -> float:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    launch = executor.launch
+
+    def launched(plan: Plan) -> PendingStep:
+        pending = launch(plan)
+        pending.swap_in = LostTimer()  # type: ignore[assignment]
+        return pending
+
+    executor.launch = launched  # type: ignore[method-assign]
+    executor.faults.probe = raising(RuntimeError("CUDA error: unspecified launch failure"))
+    requests = ask(engine)
+    engine.run()
+    assert engine.fault and "an illegal memory access was" in engine.fault
+    assert all("context is unusable" in (request.error or "") for request in requests[:3])
+
+
 class Recorder:
     """A graph that records the calls to it."""
 

@@ -29,6 +29,7 @@ from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
+from headway.model.devices import is_out_of_memory
 from headway.model.kernels.attention.splits import choose_num_splits, split_counts
 from headway.model.kernels.launch import compile_all, num_builds
 from headway.model.kernels.rows import finish, start
@@ -49,17 +50,17 @@ class PendingStep:
     swap_in: SwapTimer | None = None
 
     def wait(self) -> StepResult:
-        if self.arrived is not None:
-            with self.owner.guard():
-                self.arrived.synchronize()
         result, num_decodes = self.result, len(self.plan.decodes)
+        with self.owner.guard():
+            if self.arrived is not None:
+                self.arrived.synchronize()
+            if self.swap_in is not None:
+                result.swap_in = self.swap_in.seconds()
         for column, order in self.columns:
             tokens = column.numpy() if order is None else column.numpy()[order]
             if num_decodes:
                 result.decode_tokens.append(tokens[:num_decodes])
             result.first_tokens += tokens[num_decodes:].tolist()
-        if self.swap_in is not None:
-            result.swap_in = self.swap_in.seconds()
         result.started = max(result.started, self.owner.free_at)
         result.ended = self.owner.free_at = self.owner.now()
         return result
@@ -193,10 +194,22 @@ class GpuExecutor:
         ]
 
     def _capture(self, num_rows: int, num_splits: int) -> None:
+        """Run a step of padding rows, capture it, and run the graph; see MixedPass.capture.
+
+        If no memory is left for graphs, nothing is captured from now on.
+        """
         self._decoding.fill_(self.state.spare)
         self._sent = None
         self._decode_step(num_rows, num_splits)
-        self.graphs.capture((num_rows, num_splits))
+        if not self.graphs.is_enabled:
+            return
+        try:
+            self.graphs.capture((num_rows, num_splits))
+            self.graphs.run((num_rows, num_splits))
+        except RuntimeError as error:
+            if self.decoder.shard is not None or not is_out_of_memory(error):
+                raise
+            self.graphs.disable()
 
     def _update_rows(self, plan: Plan) -> None:
         """Send the plan's changes to the rows' state on the device."""
