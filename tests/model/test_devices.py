@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -508,30 +509,63 @@ def test_the_memory_of_all_graphs_is_counted() -> None:
         assert num_mixed > 20 and need < graph_bytes(decoder, config) < 1.5 * need  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4, 8])
-def test_partial_results_of_decodes_beside_prompts_are_reserved(kv_heads: int) -> None:
-    pytest.importorskip("triton")
-    from headway.executor.gpu.mixed_pass import MixedPass
-    from headway.model.kernels.attention.decode import PartialAttention
-    from headway.model.kernels.attention.splits import split_for
+class Unlaunched:
+    """A kernel that is not launched."""
 
-    config = preset("headway", max_num_seqs=200, max_model_len=5000)
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize(("kv_heads", "max_length"), [(1, 5000), (4, 40000), (8, 300)])
+def test_partial_results_of_decodes_are_reserved(
+    kv_heads: int, max_length: int, is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from headway.executor.gpu.graphs import padded_rows
+    from headway.executor.gpu.mixed_pass import MixedPass
+    from headway.model.backends.deterministic import DeterministicBackend, InvariantAttention
+    from headway.model.backends.gpu import GpuBackend, TritonAttention
+    from headway.model.kernels.attention import decode, invariant_attention
+    from headway.model.kernels.attention.splits import split_counts
+
+    config = preset("headway", max_num_seqs=200, max_model_len=max_length)
     model = SimpleNamespace(num_heads=8, num_kv_heads=kv_heads, head_dim=64)
-    backend = SimpleNamespace(supports_padding=True)
+    backend = (DeterministicBackend if is_deterministic else GpuBackend)(torch.float32, "cpu")
+    kernels = (InvariantAttention if is_deterministic else TritonAttention)()
     decoder: Any = SimpleNamespace(
         config=model, norm=torch.zeros(1), max_kv_heads=kv_heads, backend=backend
     )
+    needs, allocate = [0], decode.PartialAttention.allocate
+
+    def noted(*given: Any) -> Any:
+        made = allocate(*given)
+        needs.append(made.sums.nbytes + made.tops.nbytes + made.weights.nbytes)
+        return made
+
+    monkeypatch.setattr(decode.PartialAttention, "allocate", staticmethod(noted))
+    for module in (decode, invariant_attention):
+        monkeypatch.setattr(module, "_attend", Unlaunched())
+        monkeypatch.setattr(module, "_join", Unlaunched())
     passes: Any = SimpleNamespace(decoder=decoder, _largest=SimpleNamespace(tokens=0))
     prompt: Any = SimpleNamespace(start=0, end=9000)  # too large for a captured pass
-    needs = []
+    sizes = set[tuple[int, int]]()
     for count in range(1, config.max_num_seqs + 1):
         size, _ = MixedPass._size(passes, np.arange(count), [prompt])
-        num_programs = size.decodes * kv_heads
-        split = split_for(num_programs, size.num_splits, config.max_model_len, 128)
-        shape = (size.decodes, model.num_heads, split.num_splits)
-        partial = PartialAttention.allocate(shape, model.head_dim, torch.device("meta"))
-        needs.append(sum(x.nbytes for x in (partial.sums, partial.tops, partial.weights)))
-    assert max(needs) == partial_bytes(decoder, config)
+        rows = padded_rows(count)
+        sizes |= {(size.decodes, size.num_splits)}
+        sizes |= {(rows, num_splits) for num_splits in split_counts(rows * kv_heads)}
+    width = -(-max_length // config.block_size)
+    with torch.device("meta"):
+        blocks = torch.empty((1, 1, 2, kv_heads, config.block_size, model.head_dim))
+        for num_rows, num_splits in sizes:
+            q = torch.empty((num_rows, model.num_heads, model.head_dim))
+            batch: Any = SimpleNamespace(
+                num_decodes=num_rows, num_splits=num_splits, tables_sw=torch.empty((1, width)),
+                row_ids_s=torch.empty(num_rows), positions_t=torch.empty(num_rows),
+            )  # fmt: skip
+            kernels.decode(0, q, torch.empty_like(q), batch, blocks)
+    assert len(needs) > 1 and max(needs) == partial_bytes(decoder, config)
 
 
 @pytest.mark.parametrize(("num_heads", "kv_heads"), [(16, 8), (28, 4), (1, 1)])

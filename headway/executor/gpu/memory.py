@@ -4,8 +4,8 @@ The step has `max_num_batched_tokens` prompt tokens, and samples `max_num_seqs` 
 and edited logits, which is the most memory that sampling takes. Its peak stays free, and so does a
 reserve for: the largest captured steps (decodes and mixed passes), because graphs keep memory of
 their own; the executor's buffers; the staging buffers for swapping; partial results of attention,
-of decodes that run beside prompts on a stream with memory of its own, and of prompts with few
-tokens; and a fixed amount that torch does not count.
+of decodes once for each pool of memory, and of prompts with few tokens; and a fixed amount that
+torch does not count.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from headway.executor.gpu.mixed_pass import (
 )
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS
 from headway.executor.sampling.logprobs import SLICE, compute_logprobs
+from headway.model.backends.gpu import GpuBackend
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import explain_out_of_memory, size
@@ -33,9 +34,7 @@ from headway.model.kernels.attention.splits import (
     MAX_PREFILL_SPLITS,
     SHARED_NUMBERS,
     max_shared_rows,
-    mixed_num_splits,
     split_counts,
-    split_for,
 )
 from headway.model.kernels.launch import compile_all
 from headway.model.kernels.products.gated import in_two_kernels
@@ -43,6 +42,9 @@ from headway.model.kernels.products.tiles import device_limits
 
 DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
 GRAPH_LAYER_BYTES = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph
+NUM_POOLS = (
+    3  # of memory: captured decodes, captured mixed passes, and passes that are not captured
+)
 ADVICE = (
     "raise --gpu-memory-utilization (1 is all of it), lower --max-num-batched-tokens or "
     "--max-num-seqs, or use a smaller --dtype"
@@ -101,7 +103,7 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
     reserve += DRIVER_BYTES + graph_bytes(decoder, config)
     reserve += buffer_bytes(decoder, config)
-    reserve += partial_bytes(decoder, config) + shared_bytes(decoder)
+    reserve += NUM_POOLS * partial_bytes(decoder, config) + shared_bytes(decoder)
     reserve += 2 * min(MAX_STAGED_BLOCKS, config.num_host_blocks) * blocks.nbytes
     torch.cuda.empty_cache()  # the KV blocks will be one allocation
     return Budget(
@@ -144,18 +146,23 @@ def buffer_bytes(decoder: Decoder, config: Config) -> int:
 
 
 def partial_bytes(decoder: Decoder, config: Config) -> int:
-    """Bytes of the partial results of decode attention in a step with prompts."""
-    model = decoder.config
-    row_bytes = model.head_dim * decoder.norm.element_size()
+    """Bytes of the partial results of decode attention, at most."""
+    model, backend = decoder.config, decoder.backend
+    assert isinstance(backend, GpuBackend)
     max_positions = -(-config.max_model_len // config.block_size) * config.block_size
-
-    def num_partial(num_rows: int) -> int:
-        num_programs = num_rows * decoder.max_kv_heads
-        asked = mixed_num_splits(num_programs)
-        return num_rows * split_for(num_programs, asked, max_positions, row_bytes).num_splits
-
-    sizes = {round_up_decodes(count, False) for count in range(1, config.max_num_seqs + 1)}
-    return max(map(num_partial, sizes)) * model.num_heads * (model.head_dim + 2) * 4
+    counts = range(1, config.max_num_seqs + 1)
+    sizes = {round_up_decodes(count, False) for count in counts} | set(map(padded_rows, counts))
+    most = max(
+        backend.num_partials(
+            (num_rows, model.num_heads, decoder.max_kv_heads),
+            model.head_dim,
+            num_splits,
+            max_positions,
+        )
+        for num_rows in sizes
+        for num_splits in split_counts(num_rows * decoder.max_kv_heads)
+    )
+    return most * (model.head_dim + 2) * 4
 
 
 def shared_bytes(decoder: Decoder) -> int:
@@ -167,7 +174,8 @@ def shared_bytes(decoder: Decoder) -> int:
 def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:
     """Bytes by which a step grows the memory that torch has reserved.
 
-    Steps of fewer tokens do not need more, also where they do not use the same kernels.
+    Steps of fewer tokens do not need more. The gated product of the MLP runs in two kernels here,
+    which need more memory than the one for Hopper GPUs.
     """
     device = blocks.device
     torch.cuda.empty_cache()

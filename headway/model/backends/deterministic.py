@@ -17,6 +17,7 @@ from headway.model.config import ModelConfig
 from headway.model.kernels.attention.invariant_attention import (
     invariant_decode_attention,
     invariant_prefill_attention,
+    num_partials,
 )
 from headway.model.kernels.products.linear import linear, row_squares
 from headway.model.kernels.products.tiles import invariant_tile
@@ -54,6 +55,12 @@ class DeterministicBackend(GpuBackend):
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
         return multiply(x, weight)
+
+    def num_partials(
+        self, shape: tuple[int, int, int], head_dim: int, num_splits: int, max_positions: int
+    ) -> int:
+        row_bytes = head_dim * self.kv_dtype.itemsize
+        return num_partials(shape, head_dim, row_bytes, num_splits, max_positions)
 
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor

@@ -29,6 +29,7 @@ from headway.model.config import ModelConfig
 from headway.model.kernels.attention.decode import HeadTransform, decode_attention
 from headway.model.kernels.attention.prefill import prefill_attention
 from headway.model.kernels.attention.rotary import rotate_and_store
+from headway.model.kernels.attention.splits import split_for
 from headway.model.kernels.norm import rms_norm
 from headway.model.kernels.products.gated import gated_product
 from headway.model.kernels.products.linear import linear, num_squares, row_squares
@@ -134,6 +135,18 @@ class GpuBackend(PlainBackend):
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         # Zeros, not empty: padding rows may read a block that was never written.
         return torch.zeros((num_blocks, *shape), dtype=self.kv_dtype, device=self.device)
+
+    def num_partials(
+        self, shape: tuple[int, int, int], head_dim: int, num_splits: int, max_positions: int
+    ) -> int:
+        """The partial results of a launch of decode attention.
+
+        `shape` has the rows, query heads and key-value heads; `num_splits` is that of the batch.
+        """
+        num_rows, num_heads, num_kv_heads = shape
+        row_bytes = head_dim * self.kv_dtype.itemsize
+        split = split_for(num_rows * num_kv_heads, num_splits, max_positions, row_bytes)
+        return num_rows * num_heads * split.num_splits if split.num_splits > 1 else 0
 
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor

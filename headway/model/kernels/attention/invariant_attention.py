@@ -180,14 +180,8 @@ def invariant_decode_attention(
     kv_heads, block_size = blocks.shape[3:5]
     max_splits = ceil_div(tables.shape[1] * block_size, SPLIT)
     if num_programs is None:
-        row_bytes, most = head_dim * blocks.element_size(), max_splits * SPLIT
-        if num_sequences * kv_heads < MANY:
-            num_splits = max(num_splits, MIN_SPLITS)
-        split = split_for(num_sequences * kv_heads, num_splits, most, row_bytes)
-        num_bytes = num_sequences * num_heads * max_splits * head_dim * 4
-        is_shared = split.num_splits > 1 and num_bytes <= MAX_PARTIAL_BYTES
-        # Twice as many, because whole splits are not equal shares.
-        num_programs = 2 * split.num_splits if is_shared else 1
+        shape, row_bytes = (num_sequences, num_heads, kv_heads), head_dim * blocks.element_size()
+        num_programs = _num_programs(shape, head_dim, row_bytes, num_splits, max_splits)
     num_programs, parts = min(num_programs, max_splits), None
     if num_programs > 1:
         shape = num_sequences, num_heads, max_splits
@@ -202,6 +196,29 @@ def invariant_decode_attention(
             out_shd.stride(0), out_shd.stride(1), head_dim, power_of_2(head_dim),
             SPLIT, max_splits, **launch_options(1, 2), **NO_FP_FUSION,
         )  # fmt: skip
+
+
+def _num_programs(
+    shape: tuple[int, int, int], head_dim: int, row_bytes: int, num_splits: int, max_splits: int
+) -> int:
+    """The programs that share a sequence; `shape` has sequences, heads and key-value heads."""
+    num_sequences, num_heads, kv_heads = shape
+    if num_sequences * kv_heads < MANY:
+        num_splits = max(num_splits, MIN_SPLITS)
+    split = split_for(num_sequences * kv_heads, num_splits, max_splits * SPLIT, row_bytes)
+    num_bytes = num_sequences * num_heads * max_splits * head_dim * 4
+    is_shared = split.num_splits > 1 and num_bytes <= MAX_PARTIAL_BYTES
+    # Twice as many, because whole splits are not equal shares.
+    return 2 * split.num_splits if is_shared else 1
+
+
+def num_partials(
+    shape: tuple[int, int, int], head_dim: int, row_bytes: int, num_splits: int, max_positions: int
+) -> int:
+    """The partial results of a launch, one for each sequence, head and split."""
+    max_splits = ceil_div(max_positions, SPLIT)
+    num_programs = _num_programs(shape, head_dim, row_bytes, num_splits, max_splits)
+    return shape[0] * shape[1] * max_splits if min(num_programs, max_splits) > 1 else 0
 
 
 def invariant_prefill_attention(
