@@ -96,8 +96,9 @@ test-deploy: $(READY)  ## the fleet on Ray, also from a config file and updated 
 
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON names a Python with CUDA torch and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch finds no GPU')"
-	$(GPU_PYTHON) -m pytest -rs -W ignore tests/executor/test_gpu.py tests/executor/test_gpu_faults.py \
-	  tests/model/test_attention_adapters.py tests/end_to_end/test_gpu_real.py tests/end_to_end/test_gpu_commands.py tests/model/kernels
+	$(GPU_PYTHON) -m pytest -rs -W ignore tests/executor tests/model/kernels tests/model/test_attention_adapters.py \
+	  tests/model/test_deterministic.py tests/model/test_fp8.py tests/model/test_streams.py tests/parallel/test_gpu_passes.py \
+	  tests/end_to_end/test_gpu_real.py tests/end_to_end/test_gpu_commands.py
 
 # One target for each tool and file, so that --jobs runs them in parallel. test_kernels_compiled
 # launches no kernel.
