@@ -7,7 +7,8 @@
 Every kernel is launched once per layer, with that layer's weights and keys, in one CUDA graph. The
 time of a launch is that of a replay divided by the number of launches, so each kernel starts when
 the one before ends, as in a step, but after one of its own kind. Lengths are spread from half to
-one and a half times --context, the longest first. bfloat16.
+one and a half times --context, the longest first. Sequences are split, and products use our kernels
+or cuBLAS, as in a step of decodes. bfloat16.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from headway.executor.gpu.graphs import padded_rows
+from headway.model.backends.gpu import prefers_cublas
 from headway.model.config import ModelConfig, from_hf, load_hf
 from headway.model.kernels.attention.decode import HeadTransform, decode_attention
+from headway.model.kernels.attention.splits import choose_num_splits
 from headway.model.kernels.logit_thresholds import SamplingTensors
+from headway.model.kernels.products.gated import gated_product
 from headway.model.kernels.products.linear import linear, num_squares
 from headway.model.kernels.sampling import sample, workspace
 
@@ -100,8 +105,16 @@ class Step:
                 options["squares_mj"] = torch.ones((rows, parts), device=self._device)
         x = self._random(rows, num_inputs)
         matrices = [self._random(num_outputs, num_inputs) for _ in range(config.num_layers)]
+
+        def multiply(matrix: Tensor) -> object:
+            if not prefers_cublas(rows, config):
+                return linear(x, matrix, **options)
+            if adds:
+                return self._x.addmm_(x, matrix.t())
+            return gated_product(x, matrix, None) if is_gated else F.linear(x, matrix)
+
         return Kernel(
-            [lambda matrix=matrix: linear(x, matrix, **options) for matrix in matrices],
+            [partial(multiply, matrix) for matrix in matrices],
             TYPE.itemsize * (num_outputs * num_inputs + rows * (num_outputs + num_inputs)),
             2 * rows * num_outputs * num_inputs,
         )
@@ -129,6 +142,9 @@ class Step:
             "num_heads": config.num_heads, "blocks": blocks, "tables": tables, "row_ids_s": row_ids,
             "positions_s": positions, "slots_s": last * BLOCK_SIZE + positions % BLOCK_SIZE,
             "transform": transform,
+            "num_splits": choose_num_splits(
+                padded_rows(rows) * config.num_kv_heads, lengths.long().numpy(), config.num_kv_heads
+            ),
         }  # fmt: skip
         read = int(lengths.sum()) * config.kv_bytes(TYPE.itemsize) / config.num_layers
         flops = 4 * int(lengths.sum()) * config.num_heads * config.head_dim

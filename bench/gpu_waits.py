@@ -3,12 +3,12 @@
     python bench/gpu_waits.py                prints one JSON object
     python bench/gpu_waits.py --out bench/results/gpu_waits.json
 
-The device records the time before and after every pass (a captured decode or a mixed pass). Between
-two passes it runs only small copies or waits, and all of this counts as waiting. The time before
-the first pass and after the last, when requests are added and results are made, counts as waiting
-too. The figure is therefore an upper bound for waiting between passes. Waiting inside a pass is not
-visible here. It can occur in mixed passes, which launch kernel by kernel the first time, so the
-report has their time and the least time for their arithmetic.
+The device records the time before and after every pass (a captured decode, or a mixed pass and its
+sampling). Between two passes it runs only small copies or waits, and all of this counts as waiting.
+The time before the first pass and after the last, when requests are added and results are made,
+counts as waiting too. The figure is therefore an upper bound for waiting between passes. Waiting
+inside a pass is not visible here. It can occur in large mixed passes, which are launched kernel by
+kernel, so the report has their time and the time of their arithmetic.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     plain = min(gpu.run(llm, work(), temperature) for _ in range(2))
     passes, executor = Passes(), llm.executor
     executor.graphs.run = passes.watched("decodes", executor.graphs.run)
-    executor.mixed.run = passes.watched("with prompts", executor.mixed.run)
+    executor._mixed = passes.watched("with prompts", executor._mixed)
     watched = gpu.run(llm, work(), temperature)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     ceilings = roofline.measured()

@@ -1,10 +1,12 @@
-"""The roofline of a model and a workload: the least time a GPU needs for its bytes and operations.
+"""The roofline of a model and a workload: its time at the ceilings of a GPU, without overlap.
 
     python bench/roofline.py bench/shapes/qwen3-0.6b                 prints one JSON object
     python bench/roofline.py SHAPE --requests 64 --input 1024 --output 256 --seconds 1.9
 
-It counts the products and attention of every prompt, and for every decode step one read of the
-weights and of all keys and values. All requests start together and none waits. The ceilings
+It adds the time of the products and attention of every prompt, at the ceiling of operations, and of
+one read of the weights and of all keys and values for every decode step, at the ceiling of
+bandwidth. All requests start together and none waits. It is no strict bound: a step with prompts
+and decodes could overlap the two and read the weights once. The ceilings
 (bandwidth, operations) are what the GPU sustains for two seconds, by a large copy and a large
 product, or given.
 With --seconds, the time of a run, it also prints the fraction of the floor that the run reached.
@@ -40,7 +42,7 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The needs of a workload, and its least time."""
+    """The needs of a workload, and its time without overlap."""
 
     weight_bytes: float
     kv_bytes: float
