@@ -149,7 +149,7 @@ def check_worlds(model: str, count: int) -> Figures:
         for number in range(count):
             world, is_eager = worlds.random_world(rng, targets, llm.config), number % 2 == 1
             seen["worlds_without_graphs"] += is_eager
-            seen["worlds_of_depth_1"] += world.is_async
+            seen["worlds_with_async_scheduling"] += world.is_async
             outcomes = worlds.run_world(eager if is_eager else llm.executor, world, seen)
             for asked, found in zip(world.requests, outcomes, strict=True):
                 differing = worlds.differences(found, expected[targets.index(asked)])

@@ -121,8 +121,7 @@ def prefill_seconds(
 def _best_time(measure: Callable[[], float]) -> float:
     """Return the best of several attempts, because other load only adds time.
 
-    The first attempt may compile kernels and the second may capture a graph, so attempts go on
-    while they improve.
+    The first attempt may load kernels, so attempts go on while they improve.
     """
     found = [measure()]
     while len(found) < MAX_TRIES:

@@ -49,7 +49,7 @@ from headway.model.kernels.products.tiles import device_limits
 ROWS, KEYS, STAGES = MAX_TILE_ROWS, 128, 2  # rows and positions of a tile, and tiles in a ring
 # Triton 3.6 and later versions have different names.
 load_numbers = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-SPARE = 4  # prompts that are taken for granted in the order of programs
+SPARE = 4  # prompts beyond the first whose programs still start before those of empty slots
 LOADER_REGISTERS = gl.constexpr(40)
 READER_REGISTERS = gl.constexpr(232)
 
