@@ -64,7 +64,7 @@ def log(text: str) -> None:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.equal(one, other))
+    return bool(torch.equal(one.view(torch.uint8), other.view(torch.uint8)))  # 0 is not -0
 
 
 def check_tiles() -> Figures:
