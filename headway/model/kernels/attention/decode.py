@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.attention.splits import DecodeSplit, split_for
+from headway.model.kernels.attention.splits import LOG2_E, DecodeSplit, split_for
 from headway.model.kernels.launch import (
     NO_FP_FUSION,
     begin,
@@ -28,8 +28,6 @@ from headway.model.kernels.launch import (
     launched,
     power_of_2,
 )
-
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True, eq=False)

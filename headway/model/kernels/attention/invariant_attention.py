@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.attention.decode import LOG2_E, PartialAttention
+from headway.model.kernels.attention.decode import PartialAttention
 from headway.model.kernels.attention.prefill import _sequence_at
 from headway.model.kernels.attention.split_softmax import block_numbers, joined, with_tile
-from headway.model.kernels.attention.splits import MANY, MIN_SPLITS, split_for
+from headway.model.kernels.attention.splits import LOG2_E, MANY, MIN_SPLITS, split_for
 from headway.model.kernels.launch import (
     NO_FP_FUSION,
     begin,

@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.kernels.attention.splits import LOG2_E
 from headway.model.kernels.hopper import hopper_module
 from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
-LOG2_E = 1.4426950408889634
 FEW_ROWS = 16  # up to here memory is the limit, not arithmetic
 
 

@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from headway.model.kernels.attention.prefill import LOG2_E
 from headway.model.kernels.attention.split_tiles import (
     PADDING,
     SPLITS,
@@ -33,7 +32,7 @@ from headway.model.kernels.attention.split_tiles import (
     shared_sums,
     store_part,
 )
-from headway.model.kernels.attention.splits import MAX_TILE_ROWS, prefill_splits
+from headway.model.kernels.attention.splits import LOG2_E, MAX_TILE_ROWS, prefill_splits
 from headway.model.kernels.hopper_ring import (
     SHARED,
     block_numbers,

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from headway.model.kernels.launch import ceil_div, power_of_2
 
+LOG2_E = 1.4426950408889634  # scores are to base 2
 MANY = 1000  # programs that keep the device busy without splitting sequences
 FEW = 32  # programs; up to here a sequence is always split as far as it pays
 SPLIT_COUNTS = (1, 4, 8)  # programs per long sequence, if there are at least MANY programs
