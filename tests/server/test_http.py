@@ -157,6 +157,28 @@ async def test_completion_logprobs_are_columns_that_cover_the_text() -> None:
         assert body["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("limit", [3, 11, 99])
+@on_loop
+async def test_an_echo_is_the_prompt_that_the_model_receives(limit: int) -> None:
+    async with server() as here:
+        fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": limit}
+        for prompt in ("hello world", list(b"hello world")):
+            (choice,) = (await here.complete(prompt=prompt, **fields))["choices"]
+            kept = "hello world"[-limit:]
+            assert choice["text"] == kept + kept[0].upper()
+            assert choice["logprobs"]["tokens"] == [*choice["text"]]
+            assert choice["logprobs"]["text_offset"] == [*range(len(choice["text"]))]
+
+
+@on_loop
+async def test_the_echo_of_half_a_character_has_consistent_offsets() -> None:
+    async with server() as here:
+        fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": 4}
+        (choice,) = (await here.complete(prompt="éabc", **fields))["choices"]
+        assert choice["text"].startswith("\N{REPLACEMENT CHARACTER}abc")
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+
+
 @on_loop
 async def test_a_repeated_prompt_counts_as_cached() -> None:
     async with server() as here:

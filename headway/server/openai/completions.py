@@ -177,6 +177,10 @@ async def _prepare(
     special, limit = body.add_special_tokens is not False, max_prompt_tokens(context, body)
     complete = await tokens_of(context, prompts, max_tokens=limit, special=special)
     tokens = [truncate_prompt(each, body) for each in complete]
+    prompts = [  # a truncated prompt is echoed as the tokens that are left
+        prompt if len(kept) == len(given) else kept
+        for prompt, given, kept in zip(prompts, complete, tokens, strict=True)
+    ]
     num_tokens = params.n * sum(map(len, tokens))
     if body.prompt_logprobs is not None:
         check_echoed_logprobs(num_tokens, body.prompt_logprobs, "prompt_logprobs")
