@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -622,6 +623,20 @@ async def test_a_request_that_times_out_is_a_504_and_is_cancelled(stream: bool) 
         assert found["code"] == "timeout"
         here.executor.gate.set()
         await here.settled()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_loop
+async def test_the_time_limit_begins_after_the_body(stream: bool) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "abc", '
+        await asyncio.sleep(0.2)
+        yield json.dumps({"stream": stream}).encode()[1:]
+
+    async with server(request_timeout=0.2) as here:
+        headers = {"content-type": "application/json"}
+        response = await here.client.post(COMPLETIONS, content=body(), headers=headers)
+        assert response.status_code == 200 and '"text":"' in response.text
 
 
 @on_loop

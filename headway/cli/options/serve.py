@@ -104,8 +104,11 @@ class ServeOptions:
     ] = None
     timeout: Annotated[
         float | None,
-        _limit("Maximum duration of a request, in seconds.", show_default=NONE, min=0.001),
-    ] = None
+        _limit(
+            "Maximum duration of a request after its body has arrived, in seconds.",
+            show_default=NONE, min=0.001,
+        ),
+    ] = None  # fmt: skip
     stall_timeout: Annotated[
         float, _limit("Disconnect a client that reads nothing for this many seconds.", min=0.001)
     ] = 60.0
