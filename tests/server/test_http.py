@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,12 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from starlette.routing import Route
 
 from headway import VirtualClock
 from headway.engine.messages import Cancel, Submit
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
+from headway.server import doctor, lab, live
 from headway.server.anthropic.protocol import CountRequest, MessagesRequest
+from headway.server.app import create_app
 from headway.server.generation.prepared_chat import OutputParser
 from headway.server.generation.prompt_runs import Delta
 from headway.server.openai.embeddings import EmbeddingRequest
@@ -745,6 +749,26 @@ def test_keys_are_read_from_the_environment_and_a_file(tmp_path: Any) -> None:
     for wrong_settings in ({"max_body_bytes": 0}, {"request_timeout": 0.0}, {"api_keys": ("",)}):
         with pytest.raises(ConfigError):
             Settings(**wrong_settings)  # type: ignore[arg-type]
+
+
+@on_loop
+async def test_the_documented_paths_are_served_and_only_the_named_ones_need_no_key() -> None:
+    document = (Path(__file__).parents[2] / "docs/server.md").read_text(encoding="utf-8")
+    table = document.partition("## Endpoints")[2].partition("## Fields")[0]
+    named = re.search(r"All paths except (.*?) then require", document, re.DOTALL)
+    assert named is not None
+    async with server(api_keys=("key",)) as here:
+        context = here.app.state.context
+        routers = [module.router(context) for module in (live, lab, doctor)]
+        paths = {"/docs", "/openapi.json", *create_app(context, routers).openapi()["paths"]}
+        routes = [route for router in routers for route in router.routes]
+        paths |= {route.path for route in routes if isinstance(route, Route)}  # also hidden ones
+        responses = {path: await here.client.get(path) for path in paths}
+    needs_no_key = {path for path in paths if responses[path].status_code != 401}
+    page = {"/lab/{name:path}"}  # its files
+    assert needs_no_key == set(re.findall(r"`(/\w*)`", named[1])) | page
+    data = {"/lab/api/catalog", "/lab/api/live"}
+    assert paths - page - data == set(re.findall(r"`(?:GET|POST) (/[^`]*)`", table))
 
 
 @on_loop
