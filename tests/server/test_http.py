@@ -539,18 +539,23 @@ async def test_unknown_models_paths_and_methods_are_errors() -> None:
 # Load, timeouts and faults.
 
 
+@pytest.mark.parametrize(
+    ("fields", "client"), [({"user": "me"}, "client 'me'"), ({}, "without a client (field `user`)")]
+)
 @on_loop
-async def test_a_full_queue_is_a_429_with_retry_after() -> None:
+async def test_a_full_queue_is_a_429_with_retry_after(fields: dict[str, str], client: str) -> None:
     async with server(limits=QueueLimits(max_per_client=1)) as here:
         here.executor.gate.clear()
-        first = asyncio.create_task(here.complete(prompt="abc", user="me"))
+        first = asyncio.create_task(here.complete(prompt="abc", **fields))
         while not here.engine_client.loop.engine.scheduler.requests:
             await asyncio.sleep(0.001)
-        second = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", user="me", stream=True))
+        second = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", stream=True, **fields))
         await asyncio.sleep(0.01)
         here.executor.gate.set()
         response = await second
-        assert error(response, 429)["code"] == "overloaded"
+        found = error(response, 429)
+        assert found["code"] == "overloaded"
+        assert client in found["message"] and "(limit 1)" in found["message"]
         assert int(response.headers["retry-after"]) >= 1
         assert (await first)["choices"][0]["text"] == "ABC"
 
