@@ -17,7 +17,8 @@ class QueueLimits:
 
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None
-    max_per_client: int | None = None  # running and waiting requests of one client
+    # Running and waiting requests of one client. Requests without a client count as one client.
+    max_per_client: int | None = None
 
 
 class QueueLimiter:
@@ -78,6 +79,9 @@ class QueueLimiter:
         num_open = sum(request.params.client == client for request in requests.values())
         if not _exceeds(num_open, num_new, limit):
             return None
+        if not client:
+            share = "requests without a client (field `user`) count as one client"
+            return f"{share}: {num_open} of them are open (limit {limit})"
         return f"client {client!r} has {num_open} open requests (limit {limit})"
 
 

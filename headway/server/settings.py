@@ -52,7 +52,8 @@ class ConnectionSettings:
 class Settings:
     """Limits and secrets of a server. Times are in seconds; None: no limit."""
 
-    request_timeout: float | None = None  # from a request's arrival to its last byte
+    # From the arrival of the whole body until the response is made, or its stream has been sent.
+    request_timeout: float | None = None
     body_timeout: float | None = 60.0  # for a request's body to arrive
     stall_timeout: float | None = 60.0  # for a client that has stopped reading
     max_body_bytes: int = 16 << 20

@@ -18,7 +18,16 @@ from headway.engine.queue_limits import QueueLimits
 from headway.request import RequestParams
 from headway.server.process.ipc import FrameDecoder, frame
 from tests.server.test_http import error
-from tests.support.served import HIDDEN_SIZE, MODEL, Capitals, Server, embedding, on_loop, server
+from tests.support.served import (
+    HIDDEN_SIZE,
+    MODEL,
+    Capitals,
+    Server,
+    embedding,
+    on_loop,
+    server,
+    until,
+)
 
 PATH = "/v1/embeddings"
 
@@ -125,13 +134,43 @@ async def test_an_input_that_is_too_long_is_refused_not_truncated() -> None:
         await here.settled()
 
 
+@pytest.mark.parametrize("limit", ["max_waiting", "max_per_client", "max_waiting_tokens"])
 @on_loop
-async def test_overload_faults_and_timeouts_have_their_statuses() -> None:
-    async with server(limits=QueueLimits(max_per_client=1), request_timeout=0.2) as here:
-        response = await here.post(PATH, input=["abc"] * 3, user="me")
+async def test_more_inputs_than_the_queue_holds_still_run(limit: str) -> None:
+    texts = [f"p{number}" for number in range(100)]
+    async with server(QueueLimits(**{limit: 10})) as here:
+        here.executor.gate.clear()
+        first = asyncio.create_task(embed(here, input="first"))
+        await until(lambda: here.engine_client.loop.engine.scheduler.running)  # until its step
+        rest = asyncio.create_task(embed(here, input=texts, user="one"))
+        await until(lambda: here.engine.num_open > len(texts))
+        here.executor.gate.set()  # all are received before the next step
+        assert [x["embedding"] for x in (await rest)["data"]] == [expected(text) for text in texts]
+        await first
+        await here.settled()
+
+
+@pytest.mark.parametrize("num_inputs", [1, 3])
+@on_loop
+async def test_inputs_get_a_429_if_none_fits_into_the_queue(num_inputs: int) -> None:
+    async with server(QueueLimits(max_waiting=0)) as here:
+        response = await here.post(PATH, input=["abc"] * num_inputs)
         assert error(response, 429)["code"] == "overloaded"
         assert int(response.headers["retry-after"]) >= 1
         await here.settled()
+
+
+@on_loop
+async def test_an_input_that_never_fits_fails_the_others_with_it() -> None:
+    async with server(QueueLimits(max_waiting=2), max_model_len=8192) as here:  # 256 blocks of 16
+        found = error(await here.post(PATH, input=["a"] * 20 + ["x" * 5000]), 400)
+        assert (found["code"], found["param"]) == ("context_length_exceeded", "input")
+        await here.settled()
+
+
+@on_loop
+async def test_faults_and_timeouts_have_their_statuses() -> None:
+    async with server(request_timeout=0.2) as here:
         here.executor.fault = RuntimeError("out of luck")
         found = error(await here.post(PATH, input="abc"), 500)
         assert "out of luck" in found["message"] and found["code"] == "step_failed"

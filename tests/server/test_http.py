@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,12 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from starlette.routing import Route
 
 from headway import VirtualClock
 from headway.engine.messages import Cancel, Submit
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
+from headway.server import doctor, lab, live
 from headway.server.anthropic.protocol import CountRequest, MessagesRequest
+from headway.server.app import create_app
 from headway.server.generation.prepared_chat import OutputParser
 from headway.server.generation.prompt_runs import Delta
 from headway.server.openai.embeddings import EmbeddingRequest
@@ -155,6 +160,28 @@ async def test_completion_logprobs_are_columns_that_cover_the_text() -> None:
         assert len(body["choices"][0]["logprobs"]["tokens"]) == 3
         assert body["choices"][0]["logprobs"]["top_logprobs"] == [None, {"b": -0.5}, {"c": -0.5}]
         assert body["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("limit", [3, 11, 99])
+@on_loop
+async def test_an_echo_is_the_prompt_that_the_model_receives(limit: int) -> None:
+    async with server() as here:
+        fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": limit}
+        for prompt in ("hello world", list(b"hello world")):
+            (choice,) = (await here.complete(prompt=prompt, **fields))["choices"]
+            kept = "hello world"[-limit:]
+            assert choice["text"] == kept + kept[0].upper()
+            assert choice["logprobs"]["tokens"] == [*choice["text"]]
+            assert choice["logprobs"]["text_offset"] == [*range(len(choice["text"]))]
+
+
+@on_loop
+async def test_the_echo_of_half_a_character_has_consistent_offsets() -> None:
+    async with server() as here:
+        fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": 4}
+        (choice,) = (await here.complete(prompt="éabc", **fields))["choices"]
+        assert choice["text"].startswith("\N{REPLACEMENT CHARACTER}abc")
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
 
 
 @on_loop
@@ -512,18 +539,23 @@ async def test_unknown_models_paths_and_methods_are_errors() -> None:
 # Load, timeouts and faults.
 
 
+@pytest.mark.parametrize(
+    ("fields", "client"), [({"user": "me"}, "client 'me'"), ({}, "without a client (field `user`)")]
+)
 @on_loop
-async def test_a_full_queue_is_a_429_with_retry_after() -> None:
+async def test_a_full_queue_is_a_429_with_retry_after(fields: dict[str, str], client: str) -> None:
     async with server(limits=QueueLimits(max_per_client=1)) as here:
         here.executor.gate.clear()
-        first = asyncio.create_task(here.complete(prompt="abc", user="me"))
+        first = asyncio.create_task(here.complete(prompt="abc", **fields))
         while not here.engine_client.loop.engine.scheduler.requests:
             await asyncio.sleep(0.001)
-        second = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", user="me", stream=True))
+        second = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", stream=True, **fields))
         await asyncio.sleep(0.01)
         here.executor.gate.set()
         response = await second
-        assert error(response, 429)["code"] == "overloaded"
+        found = error(response, 429)
+        assert found["code"] == "overloaded"
+        assert client in found["message"] and "(limit 1)" in found["message"]
         assert int(response.headers["retry-after"]) >= 1
         assert (await first)["choices"][0]["text"] == "ABC"
 
@@ -600,6 +632,20 @@ async def test_a_request_that_times_out_is_a_504_and_is_cancelled(stream: bool) 
         assert found["code"] == "timeout"
         here.executor.gate.set()
         await here.settled()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_loop
+async def test_the_time_limit_begins_after_the_body(stream: bool) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "abc", '
+        await asyncio.sleep(0.2)
+        yield json.dumps({"stream": stream}).encode()[1:]
+
+    async with server(request_timeout=0.2) as here:
+        headers = {"content-type": "application/json"}
+        response = await here.client.post(COMPLETIONS, content=body(), headers=headers)
+        assert response.status_code == 200 and '"text":"' in response.text
 
 
 @on_loop
@@ -708,6 +754,26 @@ def test_keys_are_read_from_the_environment_and_a_file(tmp_path: Any) -> None:
     for wrong_settings in ({"max_body_bytes": 0}, {"request_timeout": 0.0}, {"api_keys": ("",)}):
         with pytest.raises(ConfigError):
             Settings(**wrong_settings)  # type: ignore[arg-type]
+
+
+@on_loop
+async def test_the_documented_paths_are_served_and_only_the_named_ones_need_no_key() -> None:
+    document = (Path(__file__).parents[2] / "docs/server.md").read_text(encoding="utf-8")
+    table = document.partition("## Endpoints")[2].partition("## Fields")[0]
+    named = re.search(r"All paths except (.*?) then require", document, re.DOTALL)
+    assert named is not None
+    async with server(api_keys=("key",)) as here:
+        context = here.app.state.context
+        routers = [module.router(context) for module in (live, lab, doctor)]
+        paths = {"/docs", "/openapi.json", *create_app(context, routers).openapi()["paths"]}
+        routes = [route for router in routers for route in router.routes]
+        paths |= {route.path for route in routes if isinstance(route, Route)}  # also hidden ones
+        responses = {path: await here.client.get(path) for path in paths}
+    needs_no_key = {path for path in paths if responses[path].status_code != 401}
+    page = {"/lab/{name:path}"}  # its files
+    assert needs_no_key == set(re.findall(r"`(/\w*)`", named[1])) | page
+    data = {"/lab/api/catalog", "/lab/api/live"}
+    assert paths - page - data == set(re.findall(r"`(?:GET|POST) (/[^`]*)`", table))
 
 
 @on_loop

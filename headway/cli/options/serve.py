@@ -100,12 +100,19 @@ class ServeOptions:
         int, _limit("Maximum number of waiting prompt tokens; further requests get a 429.", min=1)
     ] = 1 << 20
     max_per_client: Annotated[
-        int | None, _limit("Maximum number of open requests per `user`.", show_default=NONE, min=1)
-    ] = None
+        int | None,
+        _limit(
+            "Maximum number of open requests per `user`. Requests without `user` count as one client.",
+            show_default=NONE, min=1,
+        ),
+    ] = None  # fmt: skip
     timeout: Annotated[
         float | None,
-        _limit("Maximum duration of a request, in seconds.", show_default=NONE, min=0.001),
-    ] = None
+        _limit(
+            "Maximum duration of a request after its body has arrived, in seconds.",
+            show_default=NONE, min=0.001,
+        ),
+    ] = None  # fmt: skip
     stall_timeout: Annotated[
         float, _limit("Disconnect a client that reads nothing for this many seconds.", min=0.001)
     ] = 60.0

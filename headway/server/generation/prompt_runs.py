@@ -6,8 +6,6 @@ iteration is left. Knows nothing of connections and JSON.
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -16,15 +14,14 @@ from headway.engine.async_engine import AsyncEngine
 from headway.engine.messages import FinishInfo, SampleUpdate
 from headway.engine.outputs import Delta as Delta  # the endpoints import it from here
 from headway.engine.outputs import OutputBuilder
-from headway.errors import InvalidGrammar, Overloaded, RequestTooLong
+from headway.errors import InvalidGrammar, RequestTooLong
 from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.response_format import grammar_error
+from headway.server.generation.submissions import merge_submissions
 from headway.server.http.errors import ApiError, too_long
 from headway.server.http.middleware import TRACEPARENT
-
-AT_ONCE = 32  # prompts to open or submit before other streams get a turn
 
 
 def concatenate_deltas(deltas: Sequence[Delta]) -> Delta:
@@ -72,17 +69,12 @@ class PromptRun(OutputBuilder):
         self.field = field
         processor = context.input_processor
         self.params = processor.params(sampling_params, id) if params is None else params
-        self._engine = context.engine
+        self.engine = context.engine
         self._broken: Exception | None = None  # raised while writing directly
         super().__init__(
-            id, prompt, sampling_params, processor.tokenizer, partial(self._engine.stop_sample, id),
+            id, prompt, sampling_params, processor.tokenizer, partial(self.engine.stop_sample, id),
             hidden=self.params.stops, is_live=is_live, first_choice=number * sampling_params.n,
         )  # fmt: skip
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether the prompt may be submitted again later."""
-        return not self._engine.is_closing
 
     async def deltas(
         self, direct_writer: DirectWriter | None = None
@@ -94,7 +86,7 @@ class PromptRun(OutputBuilder):
         """
         try:
             submitted = self.id, self.prompt, self.params, TRACEPARENT.get()
-            with self._engine.submitted(*submitted) as stream:
+            with self.engine.submitted(*submitted) as stream:
                 if direct_writer is not None and len(self.samples) == 1:
                     stream.sink = partial(self._write, direct_writer)
                 while stream.num_open:
@@ -130,7 +122,7 @@ class PromptRun(OutputBuilder):
                 if update.end.error_code == "grammar":
                     error = update.end.error or ""
                     raise grammar_error(self.sampling_params.grammar, error, "grammar_failed")
-                raise failure(self._engine, update.end)
+                raise failure(self.engine, update.end)
 
 
 def _is_shown(delta: Delta) -> bool:
@@ -146,59 +138,10 @@ def failure(engine: AsyncEngine, end: FinishInfo) -> ApiError:
     return ApiError(500, "the request was aborted", code="aborted")
 
 
-Gained = tuple[PromptRun, list[Delta] | Exception | None]  # None: all samples have ended
-
-
 def merge_deltas(
     runs: Sequence[PromptRun], direct_writer: DirectWriter | None = None
 ) -> AsyncGenerator[list[Delta], None]:
     """Yield what several prompts gain. The first that fails ends them all."""
-    return runs[0].deltas(direct_writer) if len(runs) == 1 else _merged(runs)
-
-
-async def _merged(runs: Sequence[PromptRun]) -> AsyncGenerator[list[Delta], None]:
-    """Submit all prompts at once.
-
-    A prompt that finds the queue full is submitted again when another one has ended, so a body with
-    more prompts than the queue holds still runs. If all of them find it full, Overloaded is raised.
-    """
-    queue: asyncio.Queue[Gained] = asyncio.Queue()
-    tasks: dict[PromptRun, asyncio.Task[None]] = {}
-    num_open, parked, is_admitted = len(runs), deque[PromptRun](), False
-    try:
-        for number, run in enumerate(runs):
-            tasks[run] = asyncio.create_task(_pump(run, queue))
-            if number % AT_ONCE == AT_ONCE - 1:
-                await asyncio.sleep(0)  # let other streams proceed
-        while num_open:
-            run, gained = await queue.get()
-            if isinstance(gained, Overloaded) and run.can_wait and (num_open > 1 or is_admitted):
-                parked.append(run)
-                if num_open > 1:
-                    num_open -= 1
-                    continue
-                await asyncio.sleep(gained.retry_after)  # only other requests can free the queue
-            elif isinstance(gained, Exception):
-                raise gained
-            elif gained is not None:
-                is_admitted = True
-                yield gained
-                continue
-            if parked:
-                run = parked.popleft()
-                tasks[run] = asyncio.create_task(_pump(run, queue))
-            else:
-                num_open -= 1
-    finally:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-
-async def _pump(run: PromptRun, queue: asyncio.Queue[Gained]) -> None:
-    try:
-        async for deltas in run.deltas():
-            queue.put_nowait((run, deltas))
-        queue.put_nowait((run, None))
-    except Exception as error:
-        queue.put_nowait((run, error))
+    if len(runs) == 1:
+        return runs[0].deltas(direct_writer)
+    return merge_submissions(runs[0].engine, [run.deltas for run in runs])

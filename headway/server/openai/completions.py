@@ -14,13 +14,7 @@ from headway.engine.input_processor import Prompt
 from headway.sampling_params import SamplingParams, TokenLogprobs
 from headway.server.context import Context
 from headway.server.generation.logprobs import CompletionLogprobsBuilder, prompt_logprobs_of
-from headway.server.generation.prompt_runs import (
-    AT_ONCE,
-    Delta,
-    DirectWriter,
-    PromptRun,
-    merge_deltas,
-)
+from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun, merge_deltas
 from headway.server.generation.prompts import (
     max_prompt_tokens,
     prompts_of,
@@ -43,6 +37,7 @@ from headway.server.generation.stream import (
     new_id,
     usage_of,
 )
+from headway.server.generation.submissions import AT_ONCE
 from headway.server.http.connection import ChunkWriter
 from headway.server.http.errors import field_error, format_value
 from headway.server.http.offload import offload
@@ -182,6 +177,10 @@ async def _prepare(
     special, limit = body.add_special_tokens is not False, max_prompt_tokens(context, body)
     complete = await tokens_of(context, prompts, max_tokens=limit, special=special)
     tokens = [truncate_prompt(each, body) for each in complete]
+    prompts = [  # a truncated prompt is echoed as the tokens that are left
+        prompt if len(kept) == len(given) else kept
+        for prompt, given, kept in zip(prompts, complete, tokens, strict=True)
+    ]
     num_tokens = params.n * sum(map(len, tokens))
     if body.prompt_logprobs is not None:
         check_echoed_logprobs(num_tokens, body.prompt_logprobs, "prompt_logprobs")

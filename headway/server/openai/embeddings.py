@@ -6,9 +6,10 @@ the order of the inputs. If one input fails, the others are cancelled.
 
 from __future__ import annotations
 
-import asyncio
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -22,6 +23,7 @@ from headway.server.generation.prompt_runs import failure
 from headway.server.generation.prompts import prompts_of, tokens_of
 from headway.server.generation.request_fields import check_model, check_salt, deadline_of
 from headway.server.generation.stream import CancellableResponse, CompleteResponse, new_id
+from headway.server.generation.submissions import merge_submissions
 from headway.server.http.errors import field_error, too_long
 from headway.server.openai.protocol import FailFastList, SchedulingFields
 
@@ -109,28 +111,30 @@ async def _params(context: Context, body: EmbeddingRequest) -> RequestParams:
 async def _embed_all(
     context: Context, prompts: Sequence[list[int]], params: RequestParams
 ) -> list[Embedding]:
+    """The vectors in input order. Inputs that find the queue full are submitted again later."""
     id = new_id("embd")
-    tasks = [
-        asyncio.create_task(_embed(context, f"{id}-{number}", prompt, params))
+    submissions = [
+        partial(_embed, context, f"{id}-{number}", number, prompt, params)
         for number, prompt in enumerate(prompts)
     ]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    vectors: dict[int, Embedding] = {}
+    async with aclosing(merge_submissions(context.engine, submissions)) as found:
+        async for number, vector in found:
+            vectors[number] = vector
+    return [vectors[number] for number in range(len(prompts))]
 
 
-async def _embed(context: Context, id: str, prompt: list[int], params: RequestParams) -> Embedding:
-    """The vector of one input. Cancelling this coroutine cancels the engine request."""
+async def _embed(
+    context: Context, id: str, number: int, prompt: list[int], params: RequestParams
+) -> AsyncIterator[tuple[int, Embedding]]:
+    """Submit one input and yield its vector. Leaving the iteration aborts the request."""
     try:
         with context.engine.submitted(id, prompt, params) as stream:
-            while True:
+            while stream.num_open:
                 for update in await stream.take():
                     if update.embedding is not None:
-                        return update.embedding
-                    if update.end is not None:
+                        yield number, update.embedding
+                    elif update.end is not None:
                         raise failure(context.engine, update.end)
     except RequestTooLong as error:
         raise too_long("input", error) from error
