@@ -10,7 +10,7 @@ HeadwayError
 ├── ModelError           a model cannot be found, downloaded or loaded
 ├── FormatError          a workload, profile or trace file is invalid; names file and line
 ├── ReplayMismatch       a replay made a different decision than the recorded run
-├── PolicyError          a policy raised or returned an invalid value; has the slot
+├── PolicyError          a policy raised or returned an invalid value; has slot and request
 └── ExecutorError        a step failed, and the requests in flight failed with it
 """
 
@@ -79,9 +79,10 @@ class ExecutorError(HeadwayError):
 class PolicyError(HeadwayError):
     """A policy raised, or returned a value that is invalid for its slot."""
 
-    def __init__(self, message: str, *, slot: str) -> None:
+    def __init__(self, message: str, *, slot: str, request_id: str | None = None) -> None:
         super().__init__(message)
         self.slot = slot  # queue, chunk, ...
+        self.request_id = request_id  # of the request that it was called for; None: no single one
 
 
 MAX_SHOWN = 60  # maximum characters of a value in a message

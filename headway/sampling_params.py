@@ -38,11 +38,6 @@ class Sampling:
     grammar: Grammar | None = None
 
     @property
-    def is_greedy(self) -> bool:
-        """True if the most probable token is always chosen."""
-        return self.temperature < COLDEST
-
-    @property
     def has_penalties(self) -> bool:
         """True if logits depend on earlier tokens and their counts."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
@@ -54,11 +49,6 @@ class Sampling:
         is_masked = bool(self.bad_words) or self.allowed_tokens is not None
         is_masked = is_masked or self.grammar is not None
         return is_masked or bool(self.logit_bias) or self.has_penalties
-
-    @property
-    def is_plain(self) -> bool:
-        """True if only temperature, top_k, top_p and min_p are set."""
-        return not self.edits_logits and self.logprobs is None and self.prompt_logprobs is None
 
     def seed_of(self, sample: int) -> int:
         """The seed of one of n samples, as 64 bits."""

@@ -212,18 +212,19 @@ def test_a_bad_word_without_tokens_is_refused() -> None:
         {"grammar": Grammar.json_object()},
     ],
 )  # fmt: skip
-def test_masks_biases_and_penalties_are_not_plain(written: dict[str, Any]) -> None:
-    assert Sampling(**written).edits_logits and not Sampling(**written).is_plain
+def test_masks_biases_and_penalties_edit_logits(written: dict[str, Any]) -> None:
+    assert Sampling(**written).edits_logits
 
 
-def test_logprobs_are_not_plain_but_edit_nothing() -> None:
-    for written in ({"logprobs": 0}, {"prompt_logprobs": 0}):
-        assert not Sampling(**written).is_plain and not Sampling(**written).edits_logits
-
-
-def test_temperature_top_k_top_p_and_min_p_are_plain() -> None:
-    assert Sampling(temperature=0.3, top_k=4, top_p=0.5, min_p=0.1, seed=3).is_plain
-    assert Sampling(temperature=0).is_greedy and not Sampling().is_greedy
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"logprobs": 0}, {"prompt_logprobs": 0},
+        {"temperature": 0.3, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "seed": 3},
+    ],
+)  # fmt: skip
+def test_logprobs_and_the_choice_of_a_token_edit_no_logits(written: dict[str, Any]) -> None:
+    assert not Sampling(**written).edits_logits
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from headway.checks import number_problem
 from headway.engine.clock import Clock, RealClock
-from headway.errors import ConfigError, ExecutorError, InvalidRequest, ReplayMismatch, shorten
+from headway.errors import (
+    ConfigError,
+    ExecutorError,
+    InvalidRequest,
+    PolicyError,
+    ReplayMismatch,
+    shorten,
+)
 from headway.executor.base import Executor, Handle, Preparation
 from headway.observe.explain import explain
 from headway.plan import Plan, StepReport
@@ -152,16 +159,18 @@ class Engine:
         """Make and launch the next plan, complete the oldest; None if none was completed."""
         self.step_began = self.clock.now()
         try:  # an error in a policy or the executor ends requests, not the engine
-            plan = self._make_plan(self.step_began)
+            plan, error = self._make_plan(self.step_began)
             is_empty = plan.is_empty
             if not is_empty:
                 self._flight.append((plan, self.executor.launch(plan)))
             is_due = self._flight and (is_empty or len(self._flight) > self.async_scheduling)
             report = self._complete_oldest() if is_due else None
+            if error is not None:
+                self._end_request(error)
         except ReplayMismatch:
             raise  # no step failed: the recorded run ends here
-        except Exception as error:
-            return self._fail(error)
+        except Exception as failure:
+            return self._fail(failure)
         except BaseException:  # interrupted: leave no request half done
             self._flight.clear()
             try:
@@ -172,13 +181,23 @@ class Engine:
         finally:
             self.step_began = None
         report = report or self.scheduler.take_pending_events()
-        return self._report(report) if report else None
+        if report:
+            self._report(report)
+        if error is not None:
+            self.fault = _text_of(error)
+        return report
 
-    def _make_plan(self, began_at: float) -> Plan:
+    def _make_plan(self, began_at: float) -> tuple[Plan, PolicyError | None]:
+        """The next plan; an empty one and the error if a policy failed for one request."""
         with self.lock:
-            plan = self.scheduler.schedule()
+            try:
+                plan = self.scheduler.schedule()
+            except PolicyError as error:
+                if error.request_id not in self.scheduler.requests:
+                    raise
+                return Plan(-1), error
             plan.events.schedule_started, plan.events.schedule_ended = began_at, self.clock.now()
-        return plan
+        return plan, None
 
     def _complete_oldest(self) -> StepReport:
         """Wait for the oldest plan in flight, without the lock, and apply its result."""
@@ -232,9 +251,16 @@ class Engine:
             elif not request.is_finished:
                 self.scheduler.abort(request.id, "error", reason)
 
+    def _end_request(self, error: PolicyError) -> None:
+        """End the request that a policy failed for; recompute the others, as its plan is not run."""
+        assert error.request_id is not None and not self._flight, "the step before it is complete"
+        with self.lock:
+            self.scheduler.fail(_text_of(error))
+            self.scheduler.abort(error.request_id, "error", _text_of(error))
+
     def _fail(self, error: Exception) -> StepReport | None:
         """End the requests in flight; after MAX_FAULTS consecutive failures, all requests."""
-        self.fault = f"{type(error).__name__}: {error}"
+        self.fault = _text_of(error)
         self._num_faults += 1
         with self.lock:
             self._flight.clear()
@@ -244,6 +270,10 @@ class Engine:
                     self.scheduler.abort(id, "error", self.fault)
         report = self.scheduler.take_pending_events()
         return self._report(report) if report else None
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _open_outputs(

@@ -40,9 +40,7 @@ class CompletedStep:
 class CpuExecutor:
     """A decoder, its KV blocks on device and host, and the rows of the running requests."""
 
-    def __init__(
-        self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, decoder: Decoder, config: Config) -> None:
         size = config.block_size
         self.decoder = decoder
         model, window = decoder.config, config.sliding_window or None
@@ -63,7 +61,7 @@ class CpuExecutor:
         )
         self.pooler = Pooler()
         self.model_seconds = 0.0  # total time in forward passes and logits
-        self.now = now
+        self.now: Callable[[], float] = time.monotonic  # LLM sets that of its clock
         self._batch: ForwardBatch | None = None  # of the latest pass
         self._forward: Callable[[], PassOutput] | None = None
         self._inference = torch.inference_mode()

@@ -66,10 +66,7 @@ class KVCache:
     def admission_cost(self, request: Request) -> AdmissionCost:
         """Look up the longest prefix in the device's cache, and what the host copy adds to it."""
         kv, num_tokens = request.kv, request.num_known
-        keys = self._keys_to_match(request)
-        if not request.params.reads_cache:  # tokens that it computed itself may still be read
-            keys = keys[: request.history.max_num_computed // self.block_size]
-        num_hits = self._match(keys)
+        num_hits = self._num_hits(request)
         num_computed, host = num_hits * self.block_size, kv.host
         uses_host = host is not None and host.first <= num_hits and host.num_tokens > num_computed
         if host is not None and uses_host:
@@ -90,8 +87,11 @@ class KVCache:
             extend_keys(keys, request, self.block_size)
         return keys
 
-    def _match(self, keys: list[bytes]) -> int:
-        """The longest prefix that all layers have."""
+    def _num_hits(self, request: Request) -> int:
+        """Leading blocks that all layers have in the device's cache and the request may read."""
+        keys = self._keys_to_match(request)
+        if not request.params.reads_cache:  # tokens that it computed itself may still be read
+            keys = keys[: request.history.max_num_computed // self.block_size]
         num_hits = self.pool.index.match(keys)
         return num_hits if self.window is None else self.window.num_usable(keys, num_hits)
 
@@ -199,11 +199,11 @@ class KVCache:
             self._leaving_host.clear()
 
     def blocks_of(self, request: Request) -> list[int]:
-        """Blocks that a running request holds, or that a waiting one finds in the cache."""
+        """Blocks that a running request holds, or that a waiting one would use from the cache."""
         if request.kv.blocks:
             return request.kv.blocks
-        keys = self._keys_to_match(request)
-        return list(map(self.pool.index.block_of.__getitem__, keys[: self._match(keys)]))
+        num_hits, block_of = self._num_hits(request), self.pool.index.block_of
+        return list(map(block_of.__getitem__, request.kv.keys[:num_hits]))
 
     def num_private_blocks(self, request: Request) -> int:
         """Blocks that become free if the request leaves."""

@@ -20,6 +20,7 @@ from headway.request import Request
 OUTPUT_WEIGHT = 2.0  # an output token costs about twice a prompt token
 MAX_IDLE = 1024  # idle groups remembered
 RESERVED_SHARE = 8  # one row in this many is reserved for groups that have fewer
+RECENT_STEPS = 4096  # after its last request, rows stay reserved for a group
 
 
 def weighted_tokens(request: Request) -> float:
@@ -34,7 +35,9 @@ class ServiceCounters:
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}  # by requests that have stopped running
+        self.num_steps = 0  # plans with work so far
         self._active: dict[str, int] = {}  # requests in the system
+        self._idle: dict[str, int] = {}  # `num_steps` when the group became idle, the latest last
         self._level = 0.0  # of the last group to leave an empty system
         self._current: dict[str, float] | None = None  # with the running requests; None: outdated
 
@@ -42,16 +45,26 @@ class ServiceCounters:
         if group not in self._active:
             floor = min((self.served[g] for g in self._active), default=self._level)
             self.served[group] = max(self.served.get(group, 0.0), floor)
+            self._idle.pop(group, None)
         self._active[group] = self._active.get(group, 0) + 1
 
     def depart(self, group: str) -> None:
         self._active[group] -= 1
         if not self._active[group]:
             del self._active[group]
+            self._idle[group] = self.num_steps
             if not self._active:
                 self._level = max(self._level, self.served[group])
-            if len(self.served) > len(self._active) + MAX_IDLE:
+            if len(self._idle) > MAX_IDLE:
                 self._forget_idle()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one group is active, and no other was in the last RECENT_STEPS steps."""
+        if len(self._active) > 1:
+            return False
+        latest = next(reversed(self._idle), None)
+        return latest is None or self.num_steps - self._idle[latest] >= RECENT_STEPS
 
     def start(self, request: Request) -> None:
         """The request starts to run."""
@@ -77,9 +90,8 @@ class ServiceCounters:
 
     def _forget_idle(self) -> None:
         """Forget the least served idle groups: they would start level with the active ones."""
-        idle = [group for group in self.served if group not in self._active]
-        for group in nsmallest(MAX_IDLE // 2, idle, key=self.served.__getitem__):
-            del self.served[group]
+        for group in nsmallest(MAX_IDLE // 2, self._idle, key=self.served.__getitem__):
+            del self.served[group], self._idle[group]
 
 
 def group_of(request: Request) -> str:
@@ -100,11 +112,11 @@ def overtaking_limit(prefilling: Request, service: dict[str, float]) -> float:
 
 
 def check_reserved_rows(
-    request: Request, running: Collection[Request], max_num_seqs: int, num_groups: int
+    request: Request, running: Collection[Request], max_num_seqs: int, counters: ServiceCounters
 ) -> Blocked | None:
     """Blocked if the free rows are reserved for groups that have fewer than this request's."""
     num_free, num_reserved = max_num_seqs - len(running), max_num_seqs // RESERVED_SHARE
-    if num_free > num_reserved or num_groups < 2:
+    if num_free > num_reserved or counters.is_alone:
         return None
     group = group_of(request)
     num_rows = sum(group_of(other) == group for other in running)

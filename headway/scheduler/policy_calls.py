@@ -30,19 +30,28 @@ PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 KEYS = "return a number, a string or a tuple of these, without NaN or None"
 
 
-def policy_failed(slot: str, rule: object, where: str, error: Exception) -> PolicyError:
+def policy_failed(
+    slot: str, rule: object, where: str, error: Exception, request_id: str | None = None
+) -> PolicyError:
     """The PolicyError for an exception that a policy raised."""
     if isinstance(error, PolicyError):
         return error
     cause, line = f"{type(error).__name__}: {error}", _line_of_policy(error)
     text = f"{slot} policy {_name(rule)} failed {where}: {cause}"
-    return PolicyError(f"{text} ({line})" if line else text, slot=slot)
+    return PolicyError(f"{text} ({line})" if line else text, slot=slot, request_id=request_id)
 
 
-def bad_result(slot: str, rule: object, result: object, purpose: str, advice: str) -> PolicyError:
+def bad_result(
+    slot: str,
+    rule: object,
+    result: object,
+    purpose: str,
+    advice: str,
+    request_id: str | None = None,
+) -> PolicyError:
     """The PolicyError for a value that a policy must not return."""
     text = f"{slot} policy {_name(rule)} returned {shorten(result)} {purpose}; {advice}"
-    return PolicyError(text, slot=slot)
+    return PolicyError(text, slot=slot, request_id=request_id)
 
 
 def _name(rule: object) -> str:
@@ -75,9 +84,11 @@ def call_key(rule: QueueRule, request: Request, view: SchedulerView) -> Any:
     try:
         key = rule.key(request, view)
     except Exception as error:
-        raise policy_failed("queue", rule, f"for request {request.id!r}", error) from error
+        where = f"for request {request.id!r}"
+        raise policy_failed("queue", rule, where, error, request.id) from error
     if not is_orderable(key):
-        raise bad_result("queue", rule, key, f"as the sort key of request {request.id!r}", KEYS)
+        purpose = f"as the sort key of request {request.id!r}"
+        raise bad_result("queue", rule, key, purpose, KEYS, request.id)
     return key
 
 
@@ -87,10 +98,10 @@ def call_group(rule: QueueRule, request: Request) -> str:
         group = rule.group(request)
     except Exception as error:
         where = f"in group() for request {request.id!r}"
-        raise policy_failed("queue", rule, where, error) from error
+        raise policy_failed("queue", rule, where, error, request.id) from error
     if not isinstance(group, str):
         purpose = f"as the group of request {request.id!r}"
-        raise bad_result("queue", rule, group, purpose, "return a string")
+        raise bad_result("queue", rule, group, purpose, "return a string", request.id)
     return group
 
 
@@ -125,9 +136,11 @@ def call_victim(rule: VictimRule, request: Request, view: SchedulerView) -> Any:
     try:
         key = rule(request, view)
     except Exception as error:
-        raise policy_failed("victim", rule, f"for request {request.id!r}", error) from error
+        where = f"for request {request.id!r}"
+        raise policy_failed("victim", rule, where, error, request.id) from error
     if not is_orderable(key):
-        raise bad_result("victim", rule, key, f"as the key of request {request.id!r}", KEYS)
+        purpose = f"as the key of request {request.id!r}"
+        raise bad_result("victim", rule, key, purpose, KEYS, request.id)
     return key
 
 
@@ -137,11 +150,11 @@ def call_headroom(rule: HeadroomRule, request: Request, view: SchedulerView) -> 
     try:
         blocks: Any = rule(request, view)
     except Exception as error:
-        raise policy_failed("headroom", rule, where, error) from error
+        raise policy_failed("headroom", rule, where, error, request.id) from error
     try:
         return max(0, int(blocks + 0))  # int() alone would take a text
     except Exception:
-        raise bad_result("headroom", rule, blocks, where, "return a number") from None
+        raise bad_result("headroom", rule, blocks, where, "return a number", request.id) from None
 
 
 def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool | Literal["discard"]:
@@ -150,7 +163,8 @@ def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool | L
         answer = rule(request, view)
         return "discard" if isinstance(answer, str) and answer == "discard" else bool(answer)
     except Exception as error:
-        raise policy_failed("swap", rule, f"for request {request.id!r}", error) from error
+        where = f"for request {request.id!r}"
+        raise policy_failed("swap", rule, where, error, request.id) from error
 
 
 def is_orderable(key: Any) -> bool:

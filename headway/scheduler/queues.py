@@ -61,7 +61,7 @@ class WaitingQueue:
                 group.append((key, request))
         except Exception as error:
             where = f"to compare request {request.id!r}"
-            raise policy_failed("queue", self.rule, where, error) from error
+            raise policy_failed("queue", self.rule, where, error, request.id) from error
         self._groups[name] = group
         self._keys[request] = key
 

@@ -207,6 +207,7 @@ class Scheduler:
         state = self.state
         state.events = StepEvents()
         state.outputs.decay()
+        state.queue.counters.num_steps += 1
         state.prefill_streak = 0 if plan.decodes else state.prefill_streak + 1
         self._num_steps += 1
         self.in_flight.append(plan)

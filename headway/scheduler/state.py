@@ -188,12 +188,16 @@ def _window_cache(config: Config) -> WindowCache | None:
 class StateView:
     """What policies may read of a scheduler's state; see config.SchedulerView."""
 
-    __slots__ = ("_state", "block_size", "max_num_batched_tokens", "num_blocks")
+    __slots__ = ("_state", "block_size", "num_blocks")
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        # Sizes, which never change; all else is read from the state, which may be reconfigured.
         self.num_blocks, self.block_size = state.config.num_blocks, state.config.block_size
-        self.max_num_batched_tokens = state.config.max_num_batched_tokens
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return self._state.config.max_num_batched_tokens
 
     @property
     def running(self) -> Iterable[Request]:

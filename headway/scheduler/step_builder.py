@@ -292,9 +292,8 @@ class StepBuilder:
     def _try_admit(self, request: Request, charge_cached: bool) -> Blocked | None:
         """Admit a request if rows, tokens and blocks allow; otherwise return what is missing."""
         state = self._state
-        num_groups = len(state.queue.counters.served)
         blocked = self._check_dependencies(request) or check_reserved_rows(
-            request, state.running, self._config.max_num_seqs, num_groups
+            request, state.running, self._config.max_num_seqs, state.queue.counters
         )
         if blocked:
             return blocked

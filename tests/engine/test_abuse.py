@@ -144,7 +144,8 @@ def test_a_policy_error_for_one_request_does_not_change_the_trace(
 def test_a_policy_error_names_slot_request_type_and_message() -> None:
     with pytest.raises(PolicyError, match="queue.*'poison'.*Broken.*no key") as caught:
         make(queue=poisoned_key).add("poison", [1], params())
-    assert isinstance(caught.value.__cause__, Broken) and caught.value.slot == "queue"
+    assert isinstance(caught.value.__cause__, Broken)
+    assert (caught.value.slot, caught.value.request_id) == ("queue", "poison")
 
 
 def raises_in_a_call(*given: object) -> Any:
@@ -195,7 +196,7 @@ def test_a_loop_refuses_a_request_after_a_policy_error_and_continues(poison: str
         loop._flush()
     (refusal,) = [message for message in messages if isinstance(message, Refusal)]
     assert (refusal.id, refusal.kind) == ("poison", "PolicyError")
-    assert refusal.fields == {"slot": slot_of(poison)}
+    assert refusal.fields["slot"] == slot_of(poison)
     gained = {id for message in messages if isinstance(message, TokenBatch) for id in message.ids}
     assert gained == {"a", "b"} and not any(
         isinstance(message, EngineStopped) for message in messages
@@ -322,6 +323,40 @@ def test_a_policy_error_within_a_step_ends_requests_and_not_the_engine(
             assert request.finish_reason in (reason, "error")
         check_idle(engine)
     assert num_failed >= 3
+
+
+@each_scheduling
+@pytest.mark.parametrize("wrong", [Broken("for it"), object()], ids=["raises", "returns"])
+@pytest.mark.parametrize("slot", ["queue", "headroom", "victim", "swap"])
+def test_a_policy_error_for_one_request_within_a_step_ends_that_request_alone(
+    slot: str, wrong: object, async_scheduling: int
+) -> None:
+    """Also if it is one of those in flight, and if the plan is partly built."""
+    ready_made = getattr(preset("vllm_v1", **{**SMALL, **TIGHT}), slot)
+    ready_made = ready_made.key if slot == "queue" else ready_made
+    added = set[str]()
+
+    def rule(request: Request, view: Any) -> Any:
+        if request.id == "3" and "3" in added:
+            if isinstance(wrong, Broken) or slot == "swap":  # a swap rule may return anything
+                raise Broken("for it")
+            return wrong
+        return ready_made(request, view)
+
+    engine, finished = make(async_scheduling, **{**TIGHT, slot: rule}), list[str]()
+    engine.observers.append(lambda report: finished.extend(r.id for r in report.finished))
+    requests = [engine.add(str(i), [i] * (4 + i), params(i))[0] for i in range(6)]
+    added.add("3")
+    while engine.has_work:
+        engine.step()
+    assert not engine.has_given_up and sorted(finished) == list("012345")
+    failed = requests.pop(3)
+    assert failed.finish_reason == "error"
+    assert f"{slot} policy" in str(failed.error) and "request '3'" in str(failed.error)
+    for request in requests:
+        expected = oracle(request.prompt, request.params, 1 << 20)
+        assert (list(request.output), request.finish_reason) == expected
+    check_idle(engine)
 
 
 NONSENSE = (None, nan, inf, -inf, 2.5, "x", (), [], {}, object(), 10**400, -5, b"", 1j, print)

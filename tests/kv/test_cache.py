@@ -333,6 +333,20 @@ def test_a_request_that_does_not_read_the_cache_makes_duplicate_blocks() -> None
     assert kv.admission_cost(request(range(8))).num_hits == 2  # in the blocks of b
 
 
+@pytest.mark.parametrize("num_computed", [0, 4, 11])
+@pytest.mark.parametrize("reads_cache", [False, True])
+def test_the_blocks_of_a_waiting_request_are_the_hits_of_its_admission(
+    reads_cache: bool, num_computed: int
+) -> None:
+    kv = KVCache(16, SIZE)
+    a = admit(kv, range(17))
+    b = request(range(17), reads_cache=reads_cache)
+    b.history.max_num_computed = num_computed
+    num_hits = 4 if reads_cache else num_computed // SIZE
+    assert kv.admission_cost(b).num_hits == num_hits
+    assert kv.blocks_of(b) == a.kv.blocks[:num_hits]
+
+
 def test_admission_cost_changes_nothing() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(8)))

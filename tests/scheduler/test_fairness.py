@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
-from headway.executor.simulated import SimulatedExecutor
+from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.loadgen.requests import LengthRange, random_requests, with_poisson_arrivals
 from headway.lab.replay import check_replay
 from headway.lab.workload.request import WorkloadRequest
 from headway.observe.trace import TraceWriter
 from headway.plan import Plan, StepReport
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
+from headway.scheduler import Scheduler, fairness, preset
+from headway.scheduler.fairness import RECENT_STEPS
 from tests.support.drive import Driver
 from tests.support.scenarios import MOMENTS, Scenario, run
 
@@ -170,6 +171,48 @@ def test_a_single_client_may_use_all_rows() -> None:
     for number in range(40):
         driver.add(f"h{number}", 4, 50, client="heavy")
     assert max(len(row.decodes.split()) for row in driver.run()) == 16
+
+
+def test_a_client_that_left_long_ago_costs_no_rows() -> None:
+    driver = make_driver(max_num_seqs=8)
+
+    def most_running() -> int:
+        for number in range(12):
+            driver.add(f"{len(driver.table)}/{number}", 4, 5, client="heavy")
+        return max(len(row.decodes.split()) for row in driver.run())
+
+    driver.add("s", 4, 1, client="small")
+    driver.run()
+    assert most_running() == 7
+    driver.add("long", 4, RECENT_STEPS, client="heavy")
+    driver.run()
+    assert most_running() == 8
+
+
+@pytest.mark.parametrize("async_scheduling", [0, 1])
+def test_the_end_of_a_reserve_replays(
+    async_scheduling: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fairness, "RECENT_STEPS", 6)
+    config = preset(queue="fair", num_blocks=400, max_num_seqs=8)
+    clock, trace, rng, num_running = VirtualClock(), io.StringIO(), random.Random(0), Counter[int]()
+    engine = Engine(
+        Scheduler(config), SimulatedExecutor(clock, lambda plan: 0.01), clock,
+        async_scheduling=bool(async_scheduling), observers=[TraceWriter(trace, config, async_scheduling)],
+    )  # fmt: skip
+    for number in range(200):
+        length, client = rng.randrange(1, 20), "small" if rng.random() < 0.05 else "heavy"
+        script = Script(length, filler=7, end=0)
+        params = RequestParams(max_tokens=length, client=client, sampling=script)
+        engine.add(str(number), [1] * 4, params)
+        if rng.random() < 0.1:
+            engine.abort(str(number - rng.randrange(4)))
+        if rng.random() < 0.9:
+            engine.step()
+        num_running[len(engine.scheduler.running)] += 1
+    engine.run()
+    assert num_running[7] > 10 and num_running[8] > 10, num_running
+    check_replay([json.loads(line) for line in trace.getvalue().splitlines()])
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12))

@@ -9,6 +9,7 @@ import pytest
 from headway.request import Request, RequestParams
 from headway.scheduler.fairness import (
     MAX_IDLE,
+    RECENT_STEPS,
     ServiceCounters,
     check_reserved_rows,
     overtaking_limit,
@@ -170,19 +171,37 @@ def test_requests_that_overtake_are_computed_before_all_partial_prompts() -> Non
 
 @pytest.mark.parametrize("max_num_seqs", (1, 7, 8, 15, 16, 24, 40))
 def test_the_last_eighth_of_the_rows_is_for_groups_that_have_fewer(max_num_seqs: int) -> None:
-    reserved = max_num_seqs // 8
+    reserved, shared, alone = max_num_seqs // 8, counters_of(a=0.0, b=0.0), counters_of(a=0.0)
     for num_own in range(max_num_seqs):
         for num_others in range(max_num_seqs - num_own):
             running = [of_group("a") for _ in range(num_own)]
             running += [of_group("b") for _ in range(num_others)]
             free = max_num_seqs - len(running)
-            blocked = check_reserved_rows(of_group("a"), running, max_num_seqs, 2)
+            blocked = check_reserved_rows(of_group("a"), running, max_num_seqs, shared)
             if free > reserved or num_own < reserved:
                 assert blocked is None
             else:
                 assert blocked is not None and blocked.reason == "reserved_rows"
                 assert (blocked.need, blocked.have) == (reserved + 1, free)
-            assert check_reserved_rows(of_group("a"), running, max_num_seqs, 1) is None
+            assert check_reserved_rows(of_group("a"), running, max_num_seqs, alone) is None
+
+
+def test_a_group_is_alone_some_steps_after_the_last_request_of_any_other() -> None:
+    counters = counters_of(a=0.0, b=0.0, c=0.0)
+    counters.depart("c")
+    counters.num_steps = 100
+    counters.depart("b")
+    counters.num_steps += RECENT_STEPS - 1
+    assert not counters.is_alone
+    counters.depart("a")
+    counters.arrive("a")  # its own pause does not count
+    assert not counters.is_alone
+    counters.num_steps += 1
+    assert counters.is_alone
+    counters.arrive("c")
+    assert not counters.is_alone
+    counters.depart("a")
+    assert not counters.is_alone
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -83,9 +83,9 @@ class ApiError(Exception):
         return Response(to_json(body), self.status, self.headers, "application/json")
 
 
-def field_error(param: str, problem: str, code: str | None = None) -> ApiError:
+def field_error(param: str, problem: str) -> ApiError:
     """A 400 error for one field; the message is the field's name followed by `problem`."""
-    return ApiError(400, f"{param} {problem}", param=param, code=code)
+    return ApiError(400, f"{param} {problem}", param=param)
 
 
 def too_long(param: str, error: RequestTooLong) -> ApiError:

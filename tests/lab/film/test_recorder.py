@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from headway.plan import Plan, StepReport
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.presets import PRESETS, SLOTS
 from tests.scheduler import decisions
-from tests.support.drive import check_no_leaks
+from tests.support.drive import Driver, Row, check_no_leaks
 
 
 @pytest.mark.parametrize("seed", range(1, decisions.NUM_RUNS, 19))
@@ -48,7 +49,7 @@ def test_recording_changes_no_decision_and_finds_what_led_to_it(seed: int) -> No
 @pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 29))
 def test_policies_can_change_in_the_middle(seed: int) -> None:
     """All slots change every few steps; every request still finishes and nothing leaks."""
-    engine, rng = decisions.engine_of(seed), random.Random(seed)
+    engine, rng = decisions.engine_of(seed), Random(seed)
     scheduler = engine.scheduler
 
     def change(report: StepReport) -> None:
@@ -60,6 +61,22 @@ def test_policies_can_change_in_the_middle(seed: int) -> None:
     engine.observers.append(change)
     decisions.run(engine, seed)
     check_no_leaks(scheduler)
+
+
+@pytest.mark.parametrize("seed", [3, 7, 9])
+def test_a_changed_budget_decides_like_a_scheduler_that_started_with_it(seed: int) -> None:
+    """Policies read it too: the headroom depends on the number of steps that a prompt takes."""
+
+    def table(first_budget: int) -> list[Row]:
+        driver, rng = Driver("vllm_v1", **sizes, max_num_batched_tokens=first_budget), Random(seed)
+        config = replace(driver.scheduler.config, max_num_batched_tokens=16)
+        driver.scheduler.reconfigure(config)
+        for number in range(12):
+            driver.add(str(number), rng.randrange(1, 90), rng.randrange(1, 60))
+        return driver.run()
+
+    sizes: dict[str, Any] = {"headroom": "future_peak", "block_size": 4, "num_blocks": 60}
+    assert table(8192) == table(16)
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "max_num_seqs", "block_size"])
