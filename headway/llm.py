@@ -4,8 +4,9 @@
     outputs = llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, max_tokens=20))
     print(outputs[0].outputs[0].text)
 
-Single-threaded: calls do not overlap. Every scheduler setting can be given, and every step can be
-observed and recorded.
+All calls must be on one thread. There they may be interleaved: a `stream` may be left open while
+`generate` runs, and `on_finish` may call `generate`. Every scheduler setting can be given, and every
+step can be observed and recorded.
 """
 
 from __future__ import annotations

@@ -219,6 +219,26 @@ def test_calls_that_are_not_supported_say_so(llm: LLM) -> None:
             llm.chat(wrong)  # type: ignore[arg-type]
 
 
+def test_calls_may_be_interleaved_on_one_thread(llm: LLM) -> None:
+    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    [expected] = llm.generate("Marta", params)
+    stream = llm.stream("Marta", params)
+    text = next(stream).text
+    llm.generate("The capital", SamplingParams(max_tokens=20, ignore_eos=True))
+    last = list(stream)
+    assert text + "".join(delta.text for delta in last) == expected.outputs[0].text
+    assert last[-1].finish_reason == "length"
+
+    inner: list[str] = []
+    outputs = llm.generate(
+        ["Hello", "Marta"], [short, params],
+        on_finish=lambda i, _: inner.append(llm.generate("Marta", params)[0].outputs[0].text),
+    )  # fmt: skip
+    assert outputs[1].outputs == expected.outputs
+    assert inner == [expected.outputs[0].text] * 2 and not llm.engine.has_work
+
+
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_a_closed_llm_says_so(model: str, is_traced: bool, tmp_path: Path) -> None:
     llm = LLM(model, num_blocks=60, trace_out=tmp_path / "t.jsonl" if is_traced else None)
