@@ -7,7 +7,8 @@ import logging
 import random
 import re
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections import UserList
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -109,6 +110,23 @@ def test_one_sample_can_be_stopped_while_the_others_continue() -> None:
             first, second, third = samples_of(updates, 3)
             assert len(first[0]) == len(third[0]) == 200 > len(second[0])
             assert second[1].reason == "stop" and second[1].stop_token is None
+
+    within(ask())
+
+
+def test_a_prompt_that_raises_while_it_is_read_fails_alone() -> None:
+    class FailedRow(UserList[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise RuntimeError("the row of a dataset cannot be read")
+
+    async def ask() -> None:
+        async with running(make_engine(SLOW)) as engine:
+            other = asyncio.create_task(read(engine, "other", PROMPT, script(20)))
+            await asyncio.sleep(2 * SLOW)
+            with pytest.raises(RuntimeError, match="row of a dataset"):
+                await anext(aiter(engine.stream("a", FailedRow(PROMPT), script(3))))
+            assert len(samples_of(await other)[0][0]) == 20
+            await read(engine, "a", PROMPT, script(3))  # the id is free
 
     within(ask())
 
