@@ -13,6 +13,7 @@ import pytest
 
 from headway import LLM, AsyncEngine, SamplingParams
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
+from headway.plan import StepReport
 from headway.sampling_params import StructuredOutputsParams
 from tests.support import real
 
@@ -237,6 +238,24 @@ def test_calls_may_be_interleaved_on_one_thread(llm: LLM) -> None:
     )  # fmt: skip
     assert outputs[1].outputs == expected.outputs
     assert inner == [expected.outputs[0].text] * 2 and not llm.engine.has_work
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_no_prompt_stays_open_after_the_error_of_an_observer(
+    model: str, async_scheduling: bool
+) -> None:
+    def full_disk(report: StepReport) -> None:
+        if report.finished:
+            raise OSError(28, "No space left on device")
+
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 6)]
+    with LLM(model, num_blocks=60, async_scheduling=async_scheduling) as llm:
+        llm.engine.observers.insert(0, full_disk)  # before the runner's, as a trace is
+        with pytest.raises(OSError, match="No space left"):
+            llm.generate(["Marta", "Marta"], params)
+        llm.engine.observers.remove(full_disk)
+        assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], params)] == [2, 6]
+        assert llm._runner.is_idle and not llm.engine.has_work
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
