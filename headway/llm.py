@@ -33,6 +33,7 @@ from headway.engine.input_processor import (
     draw_seed,
     embedding_params,
     is_single,
+    template_variables,
 )
 from headway.engine.offline import OfflineRunner, PromptBatch
 from headway.engine.outputs import (
@@ -251,13 +252,15 @@ class LLM:
         """Answer one conversation or a list of conversations; see `generate`.
 
         The model's chat template renders the messages; `chat_template_kwargs` are further
-        variables for it. `add_generation_prompt` is true unless `continue_final_message` is.
+        variables for it, not `tools` or others that are set here. `add_generation_prompt` is true
+        unless `continue_final_message` is.
         """
         _check_lora(lora_request)
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise InvalidRequest(f"messages must be a list, not {shorten(messages)}")
         options = {
-            **(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt,
+            **template_variables(chat_template_kwargs),
+            "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, "tools": tools,
         }  # fmt: skip
         is_one = bool(messages) and isinstance(messages[0], Mapping)

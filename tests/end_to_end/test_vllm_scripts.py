@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from headway import LLM, AsyncEngine, SamplingParams
+from headway.engine.input_processor import RESERVED_VARIABLES
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.plan import StepReport
 from headway.sampling_params import StructuredOutputsParams
@@ -222,6 +223,18 @@ def test_calls_that_are_not_supported_say_so(llm: LLM) -> None:
     for wrong in ("hello", {"role": "user", "content": "Hello"}, 7):
         with pytest.raises(InvalidRequest, match="messages must be a list"):
             llm.chat(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({name: "x"}, f"must not contain {name}") for name in RESERVED_VARIABLES]
+    + [(["tools"], "must be a dict"), ({1: "x"}, "must be a dict")],
+)
+def test_a_reserved_variable_of_the_chat_template_is_named(
+    llm: LLM, given: Any, named: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs {named}"):
+        llm.chat([{"role": "user", "content": "Hello"}], chat_template_kwargs=given)
 
 
 def test_calls_may_be_interleaved_on_one_thread(llm: LLM) -> None:
