@@ -207,9 +207,9 @@ class LLM:
         traces; the default is a number. `on_finish` is called with the position and output of each
         prompt as soon as it has finished.
 
-        If a prompt is refused, its RequestError (which names its position) is raised before
-        anything runs. If a step fails while a request runs, its outputs have finish_reason
-        "error", and `error` says why.
+        If a prompt is refused, its RequestError, or PolicyError if a policy failed, is raised before
+        anything runs; it names the position of the prompt. If a step fails while a request runs,
+        its outputs have finish_reason "error", and `error` says why.
         """
         _check_lora(lora_request)
         with self._runner.interruptible():
@@ -274,7 +274,7 @@ class LLM:
         """Embeddings in the order of the prompts: `output.outputs.embedding`, float32, length 1.
 
         `pooling` is "mean" (over all prompt tokens) or "last" (the last token). Raises the
-        RequestError of a refused prompt, and ExecutorError if a step fails.
+        RequestError or PolicyError of a refused prompt, and ExecutorError if a step fails.
         """
         with self._runner.interruptible():
             batch = self._submit(prompts, None, fixed=embedding_params(pooling))

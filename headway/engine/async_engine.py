@@ -165,8 +165,8 @@ class AsyncEngine:
         """Yield everything generated so far, each time there is more; the last is `finished`.
 
         `prompt` is a text, token ids, or a dict with `prompt` or `prompt_token_ids`. Raises the
-        RequestError of a refused request. A request that fails while it runs ends with
-        finish_reason error. Leaving the iteration early aborts the request.
+        RequestError or PolicyError of a refused request. A request that fails while it runs ends
+        with finish_reason error. Leaving the iteration early aborts the request.
         """
         processor = self.input_processor
         if processor is None:
