@@ -19,6 +19,7 @@ from headway.sampling_params import StructuredOutputsParams
 from tests.support import real
 
 TEMPLATE = (
+    "{{ tone }}{% for tool in tools or [] %}{{ tool.function.name }}, {% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -223,6 +224,22 @@ def test_calls_that_are_not_supported_say_so(llm: LLM) -> None:
     for wrong in ("hello", {"role": "user", "content": "Hello"}, 7):
         with pytest.raises(InvalidRequest, match="messages must be a list"):
             llm.chat(wrong)  # type: ignore[arg-type]
+
+
+def test_every_option_of_chat_reaches_the_template(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good d"}]
+    tool = {"type": "function", "function": {"name": "search"}}
+
+    def rendered(**options: Any) -> str:
+        [output] = llm.chat(talk, SamplingParams(max_tokens=1), **options)
+        return llm.get_tokenizer().decode(output.prompt_token_ids)
+
+    shown = "user: hello\nassistant: good d\n"
+    assert rendered() == shown + "assistant: "
+    assert rendered(add_generation_prompt=False) == shown
+    assert rendered(continue_final_message=True) == shown.removesuffix("\n")
+    assert rendered(tools=[tool]) == f"search, {shown}assistant: "
+    assert rendered(chat_template_kwargs={"tone": "kindly "}) == f"kindly {shown}assistant: "
 
 
 @pytest.mark.parametrize(
