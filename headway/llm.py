@@ -4,8 +4,9 @@
     outputs = llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, max_tokens=20))
     print(outputs[0].outputs[0].text)
 
-Single-threaded: calls do not overlap. Every scheduler setting can be given, and every step can be
-observed and recorded.
+All calls must be on one thread. There they may be interleaved: a `stream` may be left open while
+`generate` runs, and `on_finish` may call `generate`. Every scheduler setting can be given, and every
+step can be observed and recorded.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from headway.engine.input_processor import (
     draw_seed,
     embedding_params,
     is_single,
+    template_variables,
 )
 from headway.engine.offline import OfflineRunner, PromptBatch
 from headway.engine.outputs import (
@@ -205,9 +207,9 @@ class LLM:
         traces; the default is a number. `on_finish` is called with the position and output of each
         prompt as soon as it has finished.
 
-        If a prompt is refused, its RequestError (which names its position) is raised before
-        anything runs. If a step fails while a request runs, its outputs have finish_reason
-        "error", and `error` says why.
+        If a prompt is refused, its RequestError, or PolicyError if a policy failed, is raised before
+        anything runs; it names the position of the prompt. If a step fails while a request runs,
+        its outputs have finish_reason "error", and `error` says why.
         """
         _check_lora(lora_request)
         with self._runner.interruptible():
@@ -250,13 +252,15 @@ class LLM:
         """Answer one conversation or a list of conversations; see `generate`.
 
         The model's chat template renders the messages; `chat_template_kwargs` are further
-        variables for it. `add_generation_prompt` is true unless `continue_final_message` is.
+        variables for it, not `tools` or others that are set here. `add_generation_prompt` is true
+        unless `continue_final_message` is.
         """
         _check_lora(lora_request)
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise InvalidRequest(f"messages must be a list, not {shorten(messages)}")
         options = {
-            **(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt,
+            **template_variables(chat_template_kwargs),
+            "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, "tools": tools,
         }  # fmt: skip
         is_one = bool(messages) and isinstance(messages[0], Mapping)
@@ -270,7 +274,7 @@ class LLM:
         """Embeddings in the order of the prompts: `output.outputs.embedding`, float32, length 1.
 
         `pooling` is "mean" (over all prompt tokens) or "last" (the last token). Raises the
-        RequestError of a refused prompt, and ExecutorError if a step fails.
+        RequestError or PolicyError of a refused prompt, and ExecutorError if a step fails.
         """
         with self._runner.interruptible():
             batch = self._submit(prompts, None, fixed=embedding_params(pooling))

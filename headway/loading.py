@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.checks import number_problem, one_of
+from headway.checks import number, one_of, whole_number
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.kv.window import most_useful_window_blocks
@@ -75,15 +75,10 @@ class LoadOptions:
     tensor_parallel_sums: str = "auto"
 
     def __post_init__(self) -> None:
-        fraction, threads = self.gpu_memory_utilization, self.threads
-        if not 0 < fraction <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization must be above 0 and at most 1, not {fraction}"
-            )
-        if threads is not None and threads < 1:
-            raise ConfigError(f"threads must be at least 1, not {threads}")
-        if problem := number_problem(self.tensor_parallel_size, 1, MAX_RANKS, whole=True):
-            raise ConfigError(f"tensor_parallel_size {problem}")
+        number("gpu_memory_utilization", self.gpu_memory_utilization, above=0, high=1)
+        if self.threads is not None:
+            whole_number("threads", self.threads, 1)
+        whole_number("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         one_of("tensor_parallel_sums", self.tensor_parallel_sums, SUMS)
         if self.deterministic and self.tensor_parallel_size > 1:
             raise ConfigError(
@@ -331,6 +326,9 @@ def _max_model_len(model: ModelConfig, settings: Mapping[str, Any]) -> Any:
 
 def _set_limits(changes: dict[str, Any], preset_name: str, *, is_gpu: bool) -> None:
     """Set max_num_seqs and max_num_batched_tokens, unless given: on a GPU those of the preset."""
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if name in changes:  # compared below, before `preset` checks them
+            whole_number(name, changes[name], 1)
     base = preset(preset_name)
     num_seqs, num_tokens = CPU_NUM_SEQS, CPU_BATCHED_TOKENS
     if is_gpu:

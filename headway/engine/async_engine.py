@@ -20,6 +20,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway import errors
+from headway.checks import token_array
 from headway.engine.asyncio_bridge import EventLoopBridge, RequestStream
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
@@ -164,8 +165,8 @@ class AsyncEngine:
         """Yield everything generated so far, each time there is more; the last is `finished`.
 
         `prompt` is a text, token ids, or a dict with `prompt` or `prompt_token_ids`. Raises the
-        RequestError of a refused request. A request that fails while it runs ends with
-        finish_reason error. Leaving the iteration early aborts the request.
+        RequestError or PolicyError of a refused request. A request that fails while it runs ends
+        with finish_reason error. Leaving the iteration early aborts the request.
         """
         processor = self.input_processor
         if processor is None:
@@ -204,13 +205,17 @@ class AsyncEngine:
     def submitted(
         self, id: str, prompt: Sequence[int], params: RequestParams, traceparent: str = ""
     ) -> Iterator[RequestStream]:
-        """Submit a request. Leaving the context aborts the request unless it has ended."""
+        """Submit a request. Leaving the context aborts the request unless it has ended.
+
+        The prompt is read here, so that an exception of its own ends this request alone.
+        """
         self._check_id(id)
+        tokens = token_array(f"request {id!r}: prompt", prompt)
         # An invalid n gives a single Refusal.
         num_samples = params.n if isinstance(params.n, int) else 1
         stream = self._streams[id] = RequestStream(max(1, num_samples))
         try:
-            self.client.send([Submit(id, prompt, params, traceparent)])
+            self.client.send([Submit(id, tokens, params, traceparent)])
             yield stream
         finally:
             del self._streams[id]

@@ -28,10 +28,13 @@ class EventLoopBridge:
     # On the engine's thread.
 
     def deliver(self, messages: list[FromLoop]) -> None:
+        """Deliver messages; if the event loop is closed, drop them."""
+        if self._loop.is_closed():
+            return
         self._is_received.clear()
         with self._lock:
             is_scheduled, self._messages = bool(self._messages), self._messages + messages
-        if not is_scheduled and not self._loop.is_closed():
+        if not is_scheduled:
             self._loop.call_soon_threadsafe(self._receive_all)
 
     def wait_received(self, seconds: float) -> None:

@@ -52,7 +52,7 @@ class Engine:
         self.clock = clock or RealClock()
         self.async_scheduling = bool(async_scheduling)
         self.observers = list(observers)
-        # Called if an observer raises; None: the error is raised.
+        # Called if an observer raises; None: the first error is raised after the last observer.
         self.on_observer_error: OnObserverError | None = None
         self.preparation: Preparation | None = None  # of requests, before they are added
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
@@ -230,13 +230,17 @@ class Engine:
             self.fault, self._num_faults = None, 0
         else:
             report.plan.events.schedule_ended = self._last_progress
+        errors: list[Exception] = []
         for observe in tuple(self.observers):
             try:
                 observe(report)
             except Exception as error:
                 if self.on_observer_error is None:
-                    raise
-                self.on_observer_error(observe, error)
+                    errors.append(error)
+                else:
+                    self.on_observer_error(observe, error)
+        if errors:  # only now: every observer has received the report
+            raise errors[0]
         return report
 
     def _end_failed(self, report: StepReport) -> None:

@@ -26,6 +26,7 @@ Prompt = str | Sequence[int]
 PromptInput = Prompt | Mapping[str, Any]  # or {"prompt": text}, or {"prompt_token_ids": ids}
 Message = Mapping[str, Any]
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+RESERVED_VARIABLES = ("template", "messages", "tools", "bos", "eos", "special")
 
 
 def draw_seed() -> int:
@@ -191,6 +192,17 @@ class InputProcessor:
             encode(lead + word.lstrip(), special=False) for word in words for lead in ("", " ")
         ]
         return tuple(dict.fromkeys(tuple(tokens) for tokens in spelled))
+
+
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The `chat_template_kwargs` of a chat; InvalidRequest for a variable that is set elsewhere."""
+    given = {} if given is None else given
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidRequest(f"chat_template_kwargs must be a dict by name, not {shorten(given)}")
+    for name in RESERVED_VARIABLES:
+        if name in given:
+            raise InvalidRequest(f"chat_template_kwargs must not contain {name}")
+    return dict(given)
 
 
 def embedding_params(

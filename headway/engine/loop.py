@@ -153,8 +153,15 @@ class EngineLoop:
             raise
         finally:
             self._load_reporter.stop()
+            self._leave_engine()
             self._outbox.append(EngineStopped(self.ended or ""))
             self._flush()
+
+    def _leave_engine(self) -> None:
+        """Observe the engine no longer; another loop may run it."""
+        self.engine.observers.remove(self._observe)
+        if self.engine.on_observer_error == self._remove_observer:
+            self.engine.on_observer_error = None
 
     def _wait_for_work(self) -> bool:
         """Wait until there is work; False if the loop must end."""

@@ -90,10 +90,15 @@ class OfflineRunner:
         self._updates.add(requests, is_live=is_live)
 
     def run(self, batch: PromptBatch) -> Iterator[None]:
-        """Step until the batch has ended, yielding after each step; an exception aborts it."""
+        """Step until the batch has ended, yielding after each step; an exception aborts it.
+
+        The steps of another call on this thread may end the batch between two yields.
+        """
         try:
             while batch.num_open:
                 self.engine.step()
+                yield
+            if batch.deltas or batch.finished:  # from the steps of another call
                 yield
         except (Exception, GeneratorExit):  # `interruptible` handles KeyboardInterrupt
             self.close(batch)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from headway.engine.messages import Query, Refusal, Submit, ToLoop, refusal_of
-from headway.errors import RequestError
+from headway.errors import ExecutorError, RequestError
 from headway.executor.base import Preparation
 
 Post = Callable[[list[ToLoop]], None]
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class PreparationQueue:
     """Passes messages to a loop. `send` must be called by one thread at a time.
 
-    `refuse` is called on the thread that prepares params.
+    `refuse` is called on the thread that prepares params, or after `close` on that of `send`.
     """
 
     def __init__(self, post: Post, preparation: Preparation | None, refuse: Refuse) -> None:
@@ -34,6 +34,7 @@ class PreparationQueue:
         # By id of a waiting request: later messages about it.
         self._held: dict[str, list[ToLoop]] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
         # One thread, so that preparation takes at most one core from the engine.
         self._thread = ThreadPoolExecutor(1, "preparation_queue") if preparation else None
 
@@ -45,7 +46,8 @@ class PreparationQueue:
             self._post(messages)
 
     def close(self) -> None:
-        """Prepare nothing more; waiting requests are dropped."""
+        """Prepare nothing more; waiting requests are dropped, later ones are refused."""
+        self._is_closed = True
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -58,6 +60,9 @@ class PreparationQueue:
             params = self._preparation.ready(message.params)
             if params is not None:
                 return message if params is message.params else replace(message, params=params)
+            if self._is_closed:
+                self._refuse(refusal_of(message.id, ExecutorError("the engine has been closed")))
+                return None
             with self._lock:
                 self._held[message.id] = []
             self._thread.submit(self._make_ready, message)

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 from headway import LLM, AsyncEngine, SamplingParams
+from headway.engine.input_processor import RESERVED_VARIABLES
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
+from headway.plan import StepReport
 from headway.sampling_params import StructuredOutputsParams
 from tests.support import real
 
 TEMPLATE = (
+    "{{ tone }}{% for tool in tools or [] %}{{ tool.function.name }}, {% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -178,6 +181,10 @@ def test_raising_max_model_len_is_advised_only_if_the_model_allows_it(llm: LLM, 
         ({"zzz": 1}, "zzz"),
         ({"max_model_len": 513}, "512.*513"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be .* at least 1, not 0"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number .*not '0.9'"),
+        ({"threads": "4"}, "threads must be a whole number of at least 1, not '4'"),
+        ({"max_num_seqs": "8"}, "max_num_seqs must be a whole number of at least 1, not '8'"),
+        ({"max_num_batched_tokens": "512"}, "max_num_batched_tokens must .*not '512'"),
         ({"tensor_parallel_sums": "quick"}, "tensor_parallel_sums .*exact, fast, not 'quick'"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size.*only tensor_parallel_size"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching is not supported: .*always on"),
@@ -217,6 +224,72 @@ def test_calls_that_are_not_supported_say_so(llm: LLM) -> None:
     for wrong in ("hello", {"role": "user", "content": "Hello"}, 7):
         with pytest.raises(InvalidRequest, match="messages must be a list"):
             llm.chat(wrong)  # type: ignore[arg-type]
+
+
+def test_every_option_of_chat_reaches_the_template(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good d"}]
+    tool = {"type": "function", "function": {"name": "search"}}
+
+    def rendered(**options: Any) -> str:
+        [output] = llm.chat(talk, SamplingParams(max_tokens=1), **options)
+        return llm.get_tokenizer().decode(output.prompt_token_ids)
+
+    shown = "user: hello\nassistant: good d\n"
+    assert rendered() == shown + "assistant: "
+    assert rendered(add_generation_prompt=False) == shown
+    assert rendered(continue_final_message=True) == shown.removesuffix("\n")
+    assert rendered(tools=[tool]) == f"search, {shown}assistant: "
+    assert rendered(chat_template_kwargs={"tone": "kindly "}) == f"kindly {shown}assistant: "
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({name: "x"}, f"must not contain {name}") for name in RESERVED_VARIABLES]
+    + [(["tools"], "must be a dict"), ({1: "x"}, "must be a dict")],
+)
+def test_a_reserved_variable_of_the_chat_template_is_named(
+    llm: LLM, given: Any, named: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs {named}"):
+        llm.chat([{"role": "user", "content": "Hello"}], chat_template_kwargs=given)
+
+
+def test_calls_may_be_interleaved_on_one_thread(llm: LLM) -> None:
+    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    [expected] = llm.generate("Marta", params)
+    stream = llm.stream("Marta", params)
+    text = next(stream).text
+    llm.generate("The capital", SamplingParams(max_tokens=20, ignore_eos=True))
+    last = list(stream)
+    assert text + "".join(delta.text for delta in last) == expected.outputs[0].text
+    assert last[-1].finish_reason == "length"
+
+    inner: list[str] = []
+    outputs = llm.generate(
+        ["Hello", "Marta"], [short, params],
+        on_finish=lambda i, _: inner.append(llm.generate("Marta", params)[0].outputs[0].text),
+    )  # fmt: skip
+    assert outputs[1].outputs == expected.outputs
+    assert inner == [expected.outputs[0].text] * 2 and not llm.engine.has_work
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_no_prompt_stays_open_after_the_error_of_an_observer(
+    model: str, async_scheduling: bool
+) -> None:
+    def full_disk(report: StepReport) -> None:
+        if report.finished:
+            raise OSError(28, "No space left on device")
+
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 6)]
+    with LLM(model, num_blocks=60, async_scheduling=async_scheduling) as llm:
+        llm.engine.observers.insert(0, full_disk)  # before the runner's, as a trace is
+        with pytest.raises(OSError, match="No space left"):
+            llm.generate(["Marta", "Marta"], params)
+        llm.engine.observers.remove(full_disk)
+        assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], params)] == [2, 6]
+        assert llm._runner.is_idle and not llm.engine.has_work
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

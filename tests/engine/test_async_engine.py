@@ -7,16 +7,18 @@ import logging
 import random
 import re
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections import UserList
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.asyncio_bridge import EventLoopBridge
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.engine.loop import EngineLoop
-from headway.engine.messages import FinishInfo, FromLoop, SampleUpdate, Submit
+from headway.engine.messages import EngineStopped, FinishInfo, FromLoop, SampleUpdate, Submit
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.plan import StepReport
@@ -109,6 +111,23 @@ def test_one_sample_can_be_stopped_while_the_others_continue() -> None:
             first, second, third = samples_of(updates, 3)
             assert len(first[0]) == len(third[0]) == 200 > len(second[0])
             assert second[1].reason == "stop" and second[1].stop_token is None
+
+    within(ask())
+
+
+def test_a_prompt_that_raises_while_it_is_read_fails_alone() -> None:
+    class FailedRow(UserList[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise RuntimeError("the row of a dataset cannot be read")
+
+    async def ask() -> None:
+        async with running(make_engine(SLOW)) as engine:
+            other = asyncio.create_task(read(engine, "other", PROMPT, script(20)))
+            await asyncio.sleep(2 * SLOW)
+            with pytest.raises(RuntimeError, match="row of a dataset"):
+                await anext(aiter(engine.stream("a", FailedRow(PROMPT), script(3))))
+            assert len(samples_of(await other)[0][0]) == 20
+            await read(engine, "a", PROMPT, script(3))  # the id is free
 
     within(ask())
 
@@ -338,6 +357,26 @@ def test_an_observer_that_raises_is_removed_and_requests_continue(
         within(ask())
     assert steps == list(range(20)) and len(caplog.records) == 1
     assert "full_disk" in caplog.text and "No space left" in caplog.text
+
+
+def test_an_engine_outlives_its_loops_without_a_trace_of_them() -> None:
+    inner = make_engine()
+
+    async def ask() -> None:
+        async with running(inner) as engine:
+            assert len(samples_of(await read(engine, "a", PROMPT, script(5)))[0][0]) == 5
+
+    for _ in range(2):
+        within(ask())
+        assert inner.observers == [] and inner.on_observer_error is None
+
+
+def test_messages_for_a_closed_event_loop_are_dropped() -> None:
+    loop = asyncio.new_event_loop()
+    bridge = EventLoopBridge(loop, lambda messages: None)
+    loop.close()
+    bridge.deliver([EngineStopped("the test has ended")])
+    assert not bridge._messages
 
 
 def test_without_a_loop_the_exception_of_an_observer_is_raised() -> None:

@@ -337,7 +337,7 @@ def test_an_observers_exception_reaches_the_caller() -> None:
     engine.add("a", [1, 2], params())
     with pytest.raises(ValueError, match="cannot handle step 0"):
         engine.step()
-    assert len(reports) == 1 and engine.is_healthy  # earlier observers have received the report
+    assert len(reports) == 1 and engine.is_healthy
 
 
 # Explanations of waiting. The wording is tested with headway.observe.explain.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headway.engine.messages import Cancel, Query, Refusal, Submit, ToLoop
 from headway.engine.preparation_queue import PreparationQueue
-from headway.errors import InvalidGrammar, Overloaded
+from headway.errors import ExecutorError, InvalidGrammar, Overloaded
 from headway.request import RequestParams
 from tests.engine.test_async_engine import read, running, samples_of, within
 from tests.support.scripted import make_engine, script
@@ -212,5 +212,31 @@ def test_closing_an_engine_does_not_wait_for_preparations() -> None:
             results = await asyncio.gather(*waiting, return_exceptions=True)
             assert all("has stopped" in str(each) for each in results)
             preparation.gate.set()
+
+    within(work())
+
+
+def test_a_request_that_needs_preparation_is_refused_after_close() -> None:
+    refused, seen = list[Refusal](), list[ToLoop]()
+    queue = PreparationQueue(seen.extend, GatedPreparation(), refused.append)
+    queue.close()
+    queue.send([Submit("a", [1], SLOW), Submit("b", [1], READY), Cancel("a")])
+    assert [(each.id, each.kind) for each in refused] == [("a", "ExecutorError")]
+    assert seen == [Submit("b", [1], READY), Cancel("a")] and not queue._held
+
+
+def test_a_request_that_needs_preparation_fails_while_the_engine_closes() -> None:
+    engine = make_engine()
+    engine.preparation = GatedPreparation()
+
+    async def work() -> None:
+        async with running(engine) as here:
+            closing = asyncio.create_task(here.close())
+            await asyncio.sleep(0)  # the queue is closed; the end of the loop is not yet known
+            assert here.stop_reason is None
+            with pytest.raises(ExecutorError):  # of the queue, or of the loop that has ended
+                await read(here, "a", [1], replace(script(5), salt="slow"))
+            assert not here._abandoned
+            await closing
 
     within(work())

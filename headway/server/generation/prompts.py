@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headway.engine.input_processor import Prompt
+from headway.engine.input_processor import Prompt, template_variables
 from headway.server.context import Context
 from headway.server.generation.request_fields import max_listed_tokens
 from headway.server.http.errors import ApiError, attribute_errors_to, field_error
@@ -16,7 +16,6 @@ from headway.server.toolcalls.formats import HERMES
 from headway.server.toolcalls.prompt import template_messages
 
 MESSAGE_COST = 40  # fixed cost of rendering one message, in characters
-RESERVED_VARIABLES = ("template", "messages", "tools", "bos", "eos", "special")
 
 
 def prompts_of(
@@ -95,10 +94,8 @@ def _rendering_cost(message: ChatMessage) -> int:
 
 def template_options(body: ChatRequest, use: ToolUse | None) -> dict[str, Any]:
     """Variables of the chat template other than the messages."""
-    options = dict(body.chat_template_kwargs or {})
-    for name in RESERVED_VARIABLES:
-        if name in options:
-            raise field_error("chat_template_kwargs", f"must not contain {name}")
+    with attribute_errors_to("chat_template_kwargs"):
+        options = template_variables(body.chat_template_kwargs)
     for name in ("add_generation_prompt", "documents", "reasoning_effort"):
         if (value := getattr(body, name)) is not None:
             options[name] = value
