@@ -96,6 +96,8 @@ class OfflineRunner:
         """
         try:
             while batch.num_open:
+                if not self.engine.has_work:
+                    raise ExecutorError("a KeyboardInterrupt during another call ended this one")
                 self.engine.step()
                 yield
             if batch.deltas or batch.finished:  # from the steps of another call

@@ -292,6 +292,18 @@ def test_no_prompt_stays_open_after_the_error_of_an_observer(
         assert llm._runner.is_idle and not llm.engine.has_work
 
 
+def test_a_stream_that_an_interrupt_of_another_call_ended_says_so(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    stream = llm.stream("Marta", params)
+    next(stream)
+    with pytest.raises(KeyboardInterrupt), llm._runner.interruptible():
+        llm.engine.restart()  # as after an interrupt in the middle of a step
+        raise KeyboardInterrupt
+    with pytest.raises(ExecutorError, match="KeyboardInterrupt during another call"):
+        list(stream)
+    assert len(llm.generate("Marta", params)[0].outputs[0].token_ids) == 8
+
+
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_a_closed_llm_says_so(model: str, is_traced: bool, tmp_path: Path) -> None:
     llm = LLM(model, num_blocks=60, trace_out=tmp_path / "t.jsonl" if is_traced else None)
