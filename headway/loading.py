@@ -365,7 +365,10 @@ def _num_blocks(
 def _check_memory(on_device: int, on_host: int, room: GpuRoom | None) -> None:
     """ConfigError if blocks of these sizes, in bytes, do not fit into the free memory."""
     if room is None:
-        needs = [("the KV cache", on_device + on_host, free_memory(), "memory")]
+        copies = (
+            f" ({size(on_device)}, and {size(on_host)} for swapped requests)" if on_host else ""
+        )
+        needs = [(f"the KV cache{copies}", on_device + on_host, free_memory(), "memory")]
     else:
         needs = [
             ("the KV cache", on_device, room.free, "GPU memory"),

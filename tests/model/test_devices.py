@@ -36,7 +36,7 @@ from headway.executor.gpu.memory import (
 )
 from headway.executor.sampling.logprobs import SLICE
 from headway.llm import LLM
-from headway.loading import GpuRoom, LoadOptions, fit
+from headway.loading import GpuRoom, LoadOptions, _check_memory, fit
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
@@ -507,6 +507,13 @@ def test_the_memory_of_all_graphs_is_counted() -> None:
         num_mixed, num_decodes = len(graph_sizes(decoder, config)), 61  # type: ignore[arg-type]
         need = num_layers / 28 * (num_mixed * 88 / 91 + num_decodes * 16 / 34) * 2**20
         assert num_mixed > 20 and need < graph_bytes(decoder, config) < 1.5 * need  # type: ignore[arg-type]
+
+
+def test_a_cache_that_does_not_fit_names_what_swapping_adds() -> None:
+    with pytest.raises(ConfigError, match=r"900.00 GiB, and 900.00 GiB for swapped.* 1800.00 GiB"):
+        _check_memory(900 * 2**30, 900 * 2**30, None)
+    with pytest.raises(ConfigError, match=r"KV cache needs 900.00 GiB, but"):
+        _check_memory(900 * 2**30, 0, None)
 
 
 class Unlaunched:

@@ -238,6 +238,11 @@ def test_pictures_are_small_and_shown() -> None:
         assert path.name in shown, f"no document shows {path.name}"
 
 
+def test_the_index_lists_every_decision() -> None:
+    listed = re.findall(r"decisions/([\w-]+\.md)", read("docs/index.md"))
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs/decisions").glob("0*.md"))
+
+
 def test_files_named_in_documents_exist() -> None:
     pattern = r"`((?:bench|docs|examples|headway|tests)/[\w./\-]+\.\w+)`"
     for name in NAMES:

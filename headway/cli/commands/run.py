@@ -45,9 +45,9 @@ rains.
 Winter: Winter is the coldest time of the year, when the days are short and snow may fall.
 """
 HINTS = (
-    "Next  [bold]headway run --preset static[/]                    one batch after another",
-    "      [bold]headway run --preset vllm_v1 --num-blocks 20[/]   too few blocks, so it preempts",
-    "      [bold]headway run --trace-out run.jsonl[/]              then headway trace run.jsonl",
+    "Next  [bold]headway run --preset static[/]                   one batch after another",
+    "      [bold]headway run --preset vllm_v1 --num-blocks 20[/]  too few blocks",
+    "      [bold]headway run --trace-out run.jsonl[/]             for headway trace",
     "      [bold]headway chat[/], [bold]headway generate --help[/], [bold]headway bench --help[/]",
 )
 MaxTokens = Annotated[
