@@ -143,3 +143,10 @@ def test_the_growth_of_the_queue_is_a_share_of_the_arrivals(
     for request in requests:
         request.admitted = request.arrival * (1 + delay_per_second)
     assert queue_growth(requests, 9.99) == pytest.approx(growth, abs=0.01)
+
+
+@pytest.mark.parametrize("end", [1e-320, 1e-200, 1.0, 1e200])
+def test_the_growth_of_the_queue_does_not_depend_on_the_unit_of_time(end: float) -> None:
+    requests = [RequestTimeline(str(i), end * i / 99, 1) for i in range(100)]
+    assert queue_growth(requests, end) == pytest.approx(1.0, abs=0.05), "none is admitted"
+    assert queue_growth(requests[:3], end) == 0.0, "too few to be more than chance"
