@@ -61,8 +61,14 @@ class Processes:
             yield places[future], future.result()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        """End the processes at once, also in the middle of an item."""
+        if self._pool is None:
+            return
+        workers = list(self._pool._processes.values())  # Python 3.14 has terminate_workers()
+        for worker in workers:
+            worker.terminate()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = None
 
 
 def _start_worker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,16 @@ def test_processes_give_the_same_outcomes_in_order() -> None:
         assert Evaluator(executor=pool).run(JOBS) == [evaluate(job) for job in JOBS]
     finally:
         pool.close()
+
+
+def test_processes_end_in_the_middle_of_an_item() -> None:
+    pool = Processes(2)
+    results = pool.run(time.sleep, [0, 60, 60, 60])
+    assert next(results) == (0, None)
+    start = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - start < 5
 
 
 def fake_ray() -> Any:
