@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -95,6 +98,53 @@ def test_processes_end_in_the_middle_of_an_item() -> None:
     pool.close()
     pool.close()
     assert time.monotonic() - start < 5
+
+
+INTERRUPTED_IMPORT = """
+import signal
+from headway.lab.planner.executors import Processes
+
+if __name__ == "__main__":
+    pool = Processes(2)
+    print(sorted(pool.run(abs, [-1, -2])))
+    pool.close()
+else:
+    signal.raise_signal(signal.SIGINT)  # a worker imports this file before it starts
+"""
+
+
+def test_an_interrupt_does_not_reach_workers_that_still_import(tmp_path: Path) -> None:
+    path = tmp_path / "interrupted_import.py"
+    path.write_text(INTERRUPTED_IMPORT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    result = subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert (result.stdout, result.stderr) == ("[(0, 1), (1, 2)]\n", "")
+
+
+class Interrupting:
+    """Items; this process is interrupted before each."""
+
+    def __init__(self, items: list[int]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Any:
+        for item in self._items:
+            signal.raise_signal(signal.SIGINT)
+            self.num_sent = item
+            yield item
+
+
+def test_an_interrupt_while_workers_start_is_raised_after_it() -> None:
+    pool, items = Processes(2), Interrupting([1, 2, 3])
+    with pytest.raises(KeyboardInterrupt):
+        list(pool.run(abs, items))  # type: ignore[arg-type]
+    pool.close()
+    assert items.num_sent == 3
 
 
 def fake_ray() -> Any:
