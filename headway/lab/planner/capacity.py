@@ -27,6 +27,7 @@ from headway.lab.planner.workload import Workload, at_rate
 
 TOLERANCE = 0.01  # width of the last bracket, relative to its upper end
 LIGHT, ALONE = 1 / 16, 1 / 1000  # of the saturated rate; ALONE: requests hardly ever meet
+AT_ONCE = 10_000  # times the saturated rate; the arrivals end within about a step
 MAX_ALONE = 100  # requests whose figure a message gives
 NUM_ALONE = 3  # seeds that must fail before a target is called impossible
 SATURATED = "queue growth"
@@ -104,7 +105,8 @@ class Impossible(ConfigError):
 def find_capacity(
     question: CapacityQuestion, seeds: Sequence[int], evaluator: Evaluator
 ) -> Capacity:
-    """ConfigError if the workload has no arrival process, Impossible if no rate meets the targets."""
+    """ConfigError if the workload has no arrival process or too few requests, Impossible if no rate
+    meets the targets."""
     at_rate(question.workload.requests(), 1.0)
     job = question.job(0, math.inf)
     (at_once,) = evaluator.run([job])
@@ -121,6 +123,7 @@ def find_capacity(
                 search.high, search.limits = search.next_rate, Counter(failed)
             else:
                 search.low = search.next_rate
+                _check_limited(question, search)
                 latest[search.seed] = outcome
     rates = tuple(search.rate for search in searches)
     limits = Counter(name for search in searches for name in search.limits)
@@ -130,6 +133,17 @@ def find_capacity(
         limited_by=dict(sorted(limits.items())), num_runs=num_runs,
         is_short=any(_is_short(outcome) for outcome in latest.values()),
     )  # fmt: skip
+
+
+def _check_limited(question: CapacityQuestion, search: SeedSearch) -> None:
+    """ConfigError if a run fails nothing although its requests practically arrive at once."""
+    if search.low >= AT_ONCE * search.start:
+        passed = "all targets are met and the queue" if question.targets else "the queue"
+        raise ConfigError(
+            f"the {len(question.workload.requests())} requests of the workload are too few to find "
+            f"a capacity: {passed} does not grow even at {search.low:.3g} requests/s "
+            f"(seed {search.seed}); give the workload more requests"
+        )
 
 
 def failures(targets: Targets, outcome: Outcome) -> list[str]:

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from headway.errors import ConfigError
@@ -56,18 +57,40 @@ class Processes:
             # Not fork: the progress bar has a thread.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._count, context, _start_worker)
-        places = {self._pool.submit(function, item): place for place, item in enumerate(items)}
+        with _interrupts_held():  # the first `submit` starts the workers
+            places = {self._pool.submit(function, item): place for place, item in enumerate(items)}
         for future in as_completed(places):
             yield places[future], future.result()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        """End the processes at once, also in the middle of an item."""
+        if self._pool is None:
+            return
+        workers = list(self._pool._processes.values())  # Python 3.14 has terminate_workers()
+        for worker in workers:
+            worker.terminate()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = None
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block. Processes that start in it never receive Ctrl-C."""
+    held: list[int] = []
+    # Other threads do not block the signal, so it can still reach the handler.
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which new processes inherit
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the main process, and end with it even if it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """End with the main process even if it is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
 

@@ -74,6 +74,22 @@ def test_a_workload_without_arrivals_has_no_capacity() -> None:
         find_capacity(question(text="requests=9"), range(2), Evaluator())
 
 
+@pytest.mark.parametrize("num_requests", [2, 5])
+@pytest.mark.parametrize("targets", [(), (Target("ttft", "p99", 1000.0),)])
+def test_too_few_requests_for_any_rate_to_fail_are_refused(
+    num_requests: int, targets: tuple[Target, ...]
+) -> None:
+    text = f"requests={num_requests},arrivals=poisson(5),output=3"
+    with pytest.raises(ConfigError, match=f"{num_requests} requests .* more requests"):
+        find_capacity(question(*targets, text=text), range(3), Evaluator())
+
+
+def test_a_target_that_few_requests_miss_gives_their_capacity() -> None:
+    asked = question(Target("ttft", "p99", 0.06), text="requests=5,arrivals=poisson(5),output=3")
+    found = find_capacity(asked, range(3), Evaluator())
+    assert set(found.limited_by) == {"ttft-p99"} and found.rate.mean > 0
+
+
 def test_settings_that_reject_every_request_are_refused() -> None:
     refusing = replace(question(), settings={"max_model_len": 2})
     with pytest.raises(ConfigError, match="all requests are rejected.*max_model_len"):

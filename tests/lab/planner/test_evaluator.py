@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +90,63 @@ def test_processes_give_the_same_outcomes_in_order() -> None:
         pool.close()
 
 
+def test_processes_end_in_the_middle_of_an_item() -> None:
+    pool = Processes(2)
+    results = pool.run(time.sleep, [0, 60, 60, 60])
+    assert next(results) == (0, None)
+    start = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - start < 5
+
+
+INTERRUPTED_IMPORT = """
+import signal
+from headway.lab.planner.executors import Processes
+
+if __name__ == "__main__":
+    pool = Processes(2)
+    print(sorted(pool.run(abs, [-1, -2])))
+    pool.close()
+else:
+    signal.raise_signal(signal.SIGINT)  # a worker imports this file before it starts
+"""
+
+
+def test_an_interrupt_does_not_reach_workers_that_still_import(tmp_path: Path) -> None:
+    path = tmp_path / "interrupted_import.py"
+    path.write_text(INTERRUPTED_IMPORT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    result = subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert (result.stdout, result.stderr) == ("[(0, 1), (1, 2)]\n", "")
+
+
+class Interrupting:
+    """Items; this process is interrupted before each."""
+
+    def __init__(self, items: list[int]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Any:
+        for item in self._items:
+            signal.raise_signal(signal.SIGINT)
+            self.num_sent = item
+            yield item
+
+
+def test_an_interrupt_while_workers_start_is_raised_after_it() -> None:
+    pool, items = Processes(2), Interrupting([1, 2, 3])
+    with pytest.raises(KeyboardInterrupt):
+        list(pool.run(abs, items))  # type: ignore[arg-type]
+    pool.close()
+    assert items.num_sent == 3
+
+
 def fake_ray() -> Any:
     """As much of Ray's interface as the executor uses; the last task ends first."""
     done: dict[int, Any] = {}
@@ -143,3 +204,10 @@ def test_the_growth_of_the_queue_is_a_share_of_the_arrivals(
     for request in requests:
         request.admitted = request.arrival * (1 + delay_per_second)
     assert queue_growth(requests, 9.99) == pytest.approx(growth, abs=0.01)
+
+
+@pytest.mark.parametrize("end", [1e-320, 1e-200, 1.0, 1e200])
+def test_the_growth_of_the_queue_does_not_depend_on_the_unit_of_time(end: float) -> None:
+    requests = [RequestTimeline(str(i), end * i / 99, 1) for i in range(100)]
+    assert queue_growth(requests, end) == pytest.approx(1.0, abs=0.05), "none is admitted"
+    assert queue_growth(requests[:3], end) == 0.0, "too few to be more than chance"
