@@ -213,7 +213,7 @@ def test_the_lengths_of_a_trace_are_measured_with_caps(bare: list[str], tmp_path
     )  # fmt: skip
     result = json.loads(done.out)
     assert (result["num_requests"], result["total_input_tokens"]) == (3, 10 + 25 + 20)
-    assert result["total_output_tokens"] == 3 + 5 + 2
+    assert result["total_output_tokens"] == 3 + 5 + 2 and not done.err
 
 
 def test_conversations_in_the_format_of_sharegpt(tiny: list[str], tmp_path: Path) -> None:
@@ -227,6 +227,22 @@ def test_conversations_in_the_format_of_sharegpt(tiny: list[str], tmp_path: Path
     result = json.loads(done.out)
     assert (result["num_requests"], result["total_input_tokens"]) == (2, 9 + 7)
     assert result["total_output_tokens"] == 10 + 9
+    assert "2 requests instead of 32" in done.err
+    assert "4 conversations, and 2 have fewer than 4 tokens" in done.err
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("two.csv", "arrival_s,prompt_tokens,output_tokens\n0,10,3\n1,9,2\n"), ("two.txt", "a b\nc d\n"),
+])  # fmt: skip
+def test_a_file_with_fewer_requests_than_asked_for_gives_a_note(
+    name: str, content: str, tiny: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    run = ("bench", "throughput", *tiny, "--dataset-path", tmp_path / name, "--json")
+    done = headway(*run, "--num-prompts", "5")
+    assert json.loads(done.out)["num_requests"] == 2
+    assert f"2 requests instead of 5 (--num-prompts): {tmp_path / name} has no more" in done.err
+    assert not headway(*run, "--num-prompts", "2").err
 
 
 @pytest.mark.parametrize(("options", "content", "said"), [
