@@ -539,7 +539,7 @@ OLD_FLAGS = [
     ("bench serve", "--url", ["--base-url"]),
     ("bench serve", "--rate", ["--request-rate"]),
     ("bench serve", "--concurrency", ["--max-concurrency"]),
-    ("bench throughput", "--dataset", ["--dataset-path"]),
+    ("bench throughput", "--dataset", ["--dataset-name", "--dataset-path"]),
 ]
 
 

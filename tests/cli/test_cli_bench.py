@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.cli.options.dataset import NAMES
 from headway.errors import ConfigError
 from headway.lab.loadgen.report import latency, throughput
 from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
@@ -258,3 +259,28 @@ def test_a_wrong_dataset_is_one_sentence(
         (tmp_path / "chats.json").write_text(content)
         options = [*options, "--dataset-path", str(tmp_path / "chats.json")]
     assert said in sentence("bench", "throughput", *tiny, *options)
+
+
+@pytest.mark.parametrize(("row", "is_trace"), [
+    ({"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [0]}, True),
+    ({"arrival": 0, "prompt": 9, "output": 2}, True),
+    ({"headway_trace": 1}, True), ({"prompt": 3}, False), ({"messages": []}, False),
+])  # fmt: skip
+def test_the_error_for_a_trace_that_is_read_as_prompts_names_the_option(
+    row: dict[str, object], is_trace: bool, tiny: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "work.jsonl").write_text(json.dumps(row) + "\n")
+    run = ("bench", "throughput", *tiny, "--dataset-path", tmp_path / "work.jsonl")
+    assert ("--dataset-name trace" in sentence(*run)) == is_trace
+
+
+def test_an_empty_csv_is_reported_as_empty(tiny: list[str], tmp_path: Path) -> None:
+    (file := tmp_path / "zero.csv").write_text("")
+    said = sentence("bench", "throughput", *tiny, "--dataset-path", file)
+    assert f"{file}: the file is empty" in said
+
+
+def test_the_help_lists_every_kind_of_dataset() -> None:
+    text = " ".join(headway("bench", "throughput", "--help").out.split())
+    listed = text.split("--dataset-name", 1)[1].split("--max-input-len")[0]
+    assert all(name in listed for name in NAMES)

@@ -21,6 +21,7 @@ from headway.cli.options import prompts
 from headway.errors import ConfigError, FormatError, InvalidRequest
 from headway.lab.loadgen.requests import LengthRange, RequestFormat, random_prompt, truncate
 from headway.lab.workload.files import read_workload
+from headway.lab.workload.rows import ALIASES
 from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Work = tuple[list[str | list[int]], list[SamplingParams]]
 NAMES = ("random", "prompts", "trace", "sharegpt")
 BY_SUFFIX = {".csv": "trace", ".json": "sharegpt"}  # any other file has prompts
+LENGTH_FIELDS = {"arrival", "output", "headway_trace", *ALIASES}
 MIN_TOKENS = 4  # a shorter prompt or reply of a conversation is left out, as in `vllm bench`
 
 
@@ -125,7 +127,8 @@ def _read_prompts(
     prompts.apply_chat_template(llm, entries)
     error = next((entry.error for entry in entries if entry.error), None)
     if error is not None:
-        raise InvalidRequest(error)
+        hint = "; use --dataset-name trace for a file of lengths" if _has_lengths(file) else ""
+        raise InvalidRequest(error + hint)
     params = [
         replace(
             entry.params,
@@ -135,6 +138,16 @@ def _read_prompts(
         for entry in entries
     ]
     return [entry.content for entry in entries], params
+
+
+def _has_lengths(file: Path) -> bool:
+    """Whether the first line is that of a trace or a workload, not a prompt."""
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            first = json.loads(next(line for line in lines if line.strip()))
+    except (OSError, ValueError, StopIteration):
+        return False
+    return isinstance(first, dict) and not LENGTH_FIELDS.isdisjoint(first)
 
 
 def _trace(llm: LLM, path: Path, dataset: Dataset) -> Iterator[tuple[list[int], int]]:
