@@ -54,6 +54,7 @@ Progress = Callable[[str, int, int], None]  # (description, done, total)
 Measure = Callable[[Decoder, Config, float], int]
 KV_FRACTION = 0.1  # default fraction of free CPU memory for the KV cache
 PINNED_FRACTION = 0.125  # fraction of free host memory for blocks swapped out of a GPU
+MAX_THREADS = 1024  # with far more, the thread pool of torch or of the kernels ends the process
 CPU_NUM_SEQS, CPU_BATCHED_TOKENS = 64, 512  # on a CPU, more of either only makes steps longer
 
 
@@ -77,7 +78,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         number("gpu_memory_utilization", self.gpu_memory_utilization, above=0, high=1)
         if self.threads is not None:
-            whole_number("threads", self.threads, 1)
+            whole_number("threads", self.threads, 1, MAX_THREADS)
         whole_number("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         one_of("tensor_parallel_sums", self.tensor_parallel_sums, SUMS)
         if self.deterministic and self.tensor_parallel_size > 1:

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
-from headway.errors import ReplayMismatch
+from headway.errors import ConfigError, ReplayMismatch
 from headway.executor.simulated import SimulatedHandle
 from headway.lab.diff import differences
 from headway.observe.trace import Line, decisions, describe_step, request_of, unpack_tokens
@@ -56,8 +56,16 @@ class RecordedExecutor:
 
 
 def replay(trace: Iterable[Line]) -> Iterator[Line]:
-    """The steps of the scheduler when it decides the recorded run again."""
+    """The steps of the scheduler when it decides the recorded run again.
+
+    ConfigError if the trace is redacted.
+    """
     header, *steps = trace
+    if header.get("is_redacted"):
+        raise ConfigError(
+            "the trace was recorded with --trace-redact and has no tokens, so it cannot be replayed; "
+            "record the run without --trace-redact"
+        )
     return Replay(header, steps, has_blocks=header.get("has_blocks", False)).lines()
 
 

@@ -322,6 +322,14 @@ def test_trace_replays_a_file(traces: dict[str, Path]) -> None:
     assert done.code == 0 and "steps replayed" in done.out
 
 
+def test_the_replay_of_a_redacted_trace_is_refused_with_the_reason(tmp_path: Path) -> None:
+    trace = tmp_path / "red.jsonl"
+    run = ("--profile", PROFILE, "--trace-out", trace, "--trace-redact", *SMALL)
+    assert headway("simulate", WORK, *run).code == 0
+    said = sentence("trace", trace, "--replay")
+    assert "recorded with --trace-redact" in said and "cannot be replayed" in said
+
+
 def test_trace_replays_a_users_policy_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,7 +539,7 @@ OLD_FLAGS = [
     ("bench serve", "--url", ["--base-url"]),
     ("bench serve", "--rate", ["--request-rate"]),
     ("bench serve", "--concurrency", ["--max-concurrency"]),
-    ("bench throughput", "--dataset", ["--dataset-path"]),
+    ("bench throughput", "--dataset", ["--dataset-name", "--dataset-path"]),
 ]
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.cli.options.dataset import NAMES
 from headway.errors import ConfigError
 from headway.lab.loadgen.report import latency, throughput
 from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
@@ -213,7 +214,7 @@ def test_the_lengths_of_a_trace_are_measured_with_caps(bare: list[str], tmp_path
     )  # fmt: skip
     result = json.loads(done.out)
     assert (result["num_requests"], result["total_input_tokens"]) == (3, 10 + 25 + 20)
-    assert result["total_output_tokens"] == 3 + 5 + 2
+    assert result["total_output_tokens"] == 3 + 5 + 2 and not done.err
 
 
 def test_conversations_in_the_format_of_sharegpt(tiny: list[str], tmp_path: Path) -> None:
@@ -227,6 +228,22 @@ def test_conversations_in_the_format_of_sharegpt(tiny: list[str], tmp_path: Path
     result = json.loads(done.out)
     assert (result["num_requests"], result["total_input_tokens"]) == (2, 9 + 7)
     assert result["total_output_tokens"] == 10 + 9
+    assert "2 requests instead of 32" in done.err
+    assert "4 conversations, and 2 have fewer than 4 tokens" in done.err
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("two.csv", "arrival_s,prompt_tokens,output_tokens\n0,10,3\n1,9,2\n"), ("two.txt", "a b\nc d\n"),
+])  # fmt: skip
+def test_a_file_with_fewer_requests_than_asked_for_gives_a_note(
+    name: str, content: str, tiny: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    run = ("bench", "throughput", *tiny, "--dataset-path", tmp_path / name, "--json")
+    done = headway(*run, "--num-prompts", "5")
+    assert json.loads(done.out)["num_requests"] == 2
+    assert f"2 requests instead of 5 (--num-prompts): {tmp_path / name} has no more" in done.err
+    assert not headway(*run, "--num-prompts", "2").err
 
 
 @pytest.mark.parametrize(("options", "content", "said"), [
@@ -242,3 +259,28 @@ def test_a_wrong_dataset_is_one_sentence(
         (tmp_path / "chats.json").write_text(content)
         options = [*options, "--dataset-path", str(tmp_path / "chats.json")]
     assert said in sentence("bench", "throughput", *tiny, *options)
+
+
+@pytest.mark.parametrize(("row", "is_trace"), [
+    ({"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [0]}, True),
+    ({"arrival": 0, "prompt": 9, "output": 2}, True),
+    ({"headway_trace": 1}, True), ({"prompt": 3}, False), ({"messages": []}, False),
+])  # fmt: skip
+def test_the_error_for_a_trace_that_is_read_as_prompts_names_the_option(
+    row: dict[str, object], is_trace: bool, tiny: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "work.jsonl").write_text(json.dumps(row) + "\n")
+    run = ("bench", "throughput", *tiny, "--dataset-path", tmp_path / "work.jsonl")
+    assert ("--dataset-name trace" in sentence(*run)) == is_trace
+
+
+def test_an_empty_csv_is_reported_as_empty(tiny: list[str], tmp_path: Path) -> None:
+    (file := tmp_path / "zero.csv").write_text("")
+    said = sentence("bench", "throughput", *tiny, "--dataset-path", file)
+    assert f"{file}: the file is empty" in said
+
+
+def test_the_help_lists_every_kind_of_dataset() -> None:
+    text = " ".join(headway("bench", "throughput", "--help").out.split())
+    listed = text.split("--dataset-name", 1)[1].split("--max-input-len")[0]
+    assert all(name in listed for name in NAMES)

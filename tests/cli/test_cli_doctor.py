@@ -48,10 +48,17 @@ def test_a_trial_of_a_trace_shows_before_and_after(trace: Path) -> None:
         assert line.endswith(show(after[key][mark] if mark else after[key], unit))
 
 
-def test_wrong_arguments_are_refused_in_one_sentence(trace: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_in_one_sentence(trace: Path) -> None:
     assert "slot=value" in sentence("doctor", str(trace), "--try", "chunk")
     assert "max_num_seqs" in sentence("doctor", str(trace), "--try", "max_num_seqs=no")
-    assert "cannot reach" in sentence("doctor", str(tmp_path / "missing"))
+
+
+def test_a_missing_file_is_told_from_a_server_that_does_not_respond(tmp_path: Path) -> None:
+    for name in ("nosuch.jsonl", "nosuch.jsonl.gz", "runs/nosuch", str(tmp_path / "missing")):
+        for more in ((), ("--try", "queue=fcfs")):
+            assert f"{name}: no such trace file" in sentence("doctor", name, *more)
+    for url in ("127.0.0.1:1", "127.0.0.1:1/path", "http://127.0.0.1:1/a.jsonl", "[::1]:1"):
+        assert "cannot reach" in sentence("doctor", url)
 
 
 @pytest.fixture

@@ -276,6 +276,7 @@ def test_an_error_is_reported_before_the_model_is_loaded(
         (("--preset", "vlm"), "did you mean vllm?"), (("--queue", "fcsf"), "did you mean fcfs?"),
         (("--dtype", "int3"), "int3"), (("--quantization", "int3"), "int3"), (("--load-format", "zip"), "zip"),
         (("--kv-memory", "lots"), "lots"), (("--threads", "0"), "threads"),
+        (("--threads", "1025"), "threads must be a whole number of at most 1024, not 1025"),
         (("--num-blocks", "0"), "num_blocks"),
     ],
 )  # fmt: skip

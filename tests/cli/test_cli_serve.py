@@ -83,8 +83,7 @@ def test_a_model_is_served_until_sigterm(
 
 
 def test_errors_are_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
+    with bind("127.0.0.1", 0) as taken:  # by a server that is not ready yet
         port = str(taken.getsockname()[1])
         assert "Address already in use" in sentence("serve", "--port", port)
     assert "no.such.host" in sentence("serve", "--host", "no.such.host.invalid")

@@ -447,3 +447,14 @@ def test_the_api_key_is_sent_and_a_wrong_one_is_reported() -> None:
 def test_an_invalid_option_is_reported_before_any_load(options: list[str], word: str) -> None:
     done = Completed(*options)
     assert done.code == 2 and word in str(done.error)
+
+
+@pytest.mark.skipif(plots.can_save(Path("x.png")), reason="matplotlib is installed")
+@pytest.mark.parametrize("suffix", [".png", ".pdf"])
+def test_a_plot_that_needs_matplotlib_is_refused_before_any_load(
+    suffix: str, tmp_path: Path
+) -> None:
+    with FakeServer() as server:
+        done = Completed("--base-url", server.url, "--plot", tmp_path / f"x{suffix}")
+    assert done.code == 2 and "matplotlib is not installed" in str(done.error)
+    assert not server.asked and not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -22,12 +23,12 @@ from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketClient
-from headway.server.process.serve import bind
-from headway.server.process.workers import SharedListener
+from headway.server.process.serve import ServerFactory, bind, listen, serve_single_process
+from headway.server.process.workers import SharedListener, Supervisor
 from tests.engine.test_async_engine import PROMPT, SLOW, read, read_randomly, samples_of, within
 from tests.support.drive import check_no_leaks
 from tests.support.processes import Server
-from tests.support.scripted import END, make_engine, script
+from tests.support.scripted import END, MiniApp, make_engine, mini_served, script
 
 MODEL_INFO = {"model": "none"}
 
@@ -208,9 +209,11 @@ def test_with_random_workers_every_request_has_one_result(seed: int) -> None:
 # Real processes.
 
 
-def test_an_error_for_a_used_port_says_what_to_do() -> None:
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_an_error_for_a_used_port_says_what_to_do(is_ready: bool) -> None:
     taken = bind("127.0.0.1", 0)
-    taken.listen()
+    if is_ready:
+        listen(taken)
     number = taken.getsockname()[1]
     with pytest.raises(ConfigError, match=f"127.0.0.1:{number}.*--port"):
         bind("127.0.0.1", number)
@@ -219,6 +222,42 @@ def test_an_error_for_a_used_port_says_what_to_do() -> None:
         bind("no.such.host.invalid", 0)
     with pytest.raises(ConfigError, match="65535, not 70000"):
         bind("127.0.0.1", 70_000)
+
+
+def test_a_port_can_be_used_again_right_after_a_crash() -> None:
+    crashed = bind("127.0.0.1", 0)
+    listen(crashed)
+    address = crashed.getsockname()
+    with socket.create_connection(address) as client:
+        crashed.accept()[0].close()  # closed first by the server: its port stays in TIME_WAIT
+        assert client.recv(1) == b""
+    crashed.close()
+    with bind(*address) as again:
+        listen(again)
+
+
+def run_single_process(factory: ServerFactory, bound: socket.socket) -> int:
+    return serve_single_process(factory, bound, lambda _: None)
+
+
+def run_with_workers(factory: ServerFactory, bound: socket.socket) -> int:
+    return Supervisor(factory, bound, 1).run(lambda _: None)
+
+
+@pytest.mark.parametrize("run", [run_single_process, run_with_workers])
+def test_a_port_that_is_taken_while_the_model_loads_is_reported(
+    run: Callable[[ServerFactory, socket.socket], int],
+) -> None:
+    factory = ServerFactory(make_engine=partial(mini_served, 0.0), make_app=MiniApp)
+    with socket.socket() as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        second = socket.socket()
+        second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        second.bind(first.getsockname())
+        first.listen()
+        with second, pytest.raises(ConfigError, match=r"Address already in use.*--port"):
+            run(factory, second)
 
 
 def test_a_shared_listener_accepts_one_connection_per_wakeup() -> None:

@@ -49,7 +49,8 @@ DatasetPath = Annotated[
 DatasetName = Annotated[
     str | None,
     typer.Option(
-        help=f"What --dataset-path contains: {', '.join(NAMES[1:])}. Default: by its name.",
+        help=f"{NAMES[0]} (without --dataset-path), or what --dataset-path contains: "
+        f"{', '.join(NAMES[1:])}. Default: by its name.",
         show_default=False,
     ),
 ]

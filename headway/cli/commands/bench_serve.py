@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headway.cli.options.common import Json, check_writable, progress_bar, spread
+from headway.cli.options.common import Json, progress_bar, spread
 from headway.cli.options.loadgen import LoadgenOptions, LoadSpec, TargetOptions
+from headway.cli.options.planner import check_plot, save_plot
 from headway.errors import ConfigError
 from headway.lab import plots
 from headway.lab.loadgen import report
@@ -179,16 +180,12 @@ def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
 
 
 def _check_plot(plot: str | None) -> None:
-    """ConfigError for an unknown suffix or an unwritable file, before any load."""
-    if plot not in (None, "-") and Path(plot or "").suffix not in plots.SUFFIXES:
+    """ConfigError or FormatError for a plot that cannot be written, before any load."""
+    if plot is None or plot == "-":
+        return
+    if Path(plot).suffix not in plots.SUFFIXES:
         raise ConfigError(f"plot must end in {', '.join(plots.SUFFIXES)}, or be -, not {plot!r}")
-    if plot is not None and _is_file(plot):
-        check_writable(Path(plot))
-
-
-def _is_file(plot: str) -> bool:
-    """Whether the plot is written to a file; some formats need matplotlib."""
-    return plot != "-" and plots.can_save(Path(plot))
+    check_plot(Path(plot))
 
 
 def _draw(
@@ -197,7 +194,7 @@ def _draw(
     loads: Sequence[LoadGenerator],
     results: Sequence[dict[str, Any]],
 ) -> None:
-    """Write the plot to its file, or print it for - and where matplotlib is missing."""
+    """Write the plot to its file, or print it for -."""
     if len(specs) == 1:
         times = report.times_of(loads[0].outcomes)
         drawn = plots.distribution("latency", {"TTFT": times["ttft"], "ITL": times["itl"]})
@@ -207,16 +204,7 @@ def _draw(
             (float(s.rate or s.concurrency or 0), x) for s, x in zip(specs, results, strict=True)
         ]
         drawn = plots.sweep("latency", "requests/s" if is_rate else "concurrency", points, PLOTTED)
-    console = Console(stderr=True)
-    if _is_file(plot):
-        path = Path(plot)
-        plots.save(drawn, path)
-        console.print(f"plot: {path}", markup=False, highlight=False)
-        return
-    console.print(plots.text(drawn), markup=False, highlight=False)
-    if plot != "-":
-        console.print(
-            f"{plot} was not written: matplotlib is not installed; pip install '.[lab]' in "
-            "Headway's folder",
-            markup=False,
-        )
+    if plot == "-":
+        Console(stderr=True).print(plots.text(drawn), markup=False, highlight=False)
+    else:
+        save_plot(drawn, Path(plot))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +21,7 @@ from headway.lab.trial import Recording, try_changes
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, read_trace
 
+FILE_SUFFIXES = (".json", ".jsonl", ".gz", ".trace")
 Target = Annotated[
     str, typer.Argument(metavar="URL|TRACE", help="URL of a server, or a trace file.")
 ]
@@ -53,12 +56,24 @@ def doctor_command(
     if Path(target).is_file():
         import_from_working_directory()  # the recorded policies may be there
         found = _of_trace(Path(target), changes, profile)
+    elif _looks_like_a_file(target):
+        raise ConfigError(
+            f"{target}: no such trace file; check the path, or give a server as http://HOST:PORT"
+        )
     elif changes:
         body = {"changes": changes, "profile": profile}
         found = fetch(target, "/doctor/try", api_key, body, TRIAL_SECONDS)
     else:
         found = fetch(target, "/doctor", api_key)
     print(json.dumps(found, indent=2) if json_ else _text(found))
+
+
+def _looks_like_a_file(target: str) -> bool:
+    """Whether a target has no scheme and no port, but a path or the suffix of a trace."""
+    has_port = re.match(r"[^/]+:\d+(/|$)", target) is not None
+    if "://" in target or has_port:
+        return False
+    return "/" in target or os.sep in target or Path(target).suffix in FILE_SUFFIXES
 
 
 def _changes(texts: list[str]) -> dict[str, str]:

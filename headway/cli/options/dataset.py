@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from headway.checks import one_of
 from headway.cli.options import prompts
 from headway.errors import ConfigError, FormatError, InvalidRequest
 from headway.lab.loadgen.requests import LengthRange, RequestFormat, random_prompt, truncate
 from headway.lab.workload.files import read_workload
+from headway.lab.workload.rows import ALIASES
 from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 Work = tuple[list[str | list[int]], list[SamplingParams]]
 NAMES = ("random", "prompts", "trace", "sharegpt")
 BY_SUFFIX = {".csv": "trace", ".json": "sharegpt"}  # any other file has prompts
+LENGTH_FIELDS = {"arrival", "output", "headway_trace", *ALIASES}
 MIN_TOKENS = 4  # a shorter prompt or reply of a conversation is left out, as in `vllm bench`
 
 
@@ -42,22 +47,46 @@ class Dataset:
     max_output: int | None = None
 
     def load(self, llm: LLM, source: random.Random) -> Work:
-        """The prompts and their parameters; ConfigError or FormatError if there are none."""
+        """The prompts and their parameters; ConfigError or FormatError if there are none.
+
+        A note on stderr says if the file has fewer than `count`.
+        """
         path, name = self.path, self._name()
         if path is None:
             return random_work(llm, source, self.count, self.inputs, self.outputs)
         if name == "prompts":
-            return _read_prompts(llm, path, self.count, source, self.outputs)
-        pairs = _conversations(llm, path) if name == "sharegpt" else _trace(llm, path, self)
+            work = _read_prompts(llm, path, self.count, source, self.outputs)
+        elif name == "trace":
+            work = self._capped(_trace(llm, path, self), source)
+        else:
+            return self._sharegpt(llm, path, source)
+        self._note_missing(len(work[0]), f"{path} has no more")
+        return work
+
+    def _sharegpt(self, llm: LLM, path: Path, source: random.Random) -> Work:
+        found = _read_json(path)
+        work = self._capped(_conversations(llm, found), source)
+        num_used = len(work[0])
+        if not num_used:
+            raise FormatError(path, None, f"no conversation has {MIN_TOKENS} tokens on both sides")
+        reason = f"{path} has {len(found)} conversations"
+        if num_skipped := len(found) - num_used:
+            reason += f", and {num_skipped} have fewer than {MIN_TOKENS} tokens on one side"
+        self._note_missing(num_used, reason)
+        return work
+
+    def _capped(self, pairs: Iterable[tuple[list[int], int]], source: random.Random) -> Work:
+        """The first `count` pairs of tokens and output length, with both lengths capped."""
         work: Work = [], []
-        for tokens, num_output in pairs:
+        for tokens, num_output in islice(pairs, self.count):
             work[0].append(tokens[: self.max_input])
             work[1].append(_params(source, min(num_output, self.max_output or num_output)))
-            if len(work[0]) == self.count:
-                break
-        if not work[0]:
-            raise FormatError(path, None, f"no conversation has {MIN_TOKENS} tokens on both sides")
         return work
+
+    def _note_missing(self, num_found: int, reason: str) -> None:
+        if num_found < self.count:
+            note = f"note: {num_found} requests instead of {self.count} (--num-prompts): {reason}"
+            Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
 
     def _name(self) -> str:
         """The kind of dataset; ConfigError if it does not go with the path."""
@@ -98,7 +127,8 @@ def _read_prompts(
     prompts.apply_chat_template(llm, entries)
     error = next((entry.error for entry in entries if entry.error), None)
     if error is not None:
-        raise InvalidRequest(error)
+        hint = "; use --dataset-name trace for a file of lengths" if _has_lengths(file) else ""
+        raise InvalidRequest(error + hint)
     params = [
         replace(
             entry.params,
@@ -110,6 +140,16 @@ def _read_prompts(
     return [entry.content for entry in entries], params
 
 
+def _has_lengths(file: Path) -> bool:
+    """Whether the first line is that of a trace or a workload, not a prompt."""
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            first = json.loads(next(line for line in lines if line.strip()))
+    except (OSError, ValueError, StopIteration):
+        return False
+    return isinstance(first, dict) and not LENGTH_FIELDS.isdisjoint(first)
+
+
 def _trace(llm: LLM, path: Path, dataset: Dataset) -> Iterator[tuple[list[int], int]]:
     """Tokens and output lengths of a workload file; equal prefixes in the file stay equal."""
     ids = RequestFormat(model="", vocab_size=llm.loaded.decoder.config.vocab_size)
@@ -118,11 +158,13 @@ def _trace(llm: LLM, path: Path, dataset: Dataset) -> Iterator[tuple[list[int], 
         yield ids.tokens(short), short.num_output
 
 
-def _conversations(llm: LLM, path: Path) -> Iterator[tuple[list[int], int]]:
+def _conversations(
+    llm: LLM, conversations: list[dict[str, Any]]
+) -> Iterator[tuple[list[int], int]]:
     """The first question of every conversation, and the length of its answer."""
     if (tokenizer := llm.tokenizer) is None:
         raise ConfigError("--dataset-name sharegpt needs a model with a tokenizer")
-    for conversation in _read_json(path):
+    for conversation in conversations:
         turns = conversation.get("conversations") or ()
         texts = [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)]
         question, answer = (

@@ -17,5 +17,5 @@ REPLACED = {
     "--url": ("--base-url",),
     "--rate": ("--request-rate",),
     "--concurrency": ("--max-concurrency",),
-    "--dataset": ("--dataset-path",),
+    "--dataset": ("--dataset-name", "--dataset-path"),
 }

@@ -115,12 +115,15 @@ def read_rows(path: Path, make: Callable[[Row], T]) -> Iterator[T]:
         except UnicodeDecodeError:
             raise FormatError(path, lines.number + 1, "not UTF-8 text") from None
         except (ValueError, csv.Error, RecursionError) as error:
-            raise FormatError(path, lines.number, str(error)) from None
+            raise FormatError(path, lines.number or None, str(error)) from None
 
 
 def _csv_rows(lines: Lines) -> Iterator[Row]:
     reader = csv.reader(lines, strict=True)
-    header = [name.strip() for name in next(reader, [])]
+    names = next(reader, None)
+    if names is None:
+        raise ValueError("the file is empty")
+    header = [name.strip() for name in names]
     for key in REQUIRED:
         if not any(ALIASES.get(name, name) == key for name in header):
             raise ValueError(f"the header has no column {_spellings(key)}")

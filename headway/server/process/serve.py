@@ -63,7 +63,11 @@ class ServerFactory:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet; ConfigError if the address is not available."""
+    """A bound socket that does not listen yet; ConfigError if the address is not available.
+
+    With SO_REUSEADDR, several sockets can be bound to one address until one of them listens. So it
+    is set only if binding fails without it, as it does right after a crash.
+    """
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"port must be from 0 (any free port) to 65535, not {port}")
     try:
@@ -73,32 +77,49 @@ def bind(host: str, port: int) -> socket.socket:
         # asyncio sets TCP_NODELAY only if the socket's protocol is given.
         bound = socket.socket(family, kind, protocol)
         try:
-            # Allow a restart right after a crash.
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
+            try:
+                bound.bind(address)
+            except OSError:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.bind(address)
         except BaseException:
             bound.close()
             raise
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {reason}; choose another --port or --host, or stop "
-            "the process that uses it"
-        ) from None
+        raise _unavailable(host, port, error) from None
     return bound
+
+
+def listen(bound: socket.socket) -> None:
+    """Listen on a bound socket; ConfigError if another process listens on its address."""
+    host, port = bound.getsockname()[:2]
+    try:
+        # The connections inherit it. After a crash they must not prevent a restart.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.listen()
+    except OSError as error:
+        raise _unavailable(host, port, error) from None
+
+
+def _unavailable(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port or "
+        "--host, or stop the process that uses it"
+    )
 
 
 def serve_single_process(factory: ServerFactory, bound: socket.socket, ready: Ready) -> int:
     """Serve in this process until a signal; return the exit status."""
     served = factory.make_engine()
-    client = ThreadClient(served.engine, served.limits)
-    served.prepare(client.loop)
-    listener = Listener(fileno=bound.detach())
-    serving = serve_http(
-        factory, AsyncEngine(client), lambda: served.model_info, listener, ready=ready,
-        on_start=partial(install_signal_handlers, factory.grace),
-    )  # fmt: skip
     try:
+        listen(bound)
+        client = ThreadClient(served.engine, served.limits)
+        served.prepare(client.loop)
+        listener = Listener(fileno=bound.detach())
+        serving = serve_http(
+            factory, AsyncEngine(client), lambda: served.model_info, listener, ready=ready,
+            on_start=partial(install_signal_handlers, factory.grace),
+        )  # fmt: skip
         asyncio.run(serving)
     finally:
         served.close()

@@ -27,7 +27,7 @@ from headway.errors import ExecutorError, HeadwayError
 from headway.server.http.connection_table import Listener
 from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketClient
-from headway.server.process.serve import SIGNALS, Ready, ServerFactory, log_stop, serve_http
+from headway.server.process.serve import SIGNALS, Ready, ServerFactory, listen, log_stop, serve_http
 from headway.server.process.shutdown import DRAIN_TIMEOUT
 
 GO, STOP = "go", "stop"
@@ -193,6 +193,7 @@ class Supervisor:
         self.engine = ChildProcess("engine", run_engine, self._factory, path)
         self.workers = [self._new_worker(path) for _ in range(self._num_workers)]
         model_info = self.engine.wait_until_ready()
+        listen(self._bound)
         for worker in self.workers:
             worker.send(GO)
         for worker in self.workers:
