@@ -76,6 +76,9 @@ class Processes:
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block. Processes that start in it never receive Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set a handler, and only it receives Ctrl-C
+        return
     held: list[int] = []
     # Other threads do not block the signal, so it can still reach the handler.
     handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
