@@ -97,8 +97,7 @@ class EngineLoop:
         self._updates = StepUpdates(engine.clock)
         self._load_reporter = LoadReporter(deliver)
         self._outbox: list[FromLoop] = []
-        engine.observers.append(self._observe)
-        engine.on_observer_error = self._remove_observer
+        self._join_engine()
 
     # From any thread.
 
@@ -138,6 +137,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Run until `stop`. Raises any error that the engine itself cannot handle."""
+        self._join_engine()
         try:
             self.begin()
             if self.report_load:
@@ -156,6 +156,12 @@ class EngineLoop:
             self._leave_engine()
             self._outbox.append(EngineStopped(self.ended or ""))
             self._flush()
+
+    def _join_engine(self) -> None:
+        """Observe the engine, if this loop does not do so already."""
+        if self._observe not in self.engine.observers:
+            self.engine.observers.append(self._observe)
+            self.engine.on_observer_error = self._remove_observer
 
     def _leave_engine(self) -> None:
         """Observe the engine no longer; another loop may run it."""
