@@ -53,7 +53,7 @@ def test_wrong_arguments_are_refused_in_one_sentence(trace: Path) -> None:
     assert "max_num_seqs" in sentence("doctor", str(trace), "--try", "max_num_seqs=no")
 
 
-def test_a_missing_file_is_told_from_a_server_that_does_not_respond(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_taken_for_a_server(tmp_path: Path) -> None:
     for name in ("nosuch.jsonl", "nosuch.jsonl.gz", "runs/nosuch", str(tmp_path / "missing")):
         for more in ((), ("--try", "queue=fcfs")):
             assert f"{name}: no such trace file" in sentence("doctor", name, *more)

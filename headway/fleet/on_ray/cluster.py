@@ -39,7 +39,6 @@ from headway.server.process.serve import (
     Ready,
     ServerFactory,
     install_signal_handlers,
-    listen,
     serve_http,
 )
 
@@ -220,7 +219,6 @@ def serve_connected(
 ) -> int:
     """The same on a Ray that this process is connected to."""
     with running_replicas(factory, options, on_ready) as (directory, info, identity):
-        listen(bound)
         engine = gateway_engine(directory, identity, options)
         listener = Listener(fileno=bound.detach())
         serving = serve_http(

@@ -91,13 +91,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(bound: socket.socket) -> None:
-    """Listen on a bound socket; ConfigError if another process listens on its address."""
+    """Listen on a bound socket; close it and raise ConfigError if another process listens there."""
     host, port = bound.getsockname()[:2]
     try:
         # The connections inherit it. After a crash they must not prevent a restart.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.listen()
     except OSError as error:
+        bound.close()
         raise _unavailable(host, port, error) from None
 
 
@@ -111,15 +112,14 @@ def _unavailable(host: str, port: int, error: OSError) -> ConfigError:
 def serve_single_process(factory: ServerFactory, bound: socket.socket, ready: Ready) -> int:
     """Serve in this process until a signal; return the exit status."""
     served = factory.make_engine()
+    client = ThreadClient(served.engine, served.limits)
+    served.prepare(client.loop)
+    listener = Listener(fileno=bound.detach())
+    serving = serve_http(
+        factory, AsyncEngine(client), lambda: served.model_info, listener, ready=ready,
+        on_start=partial(install_signal_handlers, factory.grace),
+    )  # fmt: skip
     try:
-        listen(bound)
-        client = ThreadClient(served.engine, served.limits)
-        served.prepare(client.loop)
-        listener = Listener(fileno=bound.detach())
-        serving = serve_http(
-            factory, AsyncEngine(client), lambda: served.model_info, listener, ready=ready,
-            on_start=partial(install_signal_handlers, factory.grace),
-        )  # fmt: skip
         asyncio.run(serving)
     finally:
         served.close()
@@ -135,15 +135,21 @@ async def serve_http(
     ready: Ready,
     on_start: Callable[[GracefulServer], None],
 ) -> None:
-    """Serve HTTP until `stop` is called on the server that `on_start` receives."""
+    """Serve HTTP until `stop` is called on the server that `on_start` receives.
+
+    ConfigError if another process listens on the address.
+    """
     await engine.start()  # the model info may be available only afterwards
     app = factory.make_app(engine, model_info())
     table = ConnectionTable(factory.connections, raise_descriptor_limit())
     server = GracefulServer(app, engine, factory.grace, lambda: ready(model_info()), table)
     on_start(server)
     with gc_freeze():
-        await server.serve(sockets=[bound])
-        await engine.close()
+        try:
+            listen(bound)  # only now: a client that connects earlier would wait for its answer
+            await server.serve(sockets=[bound])
+        finally:
+            await engine.close()
 
 
 def log_stop(number: int, grace: float) -> None:

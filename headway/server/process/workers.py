@@ -23,11 +23,11 @@ from typing import Any
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.gc_freeze import gc_freeze
-from headway.errors import ExecutorError, HeadwayError
+from headway.errors import ConfigError, ExecutorError, HeadwayError
 from headway.server.http.connection_table import Listener
 from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketClient
-from headway.server.process.serve import SIGNALS, Ready, ServerFactory, listen, log_stop, serve_http
+from headway.server.process.serve import SIGNALS, Ready, ServerFactory, log_stop, serve_http
 from headway.server.process.shutdown import DRAIN_TIMEOUT
 
 GO, STOP = "go", "stop"
@@ -87,7 +87,10 @@ def run_worker(
         ready=lambda _: control.send(None),
         on_start=lambda server: _listen_for_stop(control, server.stop),
     )  # fmt: skip
-    asyncio.run(serving)
+    try:
+        asyncio.run(serving)
+    except ConfigError as error:
+        control.send(error)
     teardown()
 
 
@@ -193,7 +196,6 @@ class Supervisor:
         self.engine = ChildProcess("engine", run_engine, self._factory, path)
         self.workers = [self._new_worker(path) for _ in range(self._num_workers)]
         model_info = self.engine.wait_until_ready()
-        listen(self._bound)
         for worker in self.workers:
             worker.send(GO)
         for worker in self.workers:
