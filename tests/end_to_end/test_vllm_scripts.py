@@ -74,7 +74,8 @@ def test_quickstart_chat(llm: LLM) -> None:
     rendered = llm.get_tokenizer().decode(outputs[0].prompt_token_ids)
     assert len(outputs) == 1 and rendered.endswith("higher education.\nassistant: ")
     outputs = llm.chat([conversation for _ in range(3)], sampling_params, use_tqdm=True)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [16] * 3
+    for output in outputs:  # a random seed may draw the end of the text
+        assert output.outputs[0].finish_reason == "stop" or len(output.outputs[0].token_ids) == 16
 
 
 def test_logprobs_and_structured_outputs(llm: LLM) -> None:
@@ -182,7 +183,7 @@ def test_raising_max_model_len_is_advised_only_if_the_model_allows_it(llm: LLM, 
         ({"max_model_len": 513}, "512.*513"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be .* at least 1, not 0"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number .*not '0.9'"),
-        ({"threads": "4"}, "threads must be a whole number of at least 1, not '4'"),
+        ({"threads": "4"}, "threads must be a whole number from 1 to 1024, not '4'"),
         ({"max_num_seqs": "8"}, "max_num_seqs must be a whole number of at least 1, not '8'"),
         ({"max_num_batched_tokens": "512"}, "max_num_batched_tokens must .*not '512'"),
         ({"tensor_parallel_sums": "quick"}, "tensor_parallel_sums .*exact, fast, not 'quick'"),

@@ -141,8 +141,12 @@ class Interrupting:
 
 def test_an_interrupt_while_workers_start_is_raised_after_it() -> None:
     pool, items = Processes(2), Interrupting([1, 2, 3])
-    with pytest.raises(KeyboardInterrupt):
-        list(pool.run(abs, items))  # type: ignore[arg-type]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(pool.run(abs, items))  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGINT, before)
     pool.close()
     assert items.num_sent == 3
 
