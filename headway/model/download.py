@@ -158,8 +158,10 @@ def _watched(
     done, report = Event(), progress
 
     def watch() -> None:
+        largest = 0  # so far: a file that is being moved is not seen
         while not done.wait(0.1):
-            report(num_before + min(_largest(folder), num_bytes), total)
+            largest = max(largest, min(_largest(folder), num_bytes))
+            report(num_before + largest, total)
 
     thread = Thread(target=watch, daemon=True)
     thread.start()

@@ -231,7 +231,9 @@ def test_progress_grows_to_the_total() -> None:
                 file.write(WHEEL[start : start + len(WHEEL) // 4])
                 file.flush()
                 time.sleep(0.15)
-        (folder / "deep" / "part").rename(folder / "tiny.whl")
+        (folder / "deep" / "part").rename(folder.parent / "moving")
+        time.sleep(0.25)  # it is nowhere below the folder for a while
+        (folder.parent / "moving").rename(folder / "tiny.whl")
 
     resolve("tiny-model", lambda done, total: seen.append((done, total)), download=slowly)
     assert seen == sorted(seen) and seen[-1] == (len(WHEEL), len(WHEEL))
