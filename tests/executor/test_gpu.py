@@ -23,7 +23,7 @@ from headway.engine.input_processor import embedding_params
 from headway.errors import ConfigError
 from headway.executor.base import Executor
 from headway.executor.cpu import CpuExecutor
-from headway.executor.gpu.graphs import padded_rows
+from headway.executor.gpu.graphs import Graphs, padded_rows
 from headway.executor.gpu.mixed_pass import PassInputs, PassSize, captured_sizes
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.model.backends.plain import PlainBackend
@@ -320,15 +320,12 @@ def test_passes_without_padding_rows_generate_the_same_tokens() -> None:
     assert answers(exactly_on_device, config, about) == answers(plain, config, about)
 
 
-@pytest.mark.parametrize(("error", "is_late"), [
-    (torch.OutOfMemoryError("no room for a graph"), False),
-    (RuntimeError("CUDA error: out of memory\nX"), True),
-])  # fmt: skip
-def test_a_pass_that_cannot_be_captured_runs_uncaptured(error: Exception, is_late: bool) -> None:
-    """`is_late`: some of a graph's memory is only allocated when it is first replayed."""
-    config, about = settings(max_num_batched_tokens=8), FAMILIES["norms of heads"]
-    executor, tried = on_device(config, about), list[object]()
-    graphs = executor.mixed.graphs
+def fail_captures(graphs: Graphs, error: Exception, is_late: bool) -> list[object]:
+    """Let every capture fail, or the first replay if `is_late`; return the sizes tried so far.
+
+    Some of a graph's memory is only allocated when it is first replayed.
+    """
+    tried: list[object] = []
 
     class Unlaunchable:
         def replay(self) -> None:
@@ -342,6 +339,18 @@ def test_a_pass_that_cannot_be_captured_runs_uncaptured(error: Exception, is_lat
 
     graphs.capture = capture  # type: ignore[method-assign]
     graphs._stream = graphs._stream or object()  # type: ignore[assignment]
+    return tried
+
+
+@pytest.mark.parametrize(("error", "is_late"), [
+    (torch.OutOfMemoryError("no room for a graph"), False),
+    (RuntimeError("CUDA error: out of memory\nX"), True),
+])  # fmt: skip
+def test_a_pass_that_cannot_be_captured_runs_uncaptured(error: Exception, is_late: bool) -> None:
+    config, about = settings(max_num_batched_tokens=8), FAMILIES["norms of heads"]
+    executor = on_device(config, about)
+    graphs = executor.mixed.graphs
+    tried = fail_captures(graphs, error, is_late)
     executor.mixed.capture(lambda *_: None)
     assert len(tried) == 1 and not len(graphs), "after one failure nothing more is captured"
     expected = answers(plain, config, about, count=2)

@@ -38,7 +38,7 @@ from headway.scheduler import Scheduler
 pytest.importorskip("triton")
 from headway.executor.gpu.executor import GpuExecutor, PendingStep
 from headway.model.backends.gpu import GpuBackend
-from tests.executor.test_gpu import Loud, model, settings
+from tests.executor.test_gpu import Loud, fail_captures, model, settings
 
 pytestmark = pytest.mark.usefixtures("small_padding")
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
@@ -326,20 +326,8 @@ def test_decodes_go_on_without_graphs_if_no_memory_is_left_for_them(
     async_scheduling: int, is_late: bool
 ) -> None:
     engine, executor = make(async_scheduling)
-    graphs, tried, error = executor.graphs, list[object](), torch.OutOfMemoryError("no memory")
-
-    class Unlaunchable:
-        def replay(self) -> None:
-            raise error
-
-    def capture(size: Any) -> None:
-        tried.append(size)
-        if not is_late:
-            raise error
-        graphs._graphs[size] = Unlaunchable()  # type: ignore[assignment]
-
-    graphs.capture = capture  # type: ignore[method-assign]
-    graphs._stream = graphs._stream or object()  # type: ignore[assignment]
+    graphs = executor.graphs
+    tried = fail_captures(graphs, torch.OutOfMemoryError("no memory"), is_late)
     requests = ask(engine)
     engine.run()
     assert len(tried) == 1 and not graphs.is_enabled and not len(graphs)

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import selectors
+import sys
 import threading
 import time
 from array import array
@@ -449,11 +450,11 @@ def test_an_invalid_option_is_reported_before_any_load(options: list[str], word:
     assert done.code == 2 and word in str(done.error)
 
 
-@pytest.mark.skipif(plots.can_save(Path("x.png")), reason="matplotlib is installed")
 @pytest.mark.parametrize("suffix", [".png", ".pdf"])
 def test_a_plot_that_needs_matplotlib_is_refused_before_any_load(
-    suffix: str, tmp_path: Path
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with FakeServer() as server:
         done = Completed("--base-url", server.url, "--plot", tmp_path / f"x{suffix}")
     assert done.code == 2 and "matplotlib is not installed" in str(done.error)
