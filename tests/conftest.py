@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -61,6 +61,7 @@ SLOW = (
     "scheduler/test_output_lengths.py",
     "text/test_tokenizer.py",
 )
+HANDLED = (signal.SIGINT, signal.SIGTERM)
 LONGEST = "fleet/test_ray.py"  # two minutes, mostly of waiting
 # Files that need the weights of the bundled model or transformers, which a process loads once.
 LOADING = (
@@ -133,6 +134,18 @@ def _move_longest(items: list[pytest.Item]) -> None:
     while 0 < place < len(others) and others[place].path == others[place - 1].path:
         place += 1
     items[:] = [*others[:place], *longest, *others[place:]]
+
+
+@pytest.fixture(autouse=True)
+def same_signal_handlers() -> Iterator[None]:
+    """A test that leaves a signal handler behind fails: later tests would not be interrupted."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    after = {number: signal.getsignal(number) for number in HANDLED}
+    if after != before:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert after == before
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ from headway.server.process.serve import (
     Ready,
     ServerFactory,
     install_signal_handlers,
+    restored_signal_handlers,
     serve_http,
 )
 
@@ -218,7 +219,10 @@ def serve_connected(
     on_ready: Callable[[int], None],
 ) -> int:
     """The same on a Ray that this process is connected to."""
-    with running_replicas(factory, options, on_ready) as (directory, info, identity):
+    with (
+        restored_signal_handlers(),
+        running_replicas(factory, options, on_ready) as (directory, info, identity),
+    ):
         engine = gateway_engine(directory, identity, options)
         listener = Listener(fileno=bound.detach())
         serving = serve_http(

@@ -32,9 +32,7 @@ from headway.fleet.on_ray.scaling import ScalingLoad, replicas_needed
 from headway.fleet.routing import parse_route
 from headway.fleet.transport.discovery import DiscoveredFleet
 from headway.fleet.transport.sockets import Identity, ReplicaServer
-from headway.server.process.serve import (
-    ServerFactory,
-)
+from headway.server.process.serve import ServerFactory
 
 ANNOUNCE_SECONDS = 5.0  # an entry that was dropped by mistake comes back after this time
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)

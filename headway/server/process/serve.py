@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -119,10 +120,11 @@ def serve_single_process(factory: ServerFactory, bound: socket.socket, ready: Re
         factory, AsyncEngine(client), lambda: served.model_info, listener, ready=ready,
         on_start=partial(install_signal_handlers, factory.grace),
     )  # fmt: skip
-    try:
-        asyncio.run(serving)
-    finally:
-        served.close()
+    with restored_signal_handlers():
+        try:
+            asyncio.run(serving)
+        finally:
+            served.close()
     return 0
 
 
@@ -156,6 +158,17 @@ def log_stop(number: int, grace: float) -> None:
     """Log that a signal stops the server. Not for signal handlers: logging takes locks."""
     name = signal.Signals(number).name
     log.info("%s: stopping; open requests have %g seconds to finish", name, grace)
+
+
+@contextmanager
+def restored_signal_handlers() -> Iterator[None]:
+    """Restore the caller's signal handlers at the end: those of a server need its event loop."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def install_signal_handlers(grace: float, server: GracefulServer) -> None:

@@ -27,7 +27,14 @@ from headway.errors import ConfigError, ExecutorError, HeadwayError
 from headway.server.http.connection_table import Listener
 from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketClient
-from headway.server.process.serve import SIGNALS, Ready, ServerFactory, log_stop, serve_http
+from headway.server.process.serve import (
+    SIGNALS,
+    Ready,
+    ServerFactory,
+    log_stop,
+    restored_signal_handlers,
+    serve_http,
+)
 from headway.server.process.shutdown import DRAIN_TIMEOUT
 
 GO, STOP = "go", "stop"
@@ -177,7 +184,10 @@ class Supervisor:
 
     def run(self, ready: Ready) -> int:
         """Serve until a signal; return the exit status."""
-        with tempfile.TemporaryDirectory(prefix="headway-") as folder:  # of mode 0700
+        with (
+            restored_signal_handlers(),
+            tempfile.TemporaryDirectory(prefix="headway-") as folder,  # of mode 0700
+        ):
             path = str(Path(folder) / "engine")
             try:
                 ready(self._start(path))
