@@ -3,9 +3,10 @@
 A rank that is stopped (by a debugger, SIGSTOP or a frozen container) no longer advances its counter.
 A rank that is stuck (in a lock, an endless loop or a call that never returns) does, but it stays
 behind rank 0, which waits for it. It has several times as long as rank 0 needed for the same part of
-the plan, so a long step is no failure. Ranks are killed, because a collective that waits for them
-returns only when the connection breaks. The time between two looks of this thread counts up to a
-limit, so that a pause of all processes is no failure, and a busy machine delays no error for long.
+the plan, so a long step is no failure. A rank that waits for a CPU is not stopped: on a busy machine
+it continues, and one that has been killed exits. Ranks are killed, because a collective that waits
+for them returns only when the connection breaks. The time between two looks of this thread counts up
+to a limit, so that a pause of all processes is no failure, and a busy machine delays no error for long.
 """
 
 from __future__ import annotations
@@ -133,9 +134,11 @@ class Watch:
         self._beats[each.rank] = beats, seconds
         if seconds < MAX_STOPPED:
             return None
-        limit = MAX_SILENT_LOADING if self.is_loading else MAX_SILENT
-        if seconds < limit and not _is_stopped(each.process.pid):
-            return None
+        states = _thread_states(each.process.pid)
+        if not states & {"T", "t"}:  # by a signal, by a debugger
+            limit = MAX_SILENT_LOADING if self.is_loading else MAX_SILENT
+            if seconds < limit or ("R" in states and not self.is_loading):
+                return None
         return 0, f"rank {each.rank} did not run for {seconds:.1f} s"
 
     def _lateness(self, passed: float) -> Reason | None:
@@ -152,10 +155,10 @@ class Watch:
         return 0, f"rank {last} made no progress for {seconds:.1f} s while rank 0 waited for it"
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped a process; False where /proc does not say."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2]
-    except OSError:
-        return False
-    return state.split()[0] in "Tt"
+def _thread_states(pid: int) -> set[str]:
+    """The states of a process's threads, as letters; empty where /proc does not say."""
+    states = set[str]()
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            states.add(path.read_text(encoding="latin-1").rpartition(")")[2].split()[0])
+    return states

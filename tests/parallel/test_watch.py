@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -30,16 +31,16 @@ NEVER = 20.0  # seconds
 
 
 class Group:
-    """Processes that do nothing, in place of ranks."""
+    """Processes of another program in place of ranks."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, program: tuple[str, ...]) -> None:
         self.file = anonymous_file()
         self.channel = Channel(self.file, 0, count + 1, 0)
         self.own = [Channel(self.file, rank, count + 1, 0) for rank in range(1, count + 1)]
         self.processes, self.others = [], []
         for rank in range(1, count + 1):
             control, other = socket.socketpair()
-            process = subprocess.Popen(["sleep", "60"])
+            process = subprocess.Popen(program)
             self.others.append(other)
             self.processes.append(RankProcess(rank, process, control, control.makefile("rb")))
         self.progress = Progress()  # of rank 0
@@ -57,8 +58,8 @@ class Group:
 
 
 @contextmanager
-def group(count: int) -> Iterator[Group]:
-    made = Group(count)
+def group(count: int, program: tuple[str, ...] = ("sleep", "60")) -> Iterator[Group]:
+    made = Group(count, program)
     try:
         yield made
     finally:
@@ -145,6 +146,20 @@ def test_a_pause_of_all_processes_is_no_failure() -> None:
         made.watch.is_loading = False
         assert [made.watch._look(passed) for passed in (0.0, INTERVAL, 10.0)] == [[], [], []]
         assert any(made.watch._look(INTERVAL) for _ in range(int(MAX_SILENT / INTERVAL)))
+
+
+def test_a_rank_that_waits_for_a_cpu_is_not_stopped() -> None:
+    with group(1, program=("sh", "-c", "while :; do :; done")) as made:
+        stop_watching(made)
+        made.watch.is_loading = False
+        stat = Path(f"/proc/{made.processes[0].process.pid}/stat")
+        while int(stat.read_text().rpartition(")")[2].split()[11]) == 0:  # ticks of CPU time
+            time.sleep(0.01)
+        for _ in range(3 * int(MAX_SILENT / INTERVAL)):
+            assert made.watch._look(INTERVAL) == []
+        made.processes[0].process.kill()
+        made.processes[0].process.wait()
+        assert made.watch._look(INTERVAL) == [(0, "rank 1 was killed by SIGKILL")]
 
 
 def seconds_until_late(made: Group, changed: Callable[[int], object] = lambda _: None) -> float:
