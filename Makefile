@@ -38,7 +38,7 @@ tests: $(READY) browser packages  ## all tests
 # one process compiles all modules first: three would do it at the same time, in 13 s of CPU each.
 COMPILED := tests/__pycache__
 pytest: $(READY)
-	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
+	@$(BIN)/python -c 'from headway.model.registry import resolve; resolve("smollm2-135m")'
 	@test -d $(COMPILED) || $(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1 || true
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
