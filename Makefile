@@ -43,9 +43,11 @@ pytest: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Debian's Chromium, for the tests of the lab page. Only root can install it.
+INSTALL := apt-get install -y -qq --no-install-recommends
 browser:
-	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
-	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium > /dev/null; } \
+	@command -v chromium-headless-shell > /dev/null || command -v chromium > /dev/null \
+	  || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq \
+	  && { $(INSTALL) chromium-headless-shell > /dev/null || $(INSTALL) chromium > /dev/null; }; } \
 	  || echo "chromium is not installed: the tests of the lab page are SKIPPED" >&2
 
 # The packages that build the lab page, once for each package-lock.json.

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# The headless shell needs a fifth less CPU time.
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 VIEWPORT = {"width": 1400, "height": 1000}
 INLINE = ("data:", "blob:")
 SIDES = (", first scheduler", ", second scheduler")  # ends of the labels of panes
