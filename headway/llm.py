@@ -260,9 +260,10 @@ class LLM:
             raise InvalidRequest(f"messages must be a list, not {shorten(messages)}")
         options = {
             **template_variables(chat_template_kwargs),
-            "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, "tools": tools,
         }  # fmt: skip
+        if add_generation_prompt is not None:
+            options["add_generation_prompt"] = add_generation_prompt
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         prompts = [self.chat_tokens(conversation, **options) for conversation in conversations]

@@ -238,6 +238,7 @@ def test_every_option_of_chat_reaches_the_template(llm: LLM) -> None:
     shown = "user: hello\nassistant: good d\n"
     assert rendered() == shown + "assistant: "
     assert rendered(add_generation_prompt=False) == shown
+    assert rendered(chat_template_kwargs={"add_generation_prompt": False}) == shown
     assert rendered(continue_final_message=True) == shown.removesuffix("\n")
     assert rendered(tools=[tool]) == f"search, {shown}assistant: "
     assert rendered(chat_template_kwargs={"tone": "kindly "}) == f"kindly {shown}assistant: "

@@ -176,6 +176,18 @@ async def test_an_echo_is_the_prompt_that_the_model_receives(limit: int) -> None
 
 
 @on_loop
+async def test_an_echo_shows_no_token_that_the_tokenizer_adds() -> None:
+    async with server(bos="<start>") as here:
+        fields = {"echo": True, "logprobs": 0, "max_tokens": 1}
+        for prompt, offsets in {"abc": [0, 0, 1, 2], "<start>abc": [0, 0, 7, 8, 9]}.items():
+            (choice,) = (await here.complete(prompt=prompt, **fields))["choices"]
+            assert choice["text"].startswith(prompt)
+            tokens = ["<start>", *["<start>"] * prompt.count("<start>"), "a", "b", "c"]
+            assert choice["logprobs"]["tokens"][:-1] == tokens
+            assert choice["logprobs"]["text_offset"] == [*offsets, len(prompt)]
+
+
+@on_loop
 async def test_the_echo_of_half_a_character_has_consistent_offsets() -> None:
     async with server() as here:
         fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": 4}

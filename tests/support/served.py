@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 from fastapi import FastAPI, routing
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from headway import Engine, Scheduler, preset
@@ -56,13 +56,19 @@ MODEL = "letters"
 routing.create_model_field = functools.cache(routing.create_model_field)  # type: ignore[assignment]
 
 
-def letters(template: str = TEMPLATE) -> Tokenizer:
-    """A tokenizer: each byte is a token; 256 and 257 begin and end a message."""
+def letters(template: str = TEMPLATE, bos: str = "") -> Tokenizer:
+    """A tokenizer: each byte is a token; 256 and 257 begin and end a message.
+
+    It adds `bos` to a text.
+    """
     backend = Backend(models.BPE(vocab=dict(ALPHABET), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<start>"), AddedToken("<end>")])
-    return Tokenizer(backend, eos="<end>", chat_template=template)
+    if bos:
+        added = [(bos, backend.token_to_id(bos))]
+        backend.post_processor = processors.TemplateProcessing(f"{bos} $A", None, added)
+    return Tokenizer(backend, bos=bos, eos="<end>", chat_template=template)
 
 
 def capitals(request: Request, place: int) -> int:
@@ -190,6 +196,7 @@ async def server(
     template: str = TEMPLATE,
     vocab_size: int = VOCAB_SIZE,
     policies: Mapping[str, Any] | None = None,
+    bos: str = "",
     **settings: Any,
 ) -> AsyncIterator[Server]:
     executor = Capitals()
@@ -199,7 +206,7 @@ async def server(
     engine_client.loop.step_queries["metrics"] = lambda prefix: f"# {prefix}\n"
     engine = AsyncEngine(engine_client)
     processor = InputProcessor(
-        tokenizer=letters(template), vocab_size=vocab_size, hidden_size=HIDDEN_SIZE,
+        tokenizer=letters(template, bos), vocab_size=vocab_size, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
     )  # fmt: skip
     context = Context(

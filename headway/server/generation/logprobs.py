@@ -64,7 +64,10 @@ def _token(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> di
 
 
 class CompletionLogprobsBuilder:
-    """Builds the `logprobs` of a completion choice; tracks the text offset of the next token."""
+    """Builds the `logprobs` of a completion choice; tracks the text offset of the next token.
+
+    `start` is the offset of the first token. It is negative for a token that the text does not show.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class CompletionLogprobsBuilder:
         columns: dict[str, Any] = {name: [] for name in COLUMNS}
         offsets, logprobs, tokens, tops = columns.values()
         for token, entry in tokens_with_logprobs:
-            offsets.append(self._offset)
+            offsets.append(max(0, self._offset))
             self._offset += len(self._detokenizer.push([token]))
             logprobs.append(max(entry.logprob, MIN_LOGPROB) if entry else None)
             tokens.append(self._piece(token))

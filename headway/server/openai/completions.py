@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import takewhile
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from headway.server.http.connection import ChunkWriter
 from headway.server.http.errors import field_error, format_value
 from headway.server.http.offload import offload
 from headway.server.openai.protocol import CompletionRequest
+from headway.text.tokenizer import Tokenizer
 
 KIND = "text_completion"
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -100,8 +102,10 @@ class ChoiceBuilder:
             self._logprobs = CompletionLogprobsBuilder(
                 tokenizer, start=len(self.echo), skip_special=skips, as_ids=as_ids
             )
+            is_text = isinstance(prompt, str)
+            num_hidden = _len_added(tokenizer, echo, run.prompt) if is_text else 0
             self._echo_logprobs = CompletionLogprobsBuilder(
-                tokenizer, skip_special=not isinstance(prompt, str), as_ids=as_ids
+                tokenizer, start=-num_hidden, skip_special=not is_text, as_ids=as_ids
             )
 
     def push(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
@@ -149,6 +153,12 @@ class ChoiceBuilder:
     def _prompt_with_logprobs(self) -> TokensWithLogprobs:
         entries = self._run.prompt_logprobs
         return [(token, entries.get(place)) for place, token in enumerate(self._run.prompt)]
+
+
+def _len_added(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> int:
+    """Number of characters of the first token if the tokenizer has added it to the text."""
+    num_first = len([*takewhile(lambda token: token == tokenizer.bos_id, tokens)])
+    return 0 if text.startswith(tokenizer.bos * num_first) else len(tokenizer.bos)
 
 
 async def _echoes(context: Context, prompts: list[Prompt]) -> list[str]:
