@@ -74,7 +74,7 @@ def add_random(engine: Engine, id: str, rng: Random) -> None:
 
 
 @each_scheduling
-@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("batch", range(3))
 def test_a_run_with_aborts_replays_and_its_metrics_match_the_log(
     batch: int, async_scheduling: int
 ) -> None:
