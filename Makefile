@@ -13,11 +13,11 @@ help:  ## show this list
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-# Two processes unpack the packages. The second command adds what torch needs on other platforms.
+# Two processes unpack the packages. On other platforms torch may need more of them to be imported.
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	sort -r requirements.lock | tr '\n' '\0' | xargs -0 -n 12 -P 2 $(PIP) --no-deps
-	$(PIP) -r requirements.lock
+	$(BIN)/python -c 'import torch' 2> /dev/null || $(PIP) -r requirements.lock
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 

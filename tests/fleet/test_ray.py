@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(  # without an import, which takes a second of e
     find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
 )
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
-NUM_KILLS, MAX_LATE = 4, 3  # test_fleet_kills.py kills ten without Ray
+NUM_KILLS, MAX_LATE = 3, 3  # test_fleet_kills.py kills ten without Ray
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
 
@@ -252,7 +252,7 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
     before = set(map(application, server.replica_pids()))
     with fleet_server(*flags, program=served(str(model)), environment=given) as other:
         # The model is quick: outputs must be longer than the way to here.
-        sent = [{**each, "ignore_eos": "response_format" not in each} for each in bodies(6, 600)]
+        sent = [{**each, "ignore_eos": "response_format" not in each} for each in bodies(6, 400)]
         undisturbed = asyncio.run(all_streams(other.url, sent))
         for _ in range(1 + MAX_LATE):  # as in `kills`
             other.wait_for_replicas(2)

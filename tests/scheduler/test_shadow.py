@@ -18,7 +18,7 @@ from headway.scheduler import PRESETS, Scheduler, preset, queues
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError, oracle
 
-NUM_BATCHES = 3
+NUM_BATCHES = 2
 BATCH = 300  # seeds; each is run with and without a plan in flight
 
 # How often each kind of event occurs at least in a batch.
