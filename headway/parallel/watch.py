@@ -135,7 +135,7 @@ class Watch:
         if seconds < MAX_STOPPED:
             return None
         states = _thread_states(each.process.pid)
-        if not states & {"T", "t"}:  # by a signal, by a debugger
+        if not states & {"T", "t"}:  # stopped by a signal or by a debugger
             limit = MAX_SILENT_LOADING if self.is_loading else MAX_SILENT
             if seconds < limit or ("R" in states and not self.is_loading):
                 return None
