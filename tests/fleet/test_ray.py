@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(  # without an import, which takes a second of e
     find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
 )
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
-NUM_KILLS, MAX_LATE = 3, 3  # test_fleet_kills.py kills ten without Ray
+NUM_KILLS, MAX_LATE = 10, 3
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
 
@@ -253,7 +253,7 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
     with fleet_server(*flags, program=served(str(model)), environment=given) as other:
         # The model is quick: outputs must be longer than the way to here.
         sent = [{**each, "ignore_eos": "response_format" not in each} for each in bodies(6, 400)]
-        undisturbed = asyncio.run(all_streams(other.url, sent))
+        alone = [answer(other, body) for body in sent]
         for _ in range(1 + MAX_LATE):  # as in `kills`
             other.wait_for_replicas(2)
             victim = max(pid for pid in server.replica_pids() if application(pid) not in before)
@@ -262,11 +262,19 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
             with stopped(server.ray_pids("ServeController")):
                 streams = asyncio.run(all_streams(other.url, sent, once_after(1, kill)))
             assert [stream.error for stream in streams if stream.error] == []
-            assert [each.choices for each in streams] == [each.choices for each in undisturbed]
+            assert [stream.choices for stream in streams] == alone
             if other.metric("headway_fleet:moves_total"):
                 break
         assert other.metric("headway_fleet:moves_total") > 0
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
+
+
+def answer(server: FleetServer, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The choices of a request that is sent alone, and not as a stream."""
+    found = Stream()
+    found.add(server.client.post("/v1/completions", json={**body, "stream": False}).json(), 0.0)
+    assert found.error is None
+    return found.choices
 
 
 def application(pid: int) -> str:
