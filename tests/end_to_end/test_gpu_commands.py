@@ -74,7 +74,7 @@ def test_throughput_counts_all_tokens(tiny: list[str], more: tuple[str, ...]) ->
     )  # fmt: skip
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert found["precision"] == "bfloat16" and found["total_output_tokens"] == 40 * 30
+    assert found["dtype"] == "bfloat16" and found["total_output_tokens"] == 40 * 30
     assert found["output_throughput"] * found["elapsed_time"] == pytest.approx(40 * 30)
 
 
