@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,15 @@ def test_each_option_works_alone(part: str, rows: int) -> None:
 def test_one_row_in_bfloat16_needs_no_matrix_units() -> None:
     # The interpreter truncates bfloat16 where a GPU rounds, which is close enough.
     check(Case(rows=1, inputs=576, dtype=torch.bfloat16, has_norm=True, is_gated=True))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_row_is_right_with_the_tiles_of_real_shapes(name: str) -> None:
+    for outputs, inputs in SHAPES[name]:
+        tile = tile_for(1, outputs, inputs, torch.bfloat16)
+        given = Case(rows=1, inputs=inputs, dtype=torch.bfloat16, has_norm=True, tile=tile)
+        check(replace(given, is_gated=True))
+        check(replace(given, has_bias=True, has_residual=True))
 
 
 @pytest.mark.parametrize("rows", [2, 17])

@@ -54,7 +54,8 @@ def tile_within(
     Tiles of 8 outputs have slices. Measured on an H200 with bfloat16.
     """
     if num_rows == 1:
-        return Tile(1, 4, 512, 1, 1, 1) if num_inputs <= 1024 else Tile(1, 4, 2048, 1, 4, 1)
+        outputs, inputs, warps = _one_row(num_outputs, num_inputs, dtype)
+        return Tile(1, outputs, inputs, 1, warps, 1)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     processors, memory = limits
     outputs, num_row_tiles = max(least_outputs, 8 if rows <= 32 else 16), -(-num_rows // rows)
@@ -75,6 +76,25 @@ def tile_within(
     most_stages = 8 if (rows, outputs) == (16, 64) else 6  # measured
     stages = max(1, min(most_stages, memory // stage))
     return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
+
+
+def _one_row(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Outputs, inputs and warps of a tile of one row.
+
+    Measured on an H200 in whole layers of Qwen3-0.6B, Qwen2.5-7B and Llama 8B in bfloat16. In a
+    small matrix a tile has all inputs, so that all loads start before the row is ready.
+    """
+    if dtype.itemsize > 2:
+        return (4, 512, 1) if num_inputs <= 1024 else (4, 2048, 4)
+    if num_inputs <= 1024:
+        return (4, 1024, 1) if num_outputs <= 4096 else (8, 1024, 2)
+    if num_inputs <= 2048:
+        return 8, 2048, 4
+    if num_inputs <= 4096:
+        if num_outputs > 4096:
+            return 4, 1024, 2
+        return (4, 4096, 8) if num_outputs <= 2048 else (4, 2048, 4)
+    return (2, 2048, 2) if num_inputs % 2048 == 0 else (2, 4096, 4)
 
 
 def widened(
