@@ -284,6 +284,8 @@ SPLITS = [
     DecodeSplit(num_splits=8, min_positions=512, tile=16, warps=1, stages=4),
     DecodeSplit(num_splits=32, min_positions=16, tile=16, warps=1, stages=2),
     DecodeSplit(num_splits=64, min_positions=64, tile=64, warps=4, stages=2),
+    DecodeSplit(num_splits=64, min_positions=64, tile=16, warps=1, stages=4),
+    DecodeSplit(num_splits=32, min_positions=32, tile=16, warps=1, stages=4),
 ]
 
 

@@ -11,7 +11,9 @@ from headway.model.kernels.launch import ceil_div, power_of_2
 
 LOG2_E = 1.4426950408889634  # scores are to base 2
 MANY = 1000  # programs that keep the device busy without splitting sequences
+FEWEST = 8  # programs; up to here each has four warps
 FEW = 32  # programs; up to here a sequence is always split as far as it pays
+SOME = 128  # programs; up to here also short sequences are split
 SPLIT_COUNTS = (1, 4, 8)  # programs per long sequence, if there are at least MANY programs
 MIN_SPLITS = 4  # programs per sequence below ENOUGH
 ENOUGH = 448  # programs of four warps that keep the device busy with few splits
@@ -89,12 +91,12 @@ def split_for(
     wide_tile = max(16, 64 // depth)
     if num_programs >= ENOUGH and num_splits <= HALVES:
         return DecodeSplit(num_splits, 128, wide_tile, 4, 2)
-    min_positions = 128 if num_programs > FEW else 64
+    min_positions = 64 if num_programs <= FEW else 32 if num_programs <= SOME else 128
     wanted = max(MIN_SPLITS, num_splits, min(1056 // num_programs, 64))
     num_splits = power_of_2(min(wanted, ceil_div(max_positions, min_positions)))
-    if num_programs > FEW:
-        return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
-    return DecodeSplit(num_splits, min_positions, wide_tile, 4, 2)
+    if num_programs <= FEWEST:
+        return DecodeSplit(num_splits, min_positions, wide_tile, 4, 2)
+    return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
 
 
 def prefill_splits(num_tiles: int, num_processors: int) -> int:
