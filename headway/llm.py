@@ -223,6 +223,7 @@ class LLM:
         prompts: Prompts,
         sampling_params: AllParams = None,
         *,
+        request_ids: Sequence[str] | None = None,
         on_finish: OnFinish | None = None,
     ) -> list[RequestOutput | HeadwayError]:
         """Like `generate`, but a refused prompt has its error in the list and the others run.
@@ -230,7 +231,7 @@ class LLM:
         Shows no progress bar. `on_finish` is not called for refused prompts.
         """
         with self._runner.interruptible():
-            batch = self._submit(prompts, sampling_params)
+            batch = self._submit(prompts, sampling_params, ids=request_ids)
             outputs = self._run(batch, False, on_finish)
         return [
             each if isinstance(each, HeadwayError) else outputs[position]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -218,6 +219,8 @@ def test_an_invalid_line_is_reported_and_the_others_run(tiny: list[str], tmp_pat
     for number, row in list(enumerate(rows, start=1))[1:-1]:
         assert row["error"].startswith(f"{file}:{number}: "), row
         assert row["error"] in done.err and "samples" not in row
+        assert re.findall(r"request '(\d+)'", row["error"]) in ([], [str(row["index"])]), row
+    assert any("request '" in row["error"] for row in rows if row["error"])
     found = "\n".join(row["error"] for row in rows if row["error"])
     for problem in (
         "not JSON", "not a JSON object", "prompt must be a string", "found none",

@@ -126,7 +126,10 @@ def answer(
 
     given = [ask.params for ask in asks]
     with live.bar(llm, "generating", sum(params.n for params in given)):
-        results = llm.try_generate([ask.content for ask in asks], given, on_finish=finish)
+        results = llm.try_generate(
+            [ask.content for ask in asks], given, on_finish=finish,
+            request_ids=[str(ask.index) for ask in asks],
+        )  # fmt: skip
     found: dict[int, RequestOutput] = {}
     for ask, result in zip(asks, results, strict=True):
         if isinstance(result, HeadwayError):
