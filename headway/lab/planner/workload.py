@@ -76,6 +76,8 @@ def at_rate(requests: Sequence[WorkloadRequest], rate: float) -> list[WorkloadRe
     """The same requests with arrival times stretched to this mean rate; infinite: all at once."""
     now = rate_of(requests)
     if math.isinf(now) and not math.isinf(rate):
+        if len(requests) == 1:
+            raise ConfigError("the workload has one request and so no rate; give it more requests")
         raise ConfigError(
             "the workload has no arrival process: its requests arrive at once; give it arrivals, "
             "e.g. arrivals=poisson(1)"

@@ -198,6 +198,8 @@ def test_arrivals_are_stretched_to_a_rate() -> None:
     assert rate_of(requests) == pytest.approx(5.0)
     with pytest.raises(ConfigError, match="arrivals"):
         at_rate(Workload(text="requests=5").requests(), 1.0)
+    with pytest.raises(ConfigError, match="one request"):
+        at_rate(Workload(text="requests=1,arrivals=poisson(1)").requests(), 1.0)
 
 
 @pytest.mark.parametrize(("delay_per_second", "growth"), [(0.0, 0.0), (1.0, 0.5), (0.25, 0.2)])
