@@ -70,7 +70,13 @@ async def test_a_trace_context_belongs_to_its_request_only() -> None:
                     body = {"prompt": ["ab", "cd"], "stream": stream}
                     answer = await client.post("/v1/completions", json=body, headers=headers)
                     assert answer.status_code == 200
-        assert seen == [HEADER] * 4 + [""] * 8
+            assert seen == [HEADER] * 4 + [""] * 8
+            seen.clear()
+            for headers in ({"traceparent": HEADER}, {}):
+                body = {"input": ["ab", "cd"]}
+                answer = await client.post("/v1/embeddings", json=body, headers=headers)
+                assert answer.status_code == 200
+            assert seen == [HEADER] * 2 + [""] * 2
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])

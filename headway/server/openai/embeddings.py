@@ -25,6 +25,7 @@ from headway.server.generation.request_fields import check_model, check_salt, de
 from headway.server.generation.stream import CancellableResponse, CompleteResponse, new_id
 from headway.server.generation.submissions import merge_submissions
 from headway.server.http.errors import field_error, too_long
+from headway.server.http.middleware import TRACEPARENT
 from headway.server.openai.protocol import FailFastList, SchedulingFields
 
 EncodingFormat = Literal["float", "base64"]
@@ -129,7 +130,7 @@ async def _embed(
 ) -> AsyncIterator[tuple[int, Embedding]]:
     """Submit one input and yield its vector. Leaving the iteration aborts the request."""
     try:
-        with context.engine.submitted(id, prompt, params) as stream:
+        with context.engine.submitted(id, prompt, params, TRACEPARENT.get()) as stream:
             while stream.num_open:
                 for update in await stream.take():
                     if update.embedding is not None:
