@@ -102,6 +102,7 @@ CASES: dict[str, tuple[str, Callable[[], Work], float]] = {
     "256_greedy": ("qwen3-0.6b", lambda: roofline.field_lengths(256), 0.0),
     "1024": ("qwen3-0.6b", lambda: roofline.field_lengths(1024), 0.6),
     "16": ("qwen3-0.6b", lambda: roofline.field_lengths(16), 0.6),
+    "4": ("qwen3-0.6b", lambda: fixed(4, 1000, 256), 0.6),
     "batch_1": ("qwen3-0.6b", lambda: fixed(1, 16, 256), 0.6),
     "32k_prompt": ("qwen3-0.6b", lambda: fixed(1, 32768, 1), 0.6),
     "7b_128": ("qwen2.5-7b", lambda: mixed_lengths(128), 0.6),
