@@ -1,0 +1,44 @@
+"""Waiting in tests: for a condition, with one generous limit.
+
+A test never states how fast something is: it waits until a condition is true, and `LIMIT` only ends
+a test that would otherwise wait for ever. Every timeout of a test that is not itself the subject of
+the test is `LIMIT`: of subprocesses, connections, futures and browsers. `make soak` lists the tests
+that take longer than half of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+LIMIT = 120.0  # seconds; the longest wait on a loaded machine is a small part of it
+POLL = 0.005  # seconds between two looks at a condition
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T]) -> T:
+    """Wait for a condition that other threads or processes make true; return its value."""
+    for found in _looks(condition):
+        if found:
+            return found
+        time.sleep(POLL)
+    raise AssertionError("unreachable")
+
+
+async def until(condition: Callable[[], T]) -> T:
+    """Wait for a condition that other tasks, threads or processes make true; return its value."""
+    for found in _looks(condition):
+        if found:
+            return found
+        await asyncio.sleep(POLL)
+    raise AssertionError("unreachable")
+
+
+def _looks(condition: Callable[[], T]) -> Iterator[T]:
+    """The values of a condition; TimeoutError after `LIMIT` seconds."""
+    ends_at = time.monotonic() + LIMIT
+    while time.monotonic() < ends_at:
+        yield condition()
+    raise TimeoutError(f"the condition did not become true in {LIMIT:.0f} s")
