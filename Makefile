@@ -59,6 +59,12 @@ packages:
 	  && touch ../$(PACKAGES); }; } \
 	  || echo "npm or its registry is not available: the build of the lab page is NOT TESTED" >&2
 
+RUNS ?= 12
+
+soak: $(READY) browser packages  ## all tests RUNS=12 times, in random order, half of the runs under load
+	@$(BIN)/python -c 'from headway.model.registry import resolve; resolve("smollm2-135m")'
+	$(BIN)/python tests/soak/soak.py --runs $(RUNS) $(OPTIONS)
+
 # Folders whose tests need no model weights, no kernels and no server.
 FAST := tests/kv tests/scheduler tests/engine tests/observe tests/lab tests/text \
   tests/project/test_imports.py tests/project/test_vocabulary.py $(wildcard tests/test_*.py)
@@ -153,5 +159,5 @@ clean:  ## remove environments, caches and build output
 	rm -rf $(VENV) $(CLIENTS) $(MUTATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test browser packages tests pytest test-fast test-clients mutate test-deploy test-gemma test-gpu sanitize $(SANITIZED) consan check format bench \
+.PHONY: help run demo test browser packages tests pytest soak test-fast test-clients mutate test-deploy test-gemma test-gpu sanitize $(SANITIZED) consan check format bench \
   picture page dist clean

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from headway.engine.gc_freeze import gc_freeze
 from headway.model.registry import resolve
@@ -33,6 +36,13 @@ if shutil.which("nvidia-smi") is None:  # checked without torch, before triton i
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control ran `pytest &`
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Hypothesis tries the same examples in every run of `make test`, and others in every run of `make
+# soak`. Neither limits the time of an example, which depends on the machine.
+TIMELESS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("soak", TIMELESS, derandomize=False, print_blob=True)
+settings.register_profile("test", TIMELESS, derandomize=True)
+settings.load_profile("test")
 
 # `make test-fast` leaves these out: they load the model, start processes or simulate long runs.
 SLOW = (
@@ -100,6 +110,20 @@ def _let_loggers_propagate() -> None:
             logger.propagate = True
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in random order")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests were skipped for which reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} skipped")
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5} {reason}")
+
+
 def pytest_unconfigure() -> None:
     FROZEN.close()  # libraries report objects that are not collected at exit
 
@@ -110,8 +134,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.as_posix().endswith(SLOW):
             item.add_marker("slow")
+    if (seed := config.getoption("shuffle")) is not None:
+        _shuffle(items, random.Random(seed))
+        return
     _gather(items, LOADING)
     _move_longest(items)
+
+
+def _shuffle(items: list[pytest.Item], chance: random.Random) -> None:
+    """Order files and the tests of each file at random; a file's tests share fixtures."""
+    files = sorted({item.path for item in items})
+    chance.shuffle(files)
+    chance.shuffle(items)
+    places = {path: place for place, path in enumerate(files)}
+    items.sort(key=lambda item: places[item.path])
 
 
 def _gather(items: list[pytest.Item], files: tuple[str, ...]) -> None:
