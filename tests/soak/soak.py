@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.waiting import LIMIT  # noqa: E402
 
 NUM_BUSY = 2  # busy processes beside a loaded run
-WORKERS = (3, 3, 1, 3, 2, 3, 4, 3)  # a loaded run follows every quiet one
+WORKERS = (3, 3, 1, 3, 2, 2, 4, 3, 3, 3, 3, 2)  # quiet and loaded runs in turn
 HEAD = f"{'run':>3} {'seed':>6} {'workers':>7} {'load':>4} {'seconds':>7} {'passed':>6} {'failed':>6} {'skipped':>7} longest test"
 
 
