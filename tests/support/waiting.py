@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-LIMIT = 120.0  # seconds; the longest wait on a loaded machine is a small part of it
+LIMIT = 300.0  # seconds; the longest wait on a loaded machine is a small part of it
 POLL = 0.005  # seconds between two looks at a condition
 T = TypeVar("T")
 
