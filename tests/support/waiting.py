@@ -1,7 +1,7 @@
 """Waiting in tests: for a condition, with one generous limit.
 
 A test never states how fast something is: it waits until a condition is true, and `LIMIT` only ends
-a test that would otherwise wait for ever. Every timeout of a test that is not itself the subject of
+a test that would otherwise hang. Every timeout of a test that is not itself the subject of
 the test is `LIMIT`: of subprocesses, connections, futures and browsers. `make soak` lists the tests
 that take longer than half of it.
 """
