@@ -16,7 +16,8 @@ from headway.fleet.transport import discovery
 from headway.fleet.transport.discovery import DiscoveredFleet
 from headway.fleet.transport.sockets import Identity, ReplicaServer
 from headway.request import RequestParams
-from tests.support.served import Capitals, on_loop, until
+from tests.support.served import Capitals, on_loop
+from tests.support.waiting import until
 
 KEY = b"key"
 MODEL = Identity(name="", model="letters", block_size=16)

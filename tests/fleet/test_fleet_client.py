@@ -16,7 +16,7 @@ from headway.fleet.settings import FleetCounters, FleetSettings
 from headway.fleet.transport.links import OnBatch, OnLost, ThreadLink
 from tests.support.faults import Faults
 from tests.support.scripted import END, make_engine, script
-from tests.support.served import until
+from tests.support.waiting import until
 
 
 class StoppableLink(ThreadLink):

@@ -29,7 +29,7 @@ from tests.support.forked_replicas import (
     ForkedReplicas,
     forked_replicas,
 )
-from tests.support.served import until
+from tests.support.waiting import until
 
 NUM_KILLS, NUM_STREAMS = 10, 32
 CASES = FEATURES | {
@@ -78,7 +78,7 @@ class Gateway:
         return outputs[-1]
 
     async def until_linked(self, number: int) -> None:
-        await until(lambda: len(self.client.dispatcher.replicas) == number, 10)
+        await until(lambda: len(self.client.dispatcher.replicas) == number)
 
     async def round(self, number: int, kill: Callable[[], None]) -> list[RequestOutput]:
         """The outputs of 32 requests; `kill` is called when they run."""

@@ -17,7 +17,7 @@ from headway.fleet.settings import FleetSettings
 from headway.fleet.transport.links import ClientLink
 from headway.server.process.ipc import SocketClient
 from tests.support.scripted import END, script
-from tests.support.served import until
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +63,7 @@ def test_killed_and_stopped_processes_are_replaced_within_two_seconds(
             return tokens
 
         runs = [asyncio.create_task(one(str(i))) for i in range(9)]
-        await until(lambda: len(begun) == len(runs), 10)
+        await until(lambda: len(begun) == len(runs))
         processes["a"].send_signal(signal.SIGSTOP)
         processes["b"].kill()
         outputs = await asyncio.gather(*runs)

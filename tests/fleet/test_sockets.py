@@ -24,7 +24,8 @@ from headway.errors import ExecutorError
 from headway.fleet.transport import sockets, wire
 from headway.fleet.transport.sockets import Identity, ReplicaServer, SocketLink
 from headway.request import RequestParams
-from tests.support.served import Capitals, on_loop, until
+from tests.support.served import Capitals, on_loop
+from tests.support.waiting import until
 
 KEY = b"k" * 32
 MODEL = Identity(name="one", model="letters (float32 on cpu)", block_size=16)

@@ -26,8 +26,8 @@ from tests.support.served import (
     embedding,
     on_loop,
     server,
-    until,
 )
+from tests.support.waiting import until
 
 PATH = "/v1/embeddings"
 
