@@ -17,6 +17,7 @@ from tests.server.test_faults import Listening, listening
 from tests.support.processes import Server
 from tests.support.scripted import make_engine
 from tests.support.served import on_loop
+from tests.support.waiting import LIMIT
 
 PIECE = b"a" * 16384
 FAR = 64  # parts; one megabyte in total
@@ -31,7 +32,7 @@ def here() -> Iterator[Server]:
 
 
 def connected(here: Server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", here.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", here.port), timeout=LIMIT)
 
 
 def answer(connection: socket.socket) -> bytes:

@@ -30,6 +30,7 @@ from tests.support.drive import check_no_leaks
 from tests.support.lettered import SlowCapitals, letters_app, letters_served
 from tests.support.processes import Server
 from tests.support.scripted import MiniApp, make_engine
+from tests.support.waiting import LIMIT
 
 SLOW = 0.002
 each_layout = pytest.mark.parametrize("num_workers", [0, 2])
@@ -98,7 +99,7 @@ async def listening(engine: Engine, app: Any, model_info: Any) -> AsyncIterator[
     )  # fmt: skip
     task = asyncio.create_task(work)
     await started.wait()
-    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT) as client:
         yield Listening(client, engine, servers[0])
     servers[0].stop()
     await task

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any
 
+from tests.support.waiting import LIMIT
+
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
 
 
@@ -34,12 +36,12 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(LIMIT)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(LIMIT)
 
     @property
     def url(self) -> str:
@@ -107,7 +109,7 @@ class FakeServer:
             writer.write(b"220 this is a mail server\r\n\r\n")
             return True
         if model == "mute":
-            await asyncio.sleep(60)
+            await self._stop.wait()
         writer.write(HEAD + (b"Connection: close\r\n\r\n" if model == "closing" else b"\r\n"))
         if "messages" in asked:
             self._event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})

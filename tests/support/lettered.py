@@ -19,6 +19,7 @@ from headway.server.context import Context
 from headway.server.health import Watchdog, watch
 from headway.server.live import router
 from headway.server.process.serve import ServedEngine, ServerFactory
+from headway.server.settings import ConnectionSettings
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 
 LONGEST = 4096
@@ -66,6 +67,10 @@ def letters_app(engine: AsyncEngine, processor: InputProcessor) -> Any:
     return create_app(context, [router(context)])
 
 
-def real_factory(seconds: float, trace: str | None, grace: float) -> ServerFactory:
-    make_engine = partial(letters_served, seconds, trace)
-    return ServerFactory(make_engine=make_engine, make_app=letters_app, grace=grace)
+def real_factory(options: dict[str, Any]) -> ServerFactory:
+    return ServerFactory(
+        make_engine=partial(letters_served, options["seconds"], options["trace"]),
+        make_app=letters_app,
+        grace=options["grace"],
+        connections=ConnectionSettings(**options["connections"]),
+    )

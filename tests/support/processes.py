@@ -18,8 +18,11 @@ from typing import Any
 
 import httpx
 
+from tests.support.waiting import LIMIT
+
 ROOT = Path(__file__).parents[2]
 MAIN = "import sys; from tests.support.scripted import main; main(sys.argv[1])"
+PATIENT = {"head_timeout": LIMIT, "keep_alive_timeout": LIMIT, "stall_timeout": LIMIT}
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.wire.server"])  # imports the server
 
@@ -83,7 +86,7 @@ class Forked:
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = LIMIT) -> int:
         self._process.join(timeout)
         assert self._process.exitcode is not None, f"it still runs after {timeout} s"
         return self._process.exitcode
@@ -124,7 +127,7 @@ class Server:
         *,
         num_workers: int = 0,
         seconds: float = 0.0,
-        grace: float = 5.0,
+        grace: float = LIMIT,
         port: int = 0,
         is_real: bool = False,
         trace: str | None = None,
@@ -136,8 +139,8 @@ class Server:
         """`factory` is `module:function`; `connections` are fields of ConnectionSettings."""
         options = {
             "num_workers": num_workers, "seconds": seconds, "grace": grace, "port": port,
-            "is_real": is_real, "trace": trace, "factory": factory, "connections": connections,
-            "max_descriptors": max_descriptors,
+            "is_real": is_real, "trace": trace, "factory": factory,
+            "connections": {**PATIENT, **connections}, "max_descriptors": max_descriptors,
         }  # fmt: skip
         self.process: Forked | subprocess.Popen[str] = (
             Forked(json.dumps(options)) if is_forked else _spawned(json.dumps(options))
@@ -163,22 +166,22 @@ class Server:
 
     def pids(self) -> dict[str, int]:
         """The ids of the engine's process and of one worker."""
-        found = httpx.get(self.url).json()
+        found = httpx.get(self.url, timeout=LIMIT).json()
         return {name: found[name] for name in ("engine", "worker")}
 
     def is_serving(self) -> bool:
         try:
-            return httpx.get(self.url).is_success
+            return httpx.get(self.url, timeout=LIMIT).is_success
         except httpx.HTTPError:
             return False
 
     def generate(self, id: str, num_output: int) -> list[dict[str, Any]]:
         """All response lines of one request to the small app."""
         asked = {"id": id, "prompt": [1, 2, 3], "num_output": num_output}
-        with httpx.stream("POST", self.url, json=asked, timeout=20) as response:
+        with httpx.stream("POST", self.url, json=asked, timeout=LIMIT) as response:
             return [json.loads(line) for line in response.iter_lines()]
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, wait, and return the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(20)
+        return self.process.wait(LIMIT)

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,9 +27,17 @@ from headway.executor.simulated import Script, SimulatedExecutor
 from headway.plan import Plan
 from headway.request import RequestParams
 from headway.scheduler import Scheduler, preset
-from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_single_process
-from headway.server.process.workers import Supervisor
+from headway.server.http import connection
+from headway.server.process import shutdown, workers
+from headway.server.process.serve import (
+    ServedEngine,
+    ServerFactory,
+    bind,
+    do_nothing,
+    serve_single_process,
+)
 from headway.server.settings import ConnectionSettings
+from tests.support.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
 END = 9
@@ -134,9 +143,16 @@ def mini_served(seconds: float) -> ServedEngine:
     return served(seconds, max_num_seqs=64, max_num_batched_tokens=256, num_blocks=20_000)
 
 
+def patient() -> Callable[[], None]:
+    """Set up a process of a server: a pause of it or of its client must not change the result."""
+    connection.LINGER = shutdown.DRAIN_TIMEOUT = workers.DRAIN_TIMEOUT = 10 * LIMIT
+    return do_nothing
+
+
 def main(given: str) -> None:
     """Serve in this process, or in several if num_workers is set; prints the port."""
     options = json.loads(given)
+    patient()
     factory = ServerFactory(
         make_engine=partial(mini_served, options["seconds"]), make_app=MiniApp,
         grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
@@ -144,12 +160,13 @@ def main(given: str) -> None:
     if options["is_real"]:
         from tests.support.lettered import real_factory
 
-        factory = real_factory(options["seconds"], options["trace"], options["grace"])
+        factory = real_factory(options)
     if options["factory"]:
         module, _, name = options["factory"].partition(":")
         factory = getattr(import_module(module), name)(options)
     if options["max_descriptors"]:
         setrlimit(RLIMIT_NOFILE, (options["max_descriptors"],) * 2)
+    factory = replace(factory, setup=patient)
     bound = bind("127.0.0.1", options["port"])
     number = bound.getsockname()[1]
 
@@ -157,5 +174,5 @@ def main(given: str) -> None:
         print(number, flush=True)
 
     if options["num_workers"]:
-        sys.exit(Supervisor(factory, bound, options["num_workers"]).run(ready))
+        sys.exit(workers.Supervisor(factory, bound, options["num_workers"]).run(ready))
     sys.exit(serve_single_process(factory, bound, ready))

@@ -32,6 +32,7 @@ from headway.server.context import Context
 from headway.server.settings import Settings
 from headway.text.tokenizer import ALPHABET, Tokenizer
 from tests.support.drive import result
+from tests.support.waiting import LIMIT, until
 
 START, END = 256, 257
 VOCAB_SIZE = 260
@@ -184,9 +185,7 @@ class Server:
     async def settled(self) -> None:
         """Wait until no request is open; times out if one leaks."""
         scheduler = self.engine_client.loop.engine.scheduler
-        async with asyncio.timeout(5):
-            while self.engine.num_open or not scheduler.is_idle:
-                await asyncio.sleep(0.005)
+        await until(lambda: not self.engine.num_open and scheduler.is_idle)
 
 
 @asynccontextmanager
@@ -222,18 +221,11 @@ async def server(
     await engine.close()
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Wait for a condition that other tasks or threads make true; TimeoutError if it stays false."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run an async test in its own event loop, with a timeout."""
 
     @functools.wraps(test)
     def run(*args: Any, **names: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **names), 15))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(test(*args, **names), LIMIT))  # type: ignore[arg-type]
 
     return run

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 import h11
 
 from tests.support.processes import Server
+from tests.support.waiting import LIMIT
 from tests.support.wire.answers import Answer, Choices, answer, events_of, joined, streamed_answer
 from tests.support.wire.cases import MESSAGES, RESPONSES, Case, cases
 from tests.support.wire.reader import Exchange, Responses
 
-NUM_CASES, AT_ONCE, PATIENCE = 60, 16, 20.0
+NUM_CASES, AT_ONCE = 60, 16
 GARBAGE = (
     b"\x00\x01 nonsense\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
@@ -92,7 +93,7 @@ class Conversation:
 
     async def hold(self) -> None:
         """Send, read and close; TimeoutError if the server does not respond."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(LIMIT):
             await self._hold()
 
     async def _hold(self) -> None:

@@ -2,7 +2,7 @@
 
 A prompt contains the outputs between two marks; sample k generates output k. Every byte is a token,
 so characters, tags and stop strings are split at all positions. Some steps are slow, so that updates
-arrive alone and in groups; a prompt with SLOWLY makes all steps slow.
+arrive alone and in groups; a prompt with SLOWLY makes all steps slow, with several slower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.lettered import LONGEST, letters_app
 from tests.support.served import END, HIDDEN_SIZE, VOCAB_SIZE, Capitals, letters
 
 BEGIN, BETWEEN, FINISH = b"\x02", b"\x1e", b"\x03"
-SLOWLY, SLOW = "\x05", 0.01  # seconds of a step
+SLOWLY, SLOW = "\x05", 0.01  # seconds that each adds to a step
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% if tools %}"
     '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
@@ -44,8 +44,9 @@ class Parrot(Capitals):
         self._chance = random.Random(0)
 
     def launch(self, plan: Plan) -> Capitals:
-        if any(ord(SLOWLY) in request.prompt for request in plan.decodes):
-            time.sleep(SLOW)
+        counts = [list(request.prompt).count(ord(SLOWLY)) for request in plan.decodes]
+        if any(counts):
+            time.sleep(SLOW * max(counts))
         elif self._chance.random() < 0.02:
             time.sleep(0.001)
         return super().launch(plan)
