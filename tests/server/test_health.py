@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS
 from headway.errors import ConfigError
 from headway.server.health import RemoteWatchdog, Watchdog, watch
 from tests.support.gated import gated_engine, scripted
 from tests.support.silent_client import SilentClient
+from tests.support.waiting import until
 
 
 async def drain(engine: AsyncEngine, id: str) -> None:
@@ -22,21 +23,18 @@ async def drain(engine: AsyncEngine, id: str) -> None:
 
 def test_the_watchdog_reports_a_stuck_step_until_it_ends() -> None:
     async def test() -> None:
-        engine, gate = gated_engine()
+        engine, gate = gated_engine(clock := VirtualClock())
         running = AsyncEngine(ThreadClient(engine))
         await running.start()
         watchdog = watch(running, max_silence=0.4)
         assert isinstance(watchdog, Watchdog) and await watchdog(running) is None
-        await asyncio.sleep(0.5)
+        clock.advance_to(0.5)
         assert await watchdog(running) is None, "an idle engine is healthy"
         gate.open.clear()
         stuck = asyncio.create_task(drain(running, "a"))
-        begun = time.monotonic()
-        await asyncio.sleep(0.05)
-        problem = await watchdog(running)
-        is_early = time.monotonic() - begun < 0.4  # otherwise this machine was busy
-        assert not (problem and is_early), "idle time before the request does not count"
-        await asyncio.sleep(0.5)
+        await until(lambda: engine.num_in_flight)  # the scheduler has released its lock
+        assert await watchdog(running) is None, "idle time before the request does not count"
+        clock.advance_to(1.0)
         problem = await watchdog(running)
         assert problem is not None and "0." in problem
         assert engine.why().splitlines()[-1] in problem, "the problem includes why()"
@@ -50,13 +48,13 @@ def test_the_watchdog_reports_a_stuck_step_until_it_ends() -> None:
 
 
 def test_a_fault_counts_until_a_step_succeeds_or_time_passes() -> None:
-    engine, gate = gated_engine()
+    engine, gate = gated_engine(clock := VirtualClock())
     watchdog = Watchdog(ThreadClient(engine).loop, max_silence=0.3)
     gate.num_faults = 1
     engine.add("a", [1], scripted())
     engine.run()
     assert "OSError: device lost" in (watchdog.problem() or "")
-    time.sleep(0.35)
+    clock.advance_to(0.35)
     assert watchdog.problem() is None, "an unhealthy server would receive no work to recover"
     gate.num_faults = 1
     engine.add("b", [1], scripted())
@@ -68,19 +66,19 @@ def test_a_fault_counts_until_a_step_succeeds_or_time_passes() -> None:
 
 
 def test_an_engine_that_has_given_up_stays_unhealthy() -> None:
-    engine, gate = gated_engine()
+    engine, gate = gated_engine(clock := VirtualClock())
     watchdog = Watchdog(ThreadClient(engine).loop, max_silence=0.01)
     gate.num_faults = MAX_FAULTS
     for number in range(MAX_FAULTS):
         engine.add(str(number), [1], scripted())
         engine.run()
-    time.sleep(0.02)
+    clock.advance_to(0.02)
     assert engine.has_given_up and str(MAX_FAULTS) in (watchdog.problem() or "")
 
 
 def test_an_engine_in_another_process_is_healthy_while_it_responds() -> None:
     async def test() -> None:
-        engine, gate = gated_engine()
+        engine, gate = gated_engine(VirtualClock())
         client = ThreadClient(engine)
         Watchdog(client.loop)
         remote_client = SilentClient(client)

@@ -1,4 +1,4 @@
-"""An engine in real time whose steps a test can hold or fail."""
+"""An engine, in real time unless a clock is given, whose steps a test can hold or fail."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.engine.clock import RealClock
+from headway.engine.clock import RealClock, VirtualClock
 from headway.engine.engine import Engine
 from headway.executor.base import Handle
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.plan import Plan, StepResult
 from headway.request import RequestParams
 from headway.scheduler import Scheduler, preset
+from tests.support.waiting import LIMIT
 
 SIZES = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 
@@ -27,7 +28,7 @@ class WallClock(RealClock):
 class Gate:
     """An executor whose steps end only while `open` is set. The next `num_faults` steps fail."""
 
-    def __init__(self, clock: WallClock) -> None:
+    def __init__(self, clock: WallClock | VirtualClock) -> None:
         self._inner = SimulatedExecutor(clock, lambda plan: 0.0)
         self.open = threading.Event()
         self.open.set()
@@ -40,14 +41,16 @@ class Gate:
         return cast(Handle, SimpleNamespace(wait=lambda: self._wait(self._inner.launch(plan))))
 
     def _wait(self, handle: Any) -> StepResult:
-        assert self.open.wait(10)
+        assert self.open.wait(LIMIT)
         result: StepResult = handle.wait()
         return result
 
 
-def gated_engine(**changes: Any) -> tuple[Engine, Gate]:
+def gated_engine(
+    clock: WallClock | VirtualClock | None = None, **changes: Any
+) -> tuple[Engine, Gate]:
     """An engine and the gate that holds its steps."""
-    clock = WallClock()
+    clock = clock or WallClock()
     gate = Gate(clock)
     return Engine(Scheduler(preset("vllm_v1", **{**SIZES, **changes})), gate, clock), gate
 
