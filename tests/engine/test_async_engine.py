@@ -25,20 +25,16 @@ from headway.plan import StepReport
 from headway.request import RequestParams
 from tests.support.drive import check_no_leaks
 from tests.support.scripted import END, Breaking, make_engine, script
+from tests.support.waiting import LIMIT, until
 
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 PROMPT = [1, 2, 3]
 SLOW = 0.002  # seconds of a step in tests that act between steps
 
 
-def within(work: Coroutine[Any, Any, Any], seconds: float = 10.0) -> Any:
-    """Run a coroutine; TimeoutError if it takes too long."""
-
-    async def timed() -> Any:
-        async with asyncio.timeout(seconds):
-            return await work
-
-    return asyncio.run(timed())
+def within(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine; TimeoutError if it does not end."""
+    return asyncio.run(asyncio.wait_for(work, LIMIT))
 
 
 @asynccontextmanager
@@ -474,5 +470,5 @@ def test_random_requests_each_end_once(seed: int) -> None:
             clients = [ask(own, f"{i}") for i, own in enumerate(rngs)]
             return list(await asyncio.gather(*clients))
 
-    outcomes = within(live(), 20)
+    outcomes = within(live())
     assert len(outcomes) == 60 and {"read", "left"} <= set(outcomes)

@@ -8,7 +8,6 @@ import json
 import logging
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -28,11 +27,13 @@ from headway.text.tokenizer import Tokenizer
 from tests.engine.test_async_engine import within
 from tests.support.drive import check_no_leaks
 from tests.support.lettered import SlowCapitals, letters_app, letters_served
-from tests.support.processes import Server
+from tests.support.processes import Server, stable_port
 from tests.support.scripted import MiniApp, make_engine
-from tests.support.waiting import LIMIT
+from tests.support.waiting import LIMIT, until
 
-SLOW = 0.002
+LONG = 1800  # letters; a stream of them takes longer than any pause
+SLOW = 0.03  # seconds of half a step
+ENDLESS = 10 * LIMIT  # seconds
 each_layout = pytest.mark.parametrize("num_workers", [0, 2])
 
 
@@ -47,10 +48,9 @@ class Listening:
     async def streams(self, count: int) -> list[asyncio.Task[list[dict[str, Any]]]]:
         """Long streams that have all started."""
         begun: list[str] = []
-        asked = [events(self.client, "abc" * 500, begun) for _ in range(count)]
+        asked = [events(self.client, "abc" * 600, begun) for _ in range(count)]
         tasks = [asyncio.create_task(each) for each in asked]
-        while len(begun) < count:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(begun) == count)
         return tasks
 
     async def capitals(self, prompt: str) -> str:
@@ -127,7 +127,7 @@ def test_every_stream_reports_that_the_engine_has_stopped() -> None:
             streams = await server.streams(8)
             server.engine.step = broken  # type: ignore[method-assign]
             for said in await asyncio.gather(*streams):
-                assert 0 < len(text_of(said)) < 1500 and "ABC".startswith(text_of(said)[:3])
+                assert 0 < len(text_of(said)) < LONG and "ABC".startswith(text_of(said)[:3])
                 assert "fatal fault" in said[-1]["error"]["message"]
             response = await server.client.post("/v1/completions", json={"prompt": "a"})
             assert response.status_code == 503
@@ -166,7 +166,7 @@ def test_a_tokenizer_failure_fails_only_its_request() -> None:
     delicate = Delicate(letters._backend, eos=letters.eos, chat_template=letters.chat_template)
 
     async def live() -> None:
-        async with capitals(SLOW, delicate) as server:
+        async with capitals(0.002, delicate) as server:
             going = asyncio.create_task(server.capitals("abc" * 60))
             for is_streamed in (False, True):
                 asked = {"prompt": "poison", "stream": is_streamed}
@@ -196,13 +196,11 @@ def test_a_client_that_stops_reading_delays_no_other_and_uses_little_memory() ->
                 body = {"id": f"{number}", "prompt": [1], "num_output": 50}
                 lines = (await server.client.post("/", json=body)).text.splitlines()
                 assert json.loads(lines[-1])["end"] == "stop"
-            while engine.has_work:  # unread tokens are kept as integers
-                await asyncio.sleep(0.01)
+            await until(lambda: not engine.has_work)  # unread tokens are kept as integers
             transports = [c.transport for c in server.http.server_state.connections]
             assert max(t.get_write_buffer_size() for t in transports) < 1_000_000
             stuck.close()
-            while server.http.server_state.tasks:
-                await asyncio.sleep(0.01)
+            await until(lambda: not server.http.server_state.tasks)
         check_no_leaks(engine.scheduler)
 
     within(live())
@@ -249,58 +247,71 @@ async def load(
 ) -> list[list[dict[str, Any]]]:
     """Open streams of the given lengths, and send the signals once all have started."""
     begun: list[str] = []
-    async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT) as client:
         asked = [events(client, "a" * length, begun) for length in lengths]
         streams = asyncio.gather(*asked)
-        while signals and len(begun) < len(lengths):
-            await asyncio.sleep(0.005)
+        await until(lambda: not signals or len(begun) == len(lengths))
         for number in signals:
             server.process.send_signal(number)
-            await asyncio.sleep(0.3)  # so that the two signals are not merged
-        if signals == (signal.SIGTERM,):
-            with pytest.raises(httpx.ConnectError):  # new connections are refused
-                await asyncio.to_thread(httpx.get, server.url)
+            # So that the next signal is not merged with this one.
+            await until(lambda: refuses_connections(server.port))
         return await streams
 
 
+def refuses_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), LIMIT).close()
+    except OSError:
+        return True
+    return False
+
+
 @each_layout
-def test_sigterm_lets_requests_finish_and_cancels_the_rest(num_workers: int) -> None:
-    with Server(num_workers=num_workers, seconds=0.004, grace=1.5, is_real=True) as server:
-        ends = within(load(server, [60] * 8 + [2000] * 8, (signal.SIGTERM,)), 20)
-        assert server.process.wait(10) == 0
-    assert [reason_of(said) for said in ends[:8]] == ["stop"] * 8
-    assert all(text_of(said) == "A" * 60 for said in ends[:8])
-    assert [reason_of(said) for said in ends[8:]] == ["shutting_down"] * 8
-    assert all(set(text_of(said)) == {"A"} for said in ends[8:])
+def test_sigterm_lets_requests_finish(num_workers: int) -> None:
+    with Server(num_workers=num_workers, seconds=0.004, grace=ENDLESS, is_real=True) as server:
+        ends = within(load(server, [60] * 8, (signal.SIGTERM,)))
+        assert server.process.wait(LIMIT) == 0
+    assert [reason_of(said) for said in ends] == ["stop"] * 8
+    assert all(text_of(said) == "A" * 60 for said in ends)
 
 
-def test_an_idle_server_exits_soon_without_errors() -> None:
-    with Server(is_real=True) as server:
-        with httpx.Client() as client:  # an idle keep-alive connection
-            assert client.get(server.url + "health").is_success
-            begun = time.monotonic()
-            assert server.end(signal.SIGINT) == 0
-        assert time.monotonic() - begun < 3
+@each_layout
+def test_sigterm_cancels_requests_that_do_not_finish_in_time(num_workers: int) -> None:
+    with Server(num_workers=num_workers, seconds=SLOW, grace=0.2, is_real=True) as server:
+        ends = within(load(server, [LONG] * 8, (signal.SIGTERM,)))
+        assert server.process.wait(LIMIT) == 0
+    assert [reason_of(said) for said in ends] == ["shutting_down"] * 8
+    assert all(set(text_of(said)) == {"A"} for said in ends)
+
+
+def test_an_idle_server_exits_without_waiting_for_requests() -> None:
+    with (
+        Server(grace=ENDLESS, is_real=True) as server,
+        httpx.Client(timeout=LIMIT) as client,  # an idle keep-alive connection
+    ):
+        assert client.get(server.url + "health").is_success
+        assert server.end(signal.SIGINT) == 0
 
 
 @each_layout
 def test_a_second_signal_exits_at_once(num_workers: int) -> None:
-    with Server(num_workers=num_workers, seconds=0.005, grace=60, is_real=True) as server:
+    with Server(num_workers=num_workers, seconds=SLOW, grace=ENDLESS, is_real=True) as server:
         with pytest.raises(httpx.HTTPError):
-            within(load(server, [2000], (signal.SIGTERM, signal.SIGTERM)))
-        assert server.process.wait(2) == 128 + signal.SIGTERM
+            within(load(server, [LONG], (signal.SIGTERM, signal.SIGTERM)))
+        assert server.process.wait(LIMIT) == 128 + signal.SIGTERM
 
 
 def test_after_a_kill_the_port_is_free_and_the_trace_is_complete(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    with Server(seconds=SLOW, is_real=True, trace=str(trace)) as server:
+    port = stable_port()
+    with Server(seconds=SLOW, is_real=True, trace=str(trace), port=port) as server:
         with pytest.raises(httpx.HTTPError):  # without an end, which clients treat as an error
-            within(load(server, [1000] * 8, (signal.SIGKILL,)))
-        server.process.wait(5)
+            within(load(server, [LONG] * 8, (signal.SIGKILL,)))
+        server.process.wait(LIMIT)
         header, *steps = read_trace(trace)
         assert header["headway_trace"] and steps
         assert [line["step"] for line in steps] == list(range(len(steps)))
-        with Server(is_real=True, port=server.port) as again:
-            assert again.port == server.port
+        with Server(is_real=True, port=port) as again:
+            assert again.port == server.port == port
             [said] = within(load(again, [5]))
             assert text_of(said) == "AAAAA" and again.end() == 0

@@ -180,7 +180,7 @@ def test_a_worker_that_does_not_read_delays_no_other() -> None:
             transport.resume_reading()  # type: ignore[attr-defined]
             assert len(samples_of(await reading)[0][0]) == 5_000
 
-    within(ask(), 20)
+    within(ask())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -202,7 +202,7 @@ def test_with_random_workers_every_request_has_one_result(seed: int) -> None:
             ]
             return list(await asyncio.gather(*clients))
 
-    outcomes = within(live(), 20)
+    outcomes = within(live())
     assert len(outcomes) == 45 and {"read", "left"} <= set(outcomes)
 
 

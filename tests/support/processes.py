@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +27,18 @@ MAIN = "import sys; from tests.support.scripted import main; main(sys.argv[1])"
 PATIENT = {"head_timeout": LIMIT, "keep_alive_timeout": LIMIT, "stall_timeout": LIMIT}
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.wire.server"])  # imports the server
+
+
+def stable_port() -> int:
+    """A free port that the system gives to no other process, so that it stays free."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    given = range(low, high + 1)
+    ports = [port for port in range(10_000, 1 << 16) if port not in given]
+    while True:
+        port = random.SystemRandom().choice(ports)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
