@@ -24,12 +24,13 @@ from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestToo
 from headway.plan import StepReport
 from headway.request import RequestParams
 from tests.support.drive import check_no_leaks
-from tests.support.scripted import END, Breaking, make_engine, script
-from tests.support.waiting import LIMIT, until
+from tests.support.scripted import END, Breaking, Stepped, make_engine, script
+from tests.support.waiting import LIMIT, until, wait_until
 
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 PROMPT = [1, 2, 3]
 SLOW = 0.002  # seconds of a step in tests that act between steps
+SLOWER = 0.05  # seconds of a step: a request of 900 tokens does not end before the test acts
 
 
 def within(work: Coroutine[Any, Any, Any]) -> Any:
@@ -44,10 +45,8 @@ async def running(engine: Engine, limits: QueueLimits | None = None) -> AsyncIte
     await running.start()
     try:
         yield running
-        while (
-            engine.has_work and running.stop_reason is None
-        ):  # cancelled requests still have to end
-            await asyncio.sleep(0.001)
+        # Cancelled requests still have to end.
+        await until(lambda: running.stop_reason or not (engine.has_work or running._abandoned))
     finally:
         await running.close()
     assert running.num_open == 0 and not running._abandoned and not running._pending_queries
@@ -98,12 +97,15 @@ def test_every_one_of_n_samples_has_its_own_end(async_scheduling: int) -> None:
 
 def test_one_sample_can_be_stopped_while_the_others_continue() -> None:
     async def ask() -> None:
-        async with running(make_engine(SLOW)) as engine:
+        stepped = Stepped(inner := make_engine())
+        stepped.allow(10)
+        async with running(inner) as engine:
             updates: list[SampleUpdate] = []
             async for gained in engine.stream("a", PROMPT, script(200, n=3)):
                 updates += gained
                 if len(updates) >= 6:
                     engine.stop_sample("a", 1)
+                    stepped.free()
             first, second, third = samples_of(updates, 3)
             assert len(first[0]) == len(third[0]) == 200 > len(second[0])
             assert second[1].reason == "stop" and second[1].stop_token is None
@@ -117,9 +119,9 @@ def test_a_prompt_that_raises_while_it_is_read_fails_alone() -> None:
             raise RuntimeError("the row of a dataset cannot be read")
 
     async def ask() -> None:
-        async with running(make_engine(SLOW)) as engine:
+        async with running(inner := make_engine(SLOW)) as engine:
             other = asyncio.create_task(read(engine, "other", PROMPT, script(20)))
-            await asyncio.sleep(2 * SLOW)
+            await until(lambda: inner.scheduler.num_steps)
             with pytest.raises(RuntimeError, match="row of a dataset"):
                 await anext(aiter(engine.stream("a", FailedRow(PROMPT), script(3))))
             assert len(samples_of(await other)[0][0]) == 20
@@ -131,26 +133,26 @@ def test_a_prompt_that_raises_while_it_is_read_fails_alone() -> None:
 @pytest.mark.parametrize("leave", ["break", "cancel", "raise"])
 @each_scheduling
 def test_leaving_a_stream_frees_its_blocks_within_a_step(async_scheduling: int, leave: str) -> None:
-    async def first_of(engine: AsyncEngine) -> None:
+    async def first_of(engine: AsyncEngine, begun: asyncio.Event) -> None:
         async for _ in engine.stream("long", PROMPT, script(900, n=2)):
+            begun.set()
             if leave == "break":
                 return
             if leave == "raise":
                 raise KeyError
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()  # for ever
 
     async def ask() -> None:
-        inner = make_engine(SLOW, async_scheduling)
+        inner = make_engine(SLOWER, async_scheduling, num_blocks=2_000)
         steps: list[StepReport] = []
         async with running(inner) as engine:
-            task = asyncio.create_task(first_of(engine))
-            await asyncio.sleep(10 * SLOW)
+            task = asyncio.create_task(first_of(engine, begun := asyncio.Event()))
+            await begun.wait()
             task.cancel()
             with suppress(KeyError, asyncio.CancelledError):
                 await task
             inner.observers.append(steps.append)
-            while inner.scheduler.requests:
-                await asyncio.sleep(0)
+            await until(lambda: not inner.scheduler.requests)
         assert len([s for s in steps if s.plan.step >= 0]) <= 2 + async_scheduling
 
     within(ask())
@@ -158,7 +160,7 @@ def test_leaving_a_stream_frees_its_blocks_within_a_step(async_scheduling: int, 
 
 def test_an_id_can_be_reused_only_after_its_request_has_ended() -> None:
     async def ask() -> None:
-        async with running(make_engine(SLOW)) as engine:
+        async with running(make_engine(SLOWER)) as engine:
             left = engine.stream("a", PROMPT, script(900))
             await anext(left)
             with pytest.raises(InvalidRequest, match="choose another id"):
@@ -166,8 +168,7 @@ def test_an_id_can_be_reused_only_after_its_request_has_ended() -> None:
             await left.aclose()  # type: ignore[attr-defined]
             with pytest.raises(InvalidRequest, match="choose another id"):
                 await read(engine, "a", PROMPT, script(2))
-            while engine._abandoned:
-                await asyncio.sleep(0.001)
+            await until(lambda: not engine._abandoned)
             [(tokens, end)] = samples_of(await read(engine, "a", PROMPT, script(2)))
             assert tokens == [1, END] and end.reason == "stop"
 
@@ -202,9 +203,13 @@ def test_the_error_of_a_refused_request_is_that_of_the_engine() -> None:
 )
 def test_requests_above_a_limit_are_refused_and_the_others_continue(limits: QueueLimits) -> None:
     async def ask() -> None:
-        async with running(make_engine(SLOW, max_num_seqs=2), limits) as engine:
+        stepped = Stepped(inner := make_engine(max_num_seqs=2))
+        async with running(inner, limits) as engine:
             asked = [read(engine, f"{i}", PROMPT, script(5, client="one")) for i in range(30)]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
+            reading = asyncio.gather(*asked, return_exceptions=True)
+            await until(lambda: engine.num_open == 30)
+            stepped.free()
+            answers = await reading
             refused = [a for a in answers if isinstance(a, Overloaded)]
             assert 0 < len(refused) < 30 and all(error.retry_after > 0 for error in refused)
             for answer in answers:
@@ -217,20 +222,30 @@ def test_requests_above_a_limit_are_refused_and_the_others_continue(limits: Queu
 
 def test_a_busy_engine_answers_queries_between_steps() -> None:
     async def ask() -> None:
-        inner = make_engine(SLOW)
+        stepped = Stepped(inner := make_engine())
+
+        async def steps() -> None:
+            """Let the engine make some steps, and hold it again."""
+            await until(lambda: stepped.is_holding)
+            stepped.allow(10)
+
         async with running(inner) as engine:
             assert isinstance(engine.client, ThreadClient)
             engine.client.loop.step_queries["double"] = lambda number: 2 * number
             reading = asyncio.create_task(read(engine, "a", PROMPT, script(100)))
-            assert await asyncio.gather(*(engine.ask("double", i) for i in range(5))) == [
-                0, 2, 4, 6, 8,
-            ]  # fmt: skip
+            *doubles, _ = await asyncio.gather(
+                *(engine.ask("double", i) for i in range(5)), steps()
+            )
+            assert doubles == [0, 2, 4, 6, 8]
+            await until(lambda: stepped.is_holding)  # the scheduler has released its lock
             assert re.search(r"\b1 of 8\b", await engine.ask("why"))
             with pytest.raises(ExecutorError, match="'unknown'.*double.*reset_prefix_cache.*why"):
-                await engine.ask("unknown")
+                await asyncio.gather(engine.ask("unknown"), steps())
             with pytest.raises(ExecutorError):
-                await engine.ask("double")
-            assert not reading.done() and len(samples_of(await reading)[0][0]) == 100
+                await asyncio.gather(engine.ask("double"), steps())
+            assert not reading.done()
+            stepped.free()
+            assert len(samples_of(await reading)[0][0]) == 100
 
     within(ask())
 
@@ -239,10 +254,13 @@ def test_a_busy_engine_answers_queries_between_steps() -> None:
 def test_a_failed_step_ends_its_requests_and_later_ones_run(async_scheduling: int) -> None:
     async def ask() -> None:
         inner = make_engine(async_scheduling=async_scheduling)
-        Breaking(inner, lambda plan: plan.step == 4)
+        Breaking(inner, lambda plan: len(plan.decodes) == 3)
+        stepped = Stepped(inner)
         async with running(inner) as engine:
-            asked = [read(engine, f"{i}", PROMPT, script(50)) for i in range(3)]
-            for updates in await asyncio.gather(*asked):
+            reading = asyncio.gather(*(read(engine, f"{i}", PROMPT, script(50)) for i in range(3)))
+            await until(lambda: engine.num_open == 3)
+            stepped.free()
+            for updates in await reading:
                 [(_, end)] = samples_of(updates)
                 assert end.reason == "error" and "the device was lost" in (end.error or "")
             assert samples_of(await read(engine, "later", PROMPT, script(3)))[0][0] == [1, 1, END]
@@ -283,12 +301,12 @@ def test_when_the_loop_raises_all_open_requests_fail_with_the_reason() -> None:
         raise RuntimeError("step is broken")
 
     async def ask() -> None:
-        inner = make_engine(SLOW)
+        inner = make_engine(SLOWER, num_blocks=2_000)
         async with Unchecked(inner) as engine:
             asked = [
                 asyncio.create_task(read(engine, f"{i}", PROMPT, script(900))) for i in range(20)
             ]
-            await asyncio.sleep(10 * SLOW)
+            await until(lambda: len(inner.scheduler.requests) == 20)
             inner.step = broken  # type: ignore[method-assign]
             question = asyncio.create_task(engine.ask("why"))
             for answer in await asyncio.gather(*asked, return_exceptions=True):
@@ -305,9 +323,9 @@ def test_when_the_loop_raises_all_open_requests_fail_with_the_reason() -> None:
 
 def test_closing_an_engine_ends_open_requests() -> None:
     async def ask() -> None:
-        async with Unchecked(make_engine(SLOW)) as engine:
+        async with Unchecked(inner := make_engine(SLOWER)) as engine:
             reading = asyncio.create_task(read(engine, "a", PROMPT, script(900)))
-            await asyncio.sleep(10 * SLOW)
+            await until(lambda: inner.scheduler.requests)
         with pytest.raises(ExecutorError, match=r"stop\(\) was called"):
             await reading
 
@@ -316,12 +334,12 @@ def test_closing_an_engine_ends_open_requests() -> None:
 
 def test_cancel_all_ends_every_stream_and_refuses_new_requests() -> None:
     async def ask() -> None:
-        async with running(make_engine(SLOW, max_num_seqs=2)) as engine:
+        async with running(inner := make_engine(SLOWER, max_num_seqs=2)) as engine:
             asked = [
-                asyncio.create_task(read(engine, f"{i}", PROMPT, script(200, n=2)))
+                asyncio.create_task(read(engine, f"{i}", PROMPT, script(900, n=2)))
                 for i in range(5)
             ]
-            await asyncio.sleep(10 * SLOW)
+            await until(lambda: len(inner.scheduler.requests) == 10)
             engine.cancel_all()
             for updates in await asyncio.gather(*asked):
                 assert {end.reason for _, end in samples_of(updates, 2)} == {"abort"}
@@ -401,11 +419,11 @@ def test_requests_from_many_threads_all_end() -> None:
         thread.start()
     for thread in posting:
         thread.join()
-    while loop._inbox or loop.engine.has_work:
-        pass
+    wait_until(
+        lambda: sum(isinstance(u, SampleUpdate) and u.end is not None for u in answered) == 100
+    )
     loop.stop()
-    running.join(5)
-    assert sum(isinstance(u, SampleUpdate) and u.end is not None for u in answered) == 100
+    running.join(LIMIT)
     assert type(answered[-1]).__name__ == "EngineStopped" and loop.ended == "stop() was called"
 
 
@@ -445,6 +463,13 @@ async def read_randomly(engine: AsyncEngine, rng: random.Random, id: str) -> str
     return "read"
 
 
+async def ask_randomly(engine: AsyncEngine, rng: random.Random, id: str) -> str:
+    """One client, which asks again if the queue is full."""
+    while (outcome := await read_randomly(engine, rng, id)) == Overloaded.__name__:
+        pass
+    return outcome
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_requests_each_end_once(seed: int) -> None:
     rng = random.Random(seed)
@@ -459,15 +484,8 @@ def test_random_requests_each_end_once(seed: int) -> None:
             (QueueLimits(), QueueLimits(max_waiting=8), QueueLimits(max_per_client=5))
         )
         async with running(inner, limits) as engine:
-
-            async def ask(own: random.Random, id: str) -> str:
-                """One client, which asks again if the queue is full."""
-                while (outcome := await read_randomly(engine, own, id)) == Overloaded.__name__:
-                    pass
-                return outcome
-
             rngs = [random.Random(rng.random()) for _ in range(60)]
-            clients = [ask(own, f"{i}") for i, own in enumerate(rngs)]
+            clients = [ask_randomly(engine, own, f"{i}") for i, own in enumerate(rngs)]
             return list(await asyncio.gather(*clients))
 
     outcomes = within(live())

@@ -19,6 +19,7 @@ from headway.errors import ExecutorError, InvalidGrammar, Overloaded
 from headway.request import RequestParams
 from tests.engine.test_async_engine import read, running, samples_of, within
 from tests.support.scripted import make_engine, script
+from tests.support.waiting import LIMIT, until
 
 READY, SLOW = RequestParams(salt="ready"), RequestParams(salt="slow")
 
@@ -36,7 +37,7 @@ class GatedPreparation:
 
     def make_ready(self, params: RequestParams) -> RequestParams:
         self.num_started += 1
-        assert self.gate.wait(10)
+        assert self.gate.wait(LIMIT)
         if self._fault is not None:
             raise self._fault
         return replace(params, salt="prepared")
@@ -151,8 +152,7 @@ def test_a_refusal_by_the_preparation_queue_reaches_the_stream_and_frees_the_id(
         async with running(engine) as here:
             slow = replace(script(5), salt="slow")
             waiting = asyncio.create_task(read(here, "r", [1, 2, 3], slow))
-            while not preparation.num_started:
-                await asyncio.sleep(0.001)
+            await until(lambda: preparation.num_started)
             if is_left:
                 waiting.cancel()
                 await asyncio.wait([waiting])
@@ -160,8 +160,7 @@ def test_a_refusal_by_the_preparation_queue_reaches_the_stream_and_frees_the_id(
             if not is_left:
                 with pytest.raises(InvalidGrammar, match="too large"):
                     await waiting
-            while here._abandoned:
-                await asyncio.sleep(0.001)
+            await until(lambda: not here._abandoned)
             again = await read(here, "r", [1, 2, 3], script(5))
             assert samples_of(again)[0][1].reason == "stop"
 
@@ -177,8 +176,7 @@ def test_other_requests_run_while_one_is_prepared(is_cancelled: bool) -> None:
         async with running(engine) as here:
             slow = replace(script(5), salt="slow")
             waiting = asyncio.create_task(read(here, "slow", [1, 2, 3], slow))
-            while not preparation.num_started:
-                await asyncio.sleep(0.001)
+            await until(lambda: preparation.num_started)
             others = await asyncio.gather(
                 *(read(here, f"quick {n}", [1, 2, 3], script(5)) for n in range(20))
             )
@@ -189,8 +187,7 @@ def test_other_requests_run_while_one_is_prepared(is_cancelled: bool) -> None:
                 await asyncio.wait([waiting])
                 assert here._abandoned == {"slow": 1}  # its end has not arrived yet
                 preparation.gate.set()
-                while here._abandoned:
-                    await asyncio.sleep(0.001)
+                await until(lambda: not here._abandoned)
             else:
                 preparation.gate.set()
                 assert samples_of(await waiting)[0][0] == samples_of(others[0])[0][0]
@@ -206,8 +203,7 @@ def test_closing_an_engine_does_not_wait_for_preparations() -> None:
         async with running(engine) as here:
             slow = [replace(script(5), salt="slow")] * 3
             waiting = [asyncio.create_task(read(here, str(n), [1], p)) for n, p in enumerate(slow)]
-            while not preparation.num_started:
-                await asyncio.sleep(0.001)
+            await until(lambda: preparation.num_started)
             await here.close()
             results = await asyncio.gather(*waiting, return_exceptions=True)
             assert all("has stopped" in str(each) for each in results)

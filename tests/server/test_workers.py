@@ -8,11 +8,11 @@ import random
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from select import select
 
 import httpx
 import pytest
@@ -25,10 +25,19 @@ from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketClient
 from headway.server.process.serve import ServerFactory, bind, listen, serve_single_process
 from headway.server.process.workers import SharedListener, Supervisor
-from tests.engine.test_async_engine import PROMPT, SLOW, read, read_randomly, samples_of, within
+from tests.engine.test_async_engine import (
+    PROMPT,
+    SLOW,
+    SLOWER,
+    ask_randomly,
+    read,
+    samples_of,
+    within,
+)
 from tests.support.drive import check_no_leaks
-from tests.support.processes import Server
+from tests.support.processes import Server, stable_port
 from tests.support.scripted import END, MiniApp, make_engine, mini_served, script
+from tests.support.waiting import LIMIT, until, wait_until
 
 MODEL_INFO = {"model": "none"}
 
@@ -48,12 +57,13 @@ async def workers(
                 await each.start()
                 stack.push_async_callback(each.close)
             yield service, engines
-            while service.stopped is None and (
-                engine.has_work or any(e._abandoned for e in engines)
-            ):
-                await asyncio.sleep(0.001)
-        while service.workers:
-            await asyncio.sleep(0.001)
+            await until(
+                lambda: (
+                    service.stopped is not None
+                    or not (engine.has_work or any(e._abandoned for e in engines))
+                )
+            )
+        await until(lambda: not service.workers)
         await service.close()
     assert not service._queries and all(
         not each.num_open and not each._abandoned for each in engines
@@ -118,19 +128,20 @@ def test_errors_cross_the_socket_unchanged() -> None:
 
 def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
     async def ask() -> None:
-        inner = make_engine(SLOW)
+        inner = make_engine(SLOWER, num_blocks=2_000)
         async with workers(inner) as (service, (one, other)):
             going = [
-                asyncio.create_task(read(one, f"{i}", PROMPT, script(300, n=2))) for i in "abc"
+                asyncio.create_task(read(one, f"{i}", PROMPT, script(900, n=2))) for i in "abc"
             ]
-            staying = asyncio.create_task(read(other, "a", PROMPT, script(60)))
-            await asyncio.sleep(10 * SLOW)
+            staying = asyncio.create_task(read(other, "a", PROMPT, script(20)))
+            await until(lambda: len(inner.scheduler.requests) == 7)
             assert isinstance(one.client, SocketClient) and one.client._writer is not None
             one.client._writer.transport.abort()  # like a killed process
             for answer in await asyncio.gather(*going, return_exceptions=True):
                 assert isinstance(answer, ExecutorError)
-            assert len(samples_of(await staying)[0][0]) == 60
-            assert not inner.scheduler.requests and len(service.workers) == 1
+            assert len(samples_of(await staying)[0][0]) == 20
+            await until(lambda: not inner.scheduler.requests and len(service.workers) == 1)
+            assert inner.scheduler.num_steps < 900, "they were cancelled"
             with pytest.raises(ExecutorError, match="lost"):
                 await read(one, "later", PROMPT, script(1))
 
@@ -142,18 +153,17 @@ def test_all_workers_learn_that_the_engine_has_stopped() -> None:
         raise RuntimeError("fatal fault")
 
     async def ask() -> None:
-        inner = make_engine(SLOW)
+        inner = make_engine(SLOWER, num_blocks=2_000)
         async with workers(inner, 3) as (_service, engines):
             reading = [asyncio.create_task(read(e, "a", PROMPT, script(900))) for e in engines]
-            await asyncio.sleep(10 * SLOW)
+            await until(lambda: len(inner.scheduler.requests) == 3)
             inner.step = broken  # type: ignore[method-assign]
             for answer in await asyncio.gather(*reading, return_exceptions=True):
                 assert isinstance(answer, ExecutorError) and "fatal fault" in str(answer)
             assert isinstance(engines[0].client, SocketClient)
             late = AsyncEngine(SocketClient(engines[0].client.path))
             await late.start()
-            await asyncio.sleep(0.02)
-            assert late.stop_reason is not None and "fatal fault" in late.stop_reason
+            assert "fatal fault" in await until(lambda: late.stop_reason)
             await late.close()
 
     within(ask())
@@ -169,13 +179,12 @@ def test_a_worker_that_does_not_read_delays_no_other() -> None:
         inner = make_engine(num_blocks=2_000, max_model_len=8_000)
         async with workers(inner) as (_, (stuck, other)):
             assert isinstance(stuck.client, SocketClient) and stuck.client._writer is not None
-            reading = asyncio.create_task(read(stuck, "a", PROMPT, script(5_000)))
-            await asyncio.sleep(0.02)
             transport = stuck.client._writer.transport
             transport.pause_reading()  # type: ignore[attr-defined]
+            reading = asyncio.create_task(read(stuck, "a", PROMPT, script(5_000)))
+            await until(lambda: inner.scheduler.num_steps)
             assert len(samples_of(await read(other, "a", PROMPT, script(200)))[0][0]) == 200
-            while inner.has_work:
-                await asyncio.sleep(0.01)
+            await until(lambda: not inner.has_work)
             assert not reading.done()
             transport.resume_reading()  # type: ignore[attr-defined]
             assert len(samples_of(await reading)[0][0]) == 5_000
@@ -197,9 +206,7 @@ def test_with_random_workers_every_request_has_one_result(seed: int) -> None:
         )  # fmt: skip
         async with workers(inner, 3, limits) as (_, engines):
             rngs = [random.Random(rng.random()) for _ in range(45)]
-            clients = [
-                read_randomly(engines[i % 3], own, f"{i // 3}") for i, own in enumerate(rngs)
-            ]
+            clients = [ask_randomly(engines[i % 3], own, f"{i // 3}") for i, own in enumerate(rngs)]
             return list(await asyncio.gather(*clients))
 
     outcomes = within(live())
@@ -225,7 +232,7 @@ def test_an_error_for_a_used_port_says_what_to_do(is_ready: bool) -> None:
 
 
 def test_a_port_can_be_used_again_right_after_a_crash() -> None:
-    crashed = bind("127.0.0.1", 0)
+    crashed = bind("127.0.0.1", stable_port())
     listen(crashed)
     address = crashed.getsockname()
     with socket.create_connection(address) as client:
@@ -268,10 +275,16 @@ def test_a_shared_listener_accepts_one_connection_per_wakeup() -> None:
         for _ in range(3):
             with (
                 socket.create_connection(shared.getsockname()),
-                shared.accept()[0],
+                accepted(shared),
                 pytest.raises(BlockingIOError),
             ):
                 shared.accept()
+
+
+def accepted(shared: SharedListener) -> socket.socket:
+    """The next connection, which may arrive after its client has connected."""
+    assert select([shared], [], [], LIMIT)[0]
+    return shared.accept()[0]
 
 
 def is_alive(number: int) -> bool:
@@ -280,44 +293,37 @@ def is_alive(number: int) -> bool:
     )
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Wait for a condition; fail if it does not become true."""
-    ends_at = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < ends_at, "the condition did not become true"
-        time.sleep(0.02)
-
-
 def test_workers_share_a_port_and_stop_in_order() -> None:
     with Server(num_workers=2, seconds=0.002, is_forked=False) as server:
         children = server.children()
         assert len(children) >= 3
-        assert all(httpx.get(server.url).json()["model"] == "none" for _ in range(6))
+        assert all(httpx.get(server.url, timeout=LIMIT).json()["model"] == "none" for _ in range(6))
         lines = server.generate("a", 30)
         assert sum(len(line.get("tokens", ())) for line in lines) == 30
         assert lines[-1]["end"] == "stop"
         for child in children:  # Ctrl-C in a terminal signals the whole process group
             os.kill(child, signal.SIGINT)
         assert server.end(signal.SIGINT) == 0
-        until(lambda: not any(map(is_alive, children)))
+        wait_until(lambda: not any(map(is_alive, children)))
 
 
 def test_a_dead_worker_is_replaced_and_a_dead_engine_is_reported() -> None:
     with Server(num_workers=1, seconds=0.002) as server:
         first = server.pids()
         os.kill(first["worker"], signal.SIGKILL)
-        until(lambda: server.is_serving())
+        wait_until(lambda: not is_alive(first["worker"]) and server.is_serving())
         again = server.pids()
         assert again["engine"] == first["engine"] and again["worker"] != first["worker"]
         os.kill(first["engine"], signal.SIGKILL)
-        until(lambda: "lost" in server.generate("a", 3)[-1]["error"])
+        wait_until(lambda: not is_alive(first["engine"]))
+        wait_until(lambda: "lost" in (server.generate("a", 3)[-1]["error"] or ""))
         assert server.end() == 1
 
 
 def test_children_do_not_outlive_a_killed_supervisor() -> None:
-    with Server(num_workers=2) as server:
+    with Server(num_workers=2, port=stable_port()) as server:
         children = [*server.pids().values()]
         server.process.kill()
-        until(lambda: not any(map(is_alive, children)))
+        wait_until(lambda: not any(map(is_alive, children)))
         with Server(num_workers=1, port=server.port) as again:
             assert again.port == server.port and again.generate("a", 1)[-1]["end"] == "stop"

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from resource import RLIMIT_NOFILE, setrlimit
 from typing import Any
@@ -80,6 +82,33 @@ class Breaking:
     def launch(self, plan: Plan) -> Any:
         if self._is_bad(plan):
             raise RuntimeError("the device was lost")
+        return self._inner.launch(plan)
+
+
+class Stepped:
+    """An executor that holds every launch until a test allows it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._inner, self._changed = engine.executor, threading.Condition()
+        self._num_allowed = 0.0
+        self.is_holding = False
+        engine.executor = self
+
+    def allow(self, num_launches: float) -> None:
+        with self._changed:
+            self._num_allowed += num_launches
+            self.is_holding = False
+            self._changed.notify()
+
+    def free(self) -> None:
+        """Allow all launches from now on."""
+        self.allow(inf)
+
+    def launch(self, plan: Plan) -> Any:
+        with self._changed:
+            self.is_holding = not self._num_allowed
+            assert self._changed.wait_for(lambda: self._num_allowed, LIMIT)
+            self._num_allowed -= 1
         return self._inner.launch(plan)
 
 
