@@ -267,6 +267,17 @@ def test_a_port_that_is_taken_while_the_model_loads_is_reported(
             run(factory, second)
 
 
+def test_a_signal_that_arrives_when_a_server_is_ready_stops_it() -> None:
+    factory = ServerFactory(make_engine=partial(mini_served, 0.0), make_app=MiniApp)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ready(_: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert Supervisor(factory, bind("127.0.0.1", 0), 1).run(ready) == 0
+
+
 def test_a_shared_listener_accepts_one_connection_per_wakeup() -> None:
     bound = bind("127.0.0.1", 0)
     with SharedListener(fileno=bound.detach()) as shared:

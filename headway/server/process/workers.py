@@ -190,9 +190,10 @@ class Supervisor:
         ):
             path = str(Path(folder) / "engine")
             try:
-                ready(self._start(path))
+                model_info = self._start(path)
                 for number in SIGNALS:
                     signal.signal(number, self._on_signal)
+                ready(model_info)
                 status = self._watch(path)
                 if self._signals:
                     log_stop(self._signals[0], self._factory.grace)
