@@ -6,32 +6,34 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from headway.fleet.on_ray.reaper import TOKEN
+from tests.support.waiting import LIMIT, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+LONG = str(10 * LIMIT)  # seconds; a process that sleeps so long ends only when it is killed
 PARENT = """
 import os, subprocess, sys, time
 from headway.fleet.on_ray.reaper import reaper
 with reaper(sys.argv[1]):
-    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    child = subprocess.Popen(["sleep", sys.argv[3]], start_new_session=True)
     with open(sys.argv[1] + "/log", "w") as log:  # without the token, as after a change of title
-        other = subprocess.Popen(["sleep", "60"], pass_fds=[log.fileno()], env={})
+        other = subprocess.Popen(["sleep", sys.argv[3]], pass_fds=[log.fileno()], env={})
     print(child.pid, other.pid, flush=True)
     time.sleep(float(sys.argv[2]))
 """
 
 
-def started(folder: Path, seconds: float, token: str) -> tuple[subprocess.Popen[str], list[int]]:
+def started(folder: Path, seconds: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A process that starts a reaper and two other processes, and the pids of the latter."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(folder), str(seconds)],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, TOKEN: token},
+        [sys.executable, "-c", PARENT, str(folder), seconds, LONG],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, TOKEN: uuid4().hex},
     )  # fmt: skip
     assert process.stdout is not None
     return process, [int(word) for word in process.stdout.readline().split()]
@@ -49,26 +51,21 @@ def test_after_a_kill_the_processes_with_the_token_end_and_the_folder_is_removed
 ) -> None:
     (tmp_path / "ray").mkdir()
     (tmp_path / "other").mkdir()
-    other, other_children = started(tmp_path / "other", 60.0, "other")
-    process, children = started(tmp_path / "ray", 60.0, "mine")
+    other, other_children = started(tmp_path / "other", LONG)
+    process, children = started(tmp_path / "ray", LONG)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    deadline = time.perf_counter() + 10
-    while any(map(is_running, children)) or (tmp_path / "ray").exists():
-        assert time.perf_counter() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_running, children)) and not (tmp_path / "ray").exists())
     assert all(map(is_running, [other.pid, *other_children])) and (tmp_path / "other").exists()
     other.kill()
     other.communicate()
-    while any(map(is_running, other_children)):
-        assert time.perf_counter() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_running, other_children)))
 
 
 def test_a_context_that_ends_leaves_no_process_and_its_folder(tmp_path: Path) -> None:
-    process, children = started(tmp_path, 0.0, "mine")
-    assert process.wait(10) == 0 and tmp_path.exists()
-    assert not any(map(is_running, children))
+    process, children = started(tmp_path, "0")
+    assert process.wait(LIMIT) == 0 and tmp_path.exists()
+    wait_until(lambda: not any(map(is_running, children)))  # they were killed
     process.communicate()
 
 
@@ -80,10 +77,10 @@ prepare(None)
 from headway.fleet.on_ray import cluster as ray_cluster
 def init(**given):
     ray._private.utils.set_sigterm_handler(lambda number, _: sys.exit(number))  # as Ray does
-    started = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    print(started.pid, given["_temp_dir"], flush=True)
+    started = subprocess.Popen(["sleep", sys.argv[1]], start_new_session=True)
     try:
-        time.sleep(60)
+        print(started.pid, given["_temp_dir"], flush=True)
+        time.sleep(float(sys.argv[1]))
     except SystemExit:
         raise KeyboardInterrupt from None  # as Ray's calls do
 ray.init = init
@@ -97,15 +94,17 @@ with ray_cluster.connected(FleetOptions(replicas=1)):
 def test_a_signal_while_ray_starts_ends_all_that_was_started(
     sent: signal.Signals, status: int
 ) -> None:
-    other = subprocess.Popen(["sleep", "60"], env={**os.environ, TOKEN: "other"})
+    other = subprocess.Popen(["sleep", LONG], env={**os.environ, TOKEN: uuid4().hex})
     process = subprocess.Popen(
-        [sys.executable, "-c", STARTING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", STARTING, LONG],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     pid, folder = process.stdout.readline().split()
     process.send_signal(sent)
-    process.communicate(timeout=20)
+    process.communicate(timeout=LIMIT)
     assert process.returncode == status
-    assert not is_running(int(pid)) and not Path(folder).exists() and other.poll() is None
+    wait_until(lambda: not is_running(int(pid)))  # it was killed
+    assert not Path(folder).exists() and other.poll() is None
     other.kill()
     other.wait()
