@@ -10,17 +10,31 @@ from dataclasses import dataclass, field
 import pytest
 
 from headway import Engine, Scheduler, preset
+from headway.engine import load_reporter
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.fleet.client import FleetClient
-from headway.fleet.transport import discovery
+from headway.fleet.settings import FleetSettings
+from headway.fleet.transport import discovery, sockets
 from headway.fleet.transport.discovery import DiscoveredFleet
 from headway.fleet.transport.sockets import Identity, ReplicaServer
+from headway.plan import Plan
 from headway.request import RequestParams
+from headway.server.process.serve import bind
 from tests.support.served import Capitals, on_loop
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT, until
 
 KEY = b"key"
 MODEL = Identity(name="", model="letters", block_size=16)
+
+
+class Counted(Capitals):
+    """An executor that counts its steps."""
+
+    num_steps = 0
+
+    def launch(self, plan: Plan) -> Capitals:
+        self.num_steps += 1
+        return super().launch(plan)
 
 
 @dataclass
@@ -36,15 +50,12 @@ class Announced:
         self.found.pop(name, None)
 
 
-async def start(name: str, directory: Announced, seconds: float = 0.002) -> ReplicaServer:
-    """A replica whose steps take this long."""
+async def start(name: str, directory: Announced, executor: Capitals | None = None) -> ReplicaServer:
     config = preset(
         "headway", max_model_len=256, num_blocks=2048, block_size=16, max_num_seqs=256,
         max_num_batched_tokens=16384,
     )  # fmt: skip
-    executor = Capitals()
-    executor.seconds = seconds
-    client = ThreadClient(Engine(Scheduler(config), executor))
+    client = ThreadClient(Engine(Scheduler(config), executor or Capitals()))
     client.loop.report_load = True
     identity = Identity(name=name, model="letters", block_size=16)
     server = ReplicaServer(client, identity, KEY)
@@ -55,7 +66,8 @@ async def start(name: str, directory: Announced, seconds: float = 0.002) -> Repl
 
 @asynccontextmanager
 async def gateway(directory: Announced) -> AsyncIterator[tuple[AsyncEngine, DiscoveredFleet]]:
-    fleet = DiscoveredFleet(FleetClient(block_size=16), directory, MODEL, KEY)
+    client = FleetClient(block_size=16, settings=FleetSettings(hang_seconds=LIMIT))
+    fleet = DiscoveredFleet(client, directory, MODEL, KEY)
     engine = AsyncEngine(fleet)
     await engine.start()
     yield engine, fleet
@@ -73,6 +85,8 @@ async def complete(engine: AsyncEngine, id: str, text: bytes) -> bytes:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "INTERVAL", 0.02)
+    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", LIMIT)
+    monkeypatch.setattr(sockets, "DRAIN_SECONDS", LIMIT)
 
 
 @on_loop
@@ -91,15 +105,20 @@ async def test_replicas_are_linked_at_the_start_and_later() -> None:
 
 @on_loop
 async def test_a_request_continues_when_its_replica_stops_and_another_is_announced() -> None:
-    directory, text = Announced(), b"abcdefghij" * 12
-    one = await start("one", directory)
+    directory, text, executor = Announced(), b"abcdefghij" * 12, Capitals()
+    one = await start("one", directory, executor)
+    executor.num_free_steps = 20
     async with gateway(directory) as (engine, fleet):
         running = asyncio.create_task(complete(engine, "r", text))
-        await until(lambda: one.num_open == 1)
+        await until(lambda: not executor.gate.is_set())
+        assert one.num_open == 1
         two = await start("two", directory)
         await until(lambda: fleet.counters()["replicas"] == 2)
         directory.forget("one")
-        await one.drain("scaled down")
+        draining = asyncio.create_task(one.drain("scaled down"))
+        await until(lambda: fleet.counters()["drains"])
+        executor.gate.set()
+        await draining
         assert one.num_open == 0
         assert await running == text.upper()
         assert (fleet.counters()["drains"], fleet.counters()["deaths"]) == (1, 0)
@@ -109,7 +128,8 @@ async def test_a_request_continues_when_its_replica_stops_and_another_is_announc
 
 @on_loop
 async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
-    directory = Announced({"gone": ("127.0.0.1", 1)})
+    silent = bind("127.0.0.1", 0)  # it does not listen
+    directory = Announced({"gone": silent.getsockname()})
     one = await start("one", directory)
     async with gateway(directory) as (engine, fleet):
         await until(lambda: "gone" not in directory.found)
@@ -119,22 +139,29 @@ async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
         await until(lambda: fleet.counters()["replicas"] == 1)
         assert await complete(engine, "r", b"hello") == b"HELLO"
     await one.close()
+    silent.close()
 
 
 @on_loop
-async def test_the_number_of_messages_does_not_depend_on_the_number_of_streams() -> None:
-    directory = Announced()
-    # Steps are long: on a busy machine, those that end together would share a message.
-    server = await start("a", directory, seconds=0.04)
-    frames = []
+async def test_the_number_of_messages_does_not_depend_on_the_number_of_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_reporter, "HEARTBEAT_SECONDS", LIMIT)
+    directory, executor = Announced(), Counted()
+    server = await start("a", directory, executor)
     async with gateway(directory) as (engine, fleet):
         for number in (1, 16, 256):
-            before = fleet.counters()["frames"]
+            frames, steps = fleet.counters()["frames"], executor.num_steps
             texts = [b"%04d" % i * 10 for i in range(number)]
-            found = await asyncio.gather(
+            executor.gate.clear()
+            runs = asyncio.gather(
                 *(complete(engine, f"{number}.{i}", text) for i, text in enumerate(texts))
             )
-            assert found == texts
-            frames.append(fleet.counters()["frames"] - before)
+            await until(lambda number=number: server.num_open == number)  # type: ignore[misc]
+            executor.gate.set()
+            assert await runs == texts
+            num_steps = executor.num_steps - steps
+            assert 40 <= num_steps <= 44, "all run together"
+            # Steps that end together share a message.
+            assert 0 < fleet.counters()["frames"] - frames <= num_steps + 2
     await server.close()
-    assert min(frames) >= 40 and max(frames) <= 1.5 * min(frames), frames

@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
+from headway.engine.messages import FromLoop
 from headway.errors import ExecutorError, InvalidRequest
+from headway.fleet import client
 from headway.fleet.client import FleetClient
+from headway.fleet.replica import TICK_SECONDS
+from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetCounters, FleetSettings
 from headway.fleet.transport.links import OnBatch, OnLost, ThreadLink
 from tests.support.faults import Faults
+from tests.support.held import Held, Hold
 from tests.support.scripted import END, make_engine, script
-from tests.support.waiting import until
+from tests.support.served import on_loop
+from tests.support.waiting import LIMIT, until
 
 
 class StoppableLink(ThreadLink):
-    """A link whose replica can be stopped, like a process by SIGSTOP: no message arrives."""
+    """A link whose replica can be stopped, like a process by SIGSTOP: no message arrives.
+
+    Until then a message arrives at every tick, however slow the replica is.
+    """
 
     is_stopped = False
 
     async def open(self, on_batch: OnBatch, on_lost: OnLost) -> None:
-        await super().open(lambda batch: None if self.is_stopped else on_batch(batch), on_lost)
+        self._on_batch = on_batch
+        await super().open(self._pass, on_lost)
+        self._beating = asyncio.create_task(self._beat())
+
+    def _pass(self, batch: list[FromLoop]) -> None:
+        if not self.is_stopped:
+            self._on_batch(batch)
+
+    async def _beat(self) -> None:
+        while True:
+            self._pass([])
+            await asyncio.sleep(TICK_SECONDS / 2)
+
+    async def close(self) -> None:
+        self._beating.cancel()
+        await super().close()
 
 
 class Fleet:
     """A fleet of scripted engines and the caller's engine above it."""
 
-    def __init__(self, *links: ThreadLink, **settings: float) -> None:
-        self.client = FleetClient(links, block_size=4, settings=FleetSettings(**settings))  # type: ignore[arg-type]
+    def __init__(self, *links: ThreadLink, **settings: Any) -> None:
+        self.client = FleetClient(
+            links, block_size=4, route=round_robin,
+            settings=FleetSettings(**{"hang_seconds": LIMIT, **settings}),
+        )  # fmt: skip
         self.engine = AsyncEngine(self.client)
 
     async def __aenter__(self) -> Fleet:
@@ -52,36 +79,38 @@ class Fleet:
                     raise ExecutorError(str(update.end.error))
         return tokens
 
+    def generates(self, name: str, num_open: int) -> bool:
+        """Whether a replica has this many requests, and has sent tokens of one."""
+        open = self.client.dispatcher.replicas[name].open.values()
+        return len(open) == num_open and any(request.num_tokens for request in open)
+
     @property
     def counters(self) -> FleetCounters:
         return self.client.dispatcher.counters
 
 
-def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10))
-
-    run.__name__ = test.__name__
-    return run
-
-
-def generates(engine: Engine, num_requests: int) -> bool:
-    """Whether an engine has this many running requests, all with a token."""
-    running = list(engine.scheduler.running)
-    return len(running) == num_requests and all(request.output for request in running)
+def held_engine(path: Path) -> tuple[Engine, Hold]:
+    """An engine whose requests do not end before they are released."""
+    engine, hold = make_engine(), Hold(str(path))
+    engine.executor = Held(engine.executor, hold)
+    hold.set(5)
+    return engine, hold
 
 
 WANTED = [1] * 19 + [END]
+ENDLESS = 60_000  # tokens of a request that is still open when a test ends it
+LARGE: dict[str, Any] = {"num_blocks": 50_000, "max_model_len": 2 * ENDLESS}
 
 
 @on_loop
-async def test_a_stopped_replica_is_replaced() -> None:
-    engine = make_engine(0.03)
-    link = StoppableLink("a", engine)
-    async with Fleet(link, ThreadLink("b", make_engine())) as fleet:
+async def test_a_stopped_replica_is_replaced(tmp_path: Path) -> None:
+    engine, hold = held_engine(tmp_path / "hold")
+    link, other = StoppableLink("a", engine), StoppableLink("b", make_engine())
+    async with Fleet(link, other, hang_seconds=1.75) as fleet:
         runs = [asyncio.create_task(fleet.run(str(i))) for i in range(4)]
-        await until(lambda: generates(engine, 2))
+        await until(lambda: fleet.generates("a", 2))
         link.is_stopped = True
+        hold.release()
         assert await asyncio.gather(*runs) == [WANTED] * 4
         assert fleet.counters.num_deaths == 1 and fleet.counters.num_moves == 2
         described = fleet.client.describe()
@@ -100,12 +129,13 @@ async def test_a_failed_step_is_a_pause() -> None:
 
 @on_loop
 async def test_requests_wait_for_a_replica_and_then_fail() -> None:
-    async with Fleet(no_replica_seconds=0.3) as fleet:
+    async with Fleet(no_replica_seconds=LIMIT) as fleet:
         waiting = asyncio.create_task(fleet.run("a"))
         await until(lambda: fleet.client.describe()["num_without_replica"] == 1)
         await fleet.client.add(ThreadLink("late", make_engine()))
         assert await waiting == WANTED
-        await fleet.client.remove("late")
+    async with Fleet(ThreadLink("early", make_engine()), no_replica_seconds=0.3) as fleet:
+        await fleet.client.remove("early")
         with pytest.raises(ExecutorError, match=r"'b'.*no replica.*0\.3 s"):
             await fleet.run("b")
         with pytest.raises(ExecutorError, match="no replica"):
@@ -114,17 +144,21 @@ async def test_requests_wait_for_a_replica_and_then_fail() -> None:
 
 
 @on_loop
-async def test_a_drained_replica_is_free_at_once_and_streams_go_on() -> None:
-    engines = [make_engine(0.03) for _ in range(2)]
-    links = [ThreadLink(name, engine) for name, engine in zip("ab", engines, strict=True)]
-    async with Fleet(*links) as fleet:
+async def test_a_drained_replica_is_free_at_once_and_streams_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "DRAIN_SECONDS", 10 * LIMIT)  # longer than the test waits for it
+    (first, hold), (second, other_hold) = (held_engine(tmp_path / name) for name in "ab")
+    async with Fleet(ThreadLink("a", first), ThreadLink("b", second)) as fleet:
         runs = [asyncio.create_task(fleet.run(str(i), n=2)) for i in range(4)]
-        await until(lambda: all(generates(engine, 4) for engine in engines))
-        began = asyncio.get_running_loop().time()
-        await fleet.client.drain("a")
-        assert asyncio.get_running_loop().time() - began < 1.0
-        assert engines[0].scheduler.is_idle
+        await until(lambda: fleet.generates("a", 2) and fleet.generates("b", 2))
+        draining = asyncio.create_task(fleet.client.drain("a"))
+        await until(lambda: fleet.counters.num_drains)
+        hold.release()
+        await draining
+        assert first.scheduler.is_idle and not any(run.done() for run in runs)
         await fleet.client.drain("unknown")
+        other_hold.release()
         assert await asyncio.gather(*runs) == [WANTED] * 4
         assert (fleet.counters.num_drains, fleet.counters.num_moves) == (1, 2)
         assert fleet.counters.num_resumed_tokens and not fleet.counters.num_deaths
@@ -132,13 +166,13 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on() -> None:
 
 @on_loop
 async def test_queries_reach_the_right_replicas() -> None:
-    engines = [make_engine(0.02) for _ in range(2)]
+    engines = [make_engine(0.02, **LARGE) for _ in range(2)]
     links = [ThreadLink(name, engine) for name, engine in zip("ab", engines, strict=True)]
     links[1].loop.step_queries["film_lines"] = lambda _: "of b"
     links[0].loop.step_queries["film_lines"] = lambda _: "of a"
     async with Fleet(*links) as fleet:
         ask = fleet.engine.ask
-        runs = [asyncio.create_task(fleet.run(str(i), 60)) for i in range(3)]
+        runs = [asyncio.create_task(fleet.run(str(i), ENDLESS)) for i in range(3)]
         await until(lambda: sum(len(engine.scheduler.running) for engine in engines) == 3)
         assert (await ask("load"))["running"] == 3
         why = await ask("why")
@@ -146,10 +180,13 @@ async def test_queries_reach_the_right_replicas() -> None:
         assert await ask("film_lines") == "of a"
         assert await ask("each", ("film_lines", None)) == {"a": "of a", "b": "of b"}
         assert await ask("reset_prefix_cache") is False
-        assert 0 < await ask("now") < 30 and (await ask("fleet"))["num_open"] == 3
+        assert 0 < await ask("now") <= fleet.client.dispatcher.clock.now()
+        assert (await ask("fleet"))["num_open"] == 3
         with pytest.raises(ExecutorError, match="replica a: unknown query 'nothing'"):
             await ask("nothing")
-        await asyncio.gather(*runs)
+        for run in runs:
+            run.cancel()
+        await until(lambda: all(engine.scheduler.is_idle for engine in engines))
         assert await ask("reset_prefix_cache") is True
 
 
@@ -172,13 +209,13 @@ async def test_the_tracker_equals_the_pools() -> None:
 
 @on_loop
 async def test_leaving_early_aborts_on_the_replica_and_close_ends_open_requests() -> None:
-    engine = make_engine(0.005)
+    engine = make_engine(0.005, **LARGE)
     async with Fleet(ThreadLink("a", engine)) as fleet:
-        async for _ in fleet.engine.stream("a", [5], script(200)):
+        async for _ in fleet.engine.stream("a", [5], script(ENDLESS)):
             break
         await until(lambda: not engine.scheduler.requests)
         assert not fleet.client.dispatcher.requests
-        left = asyncio.create_task(fleet.run("b", 200))
+        left = asyncio.create_task(fleet.run("b", ENDLESS))
         await until(lambda: engine.scheduler.requests)
     with pytest.raises(ExecutorError, match=r"close\(\) was called"):
         await left

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +13,13 @@ from headway import LLM
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.outputs import RequestOutput
 from headway.fleet.client import FleetClient
+from headway.fleet.settings import FleetSettings
 from headway.fleet.transport.links import ThreadLink
 from headway.sampling_params import SamplingParams
 from tests.support import real
 from tests.support.faults import Faults
 from tests.support.features import FEATURES, PROMPT
+from tests.support.waiting import LIMIT, wait_until
 
 CASES = FEATURES | {
     "stop string": {"seed": 3, "max_tokens": 60, "stop": ["e"], "min_tokens": 9},
@@ -57,7 +58,7 @@ async def run_cases(fleet: FleetClient, llm: LLM) -> dict[str, RequestOutput]:
         return [output async for output in outputs][-1]
 
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT):
             outputs = await asyncio.gather(*map(one, CASES))
     finally:
         await engine.close()
@@ -71,7 +72,8 @@ def test_texts_survive_a_death_and_a_drain(tiny: str, alone: dict[str, RequestOu
     links = [ThreadLink(name, llm.engine) for name, llm in zip("abc", llms, strict=True)]
     Faults(llms[0].engine).dies_at = 7
     second, drained = Faults(llms[1].engine), list[asyncio.Task[None]]()
-    fleet = FleetClient(links[:2], block_size=8)
+    fleet = FleetClient(links[:2], block_size=8, settings=FleetSettings(hang_seconds=LIMIT))
+    counters = fleet.dispatcher.counters
 
     async def drain() -> None:
         await fleet.add(links[2])
@@ -79,9 +81,11 @@ def test_texts_survive_a_death_and_a_drain(tiny: str, alone: dict[str, RequestOu
 
     async def run() -> dict[str, RequestOutput]:
         loop = asyncio.get_running_loop()
-        start = partial(
-            loop.call_soon_threadsafe, lambda: drained.append(loop.create_task(drain()))
-        )
+
+        def start() -> None:
+            loop.call_soon_threadsafe(lambda: drained.append(loop.create_task(drain())))
+            wait_until(lambda: counters.num_drains)
+
         second.calls[12] = start
         found = await run_cases(fleet, llms[0])
         await asyncio.gather(*drained)
@@ -91,6 +95,5 @@ def test_texts_survive_a_death_and_a_drain(tiny: str, alone: dict[str, RequestOu
     assert {name: shown(output) for name, output in found.items()} == {
         name: shown(output) for name, output in alone.items()
     }
-    counters = fleet.dispatcher.counters
     assert counters.num_deaths == 1 and counters.num_drains == 1 and counters.num_failed == 0
     assert counters.num_moves > 5 and counters.num_resumed_tokens > 20

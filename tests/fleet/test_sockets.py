@@ -25,10 +25,16 @@ from headway.fleet.transport import sockets, wire
 from headway.fleet.transport.sockets import Identity, ReplicaServer, SocketLink
 from headway.request import RequestParams
 from tests.support.served import Capitals, on_loop
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT, until
 
 KEY = b"k" * 32
 MODEL = Identity(name="one", model="letters (float32 on cpu)", block_size=16)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", LIMIT)
+    monkeypatch.setattr(sockets, "DRAIN_SECONDS", 10 * LIMIT)  # longer than a test waits for it
 
 
 class Received:
@@ -144,7 +150,7 @@ async def test_a_drain_asks_the_gateways_and_waits_until_the_requests_are_gone()
         assert not draining.done()
         await link.close()
         executor.gate.set()
-        await asyncio.wait_for(draining, 1.0)
+        await asyncio.wait_for(draining, LIMIT)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ import sys
 
 from headway.engine.async_engine import ThreadClient
 from headway.server.process.engine_service import EngineService
+from tests.support.held import Held, Hold
 from tests.support.scripted import make_engine
 
 
-async def main(path: str) -> None:
-    client = ThreadClient(make_engine(0.02))
+async def main(path: str, hold: str) -> None:
+    engine = make_engine(0.02)
+    engine.executor = Held(engine.executor, Hold(hold))
+    client = ThreadClient(engine)
     client.loop.report_load = True
     await EngineService(client).start(path)
     print("ready", flush=True)
@@ -19,4 +22,4 @@ async def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

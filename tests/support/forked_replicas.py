@@ -1,6 +1,6 @@
 """Replicas in processes of their own that start in milliseconds: forks of one that has the model.
 
-    python -m tests.support.forked_replicas MODEL
+    python -m tests.support.forked_replicas MODEL HOLD
 
 Reads names of replicas from its standard input. Each new replica prints its name, process id and
 port. All of them end with the first process.
@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,30 +24,26 @@ from headway import LLM
 from headway.engine.async_engine import ThreadClient
 from headway.fleet.transport.sockets import Identity, ReplicaServer
 from headway.plan import Plan
+from tests.support.held import Held, Hold
 
 ROOT = Path(__file__).parents[2]
 KEY = b"key"
 MODEL = Identity(name="", model="tiny", block_size=8)
 SETTINGS: dict[str, Any] = {"num_blocks": 400, "block_size": 8, "max_num_seqs": 64, "threads": 1}
 POISON = "poison"
-STEP_SECONDS = 0.004  # more for each step, so that a signal comes while requests run
 
 
-@dataclass
-class Slow:
-    """An executor that sleeps before every step. Decodes of the client POISON kill the process."""
-
-    own: Any
+class Poisoned(Held):
+    """An executor that can be held. Decodes of the client POISON kill the process."""
 
     def launch(self, plan: Plan) -> Any:
-        time.sleep(STEP_SECONDS)
         if any(request.params.client == POISON for request in plan.decodes):
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.own.launch(plan)
+        return super().launch(plan)
 
 
-async def serve(llm: LLM, name: str, parent: int) -> None:
-    llm.engine.executor = Slow(llm.engine.executor)
+async def serve(llm: LLM, name: str, parent: int, hold: Hold) -> None:
+    llm.engine.executor = Poisoned(llm.engine.executor, hold)
     client = ThreadClient(llm.engine)
     client.loop.report_load = True
     identity = Identity(name=name, model=MODEL.model, block_size=MODEL.block_size)
@@ -61,14 +56,14 @@ async def serve(llm: LLM, name: str, parent: int) -> None:
     os._exit(0)
 
 
-def main(model: str) -> None:
+def main(model: str, hold: str) -> None:
     llm, parent = LLM(model, **SETTINGS), os.getpid()
     for name in sys.stdin:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # those that were killed
                 pass
         if os.fork() == 0:
-            asyncio.run(serve(llm, name.strip(), parent))
+            asyncio.run(serve(llm, name.strip(), parent, Hold(hold)))
 
 
 @dataclass
@@ -76,6 +71,7 @@ class ForkedReplicas:
     """A directory of replicas that can be started and killed."""
 
     process: subprocess.Popen[str]
+    hold: Hold
     found: dict[str, tuple[str, int]] = field(default_factory=dict)  # announced: host and port
     pids: dict[str, int] = field(default_factory=dict)
 
@@ -100,13 +96,13 @@ class ForkedReplicas:
 
 
 @contextmanager
-def forked_replicas(model: str) -> Iterator[ForkedReplicas]:
+def forked_replicas(model: str, hold: Hold) -> Iterator[ForkedReplicas]:
     """No replicas yet; at the end, all of them end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.forked_replicas", model], cwd=ROOT,
+        [sys.executable, "-m", "tests.support.forked_replicas", model, hold.path], cwd=ROOT,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    made = ForkedReplicas(process)
+    made = ForkedReplicas(process, hold)
     try:
         yield made
     finally:
@@ -116,4 +112,4 @@ def forked_replicas(model: str) -> Iterator[ForkedReplicas]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
