@@ -144,7 +144,7 @@ class FleetServer:
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = httpx.Client(base_url=self.url, timeout=30, verify=False)
+        self.client = httpx.Client(base_url=self.url, timeout=600, verify=False)
 
     def replica_pids(self) -> list[int]:
         """The processes of the replicas, oldest first."""
@@ -161,7 +161,9 @@ class FleetServer:
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels; 0 if there is none."""
-        text = self.client.get("/metrics").text
+        while not (response := self.client.get("/metrics")).is_success:
+            time.sleep(0.1)  # it has not answered in time
+        text = response.text
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
@@ -223,7 +225,7 @@ def fleet_server(
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(30)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

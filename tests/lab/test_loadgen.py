@@ -7,11 +7,10 @@ import io
 import json
 import selectors
 import sys
-import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,9 @@ from headway.lab.loadgen.requests import (
 )
 from headway.lab.workload.files import read_workload
 from headway.lab.workload.request import WorkloadRequest
+from headway.server.process.serve import bind
 from tests.support.fake_openai import FakeServer
+from tests.support.waiting import LIMIT, until
 
 KEYS = {
     "backend", "model_id", "num_prompts", "request_rate", "max_concurrency", "duration",
@@ -254,41 +255,29 @@ def test_requests_are_sent_when_they_are_due(monkeypatch: pytest.MonkeyPatch) ->
     assert all(0 <= outcome.sent - outcome.due < 1e-6 for outcome in sent.outcomes)
 
 
-@contextmanager
-def stalls() -> Iterator[list[float]]:
-    """Delays in seconds of a sleeping thread that was woken much too late."""
-    found, is_over = list[float](), threading.Event()
+class MeetingServer(FakeServer):
+    """A server that answers no request before it has this many."""
 
-    def sleep() -> None:
-        while not is_over.is_set():
-            begun = time.perf_counter()
-            time.sleep(0.005)
-            if (late := time.perf_counter() - begun - 0.005) > 0.02:
-                found.append(late)
+    def __init__(self, num_awaited: int) -> None:
+        super().__init__()
+        self._num_awaited = num_awaited
 
-    thread = threading.Thread(target=sleep)
-    thread.start()
-    try:
-        yield found
-    finally:
-        is_over.set()
-        thread.join()
+    async def _generate(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        await until(lambda: len(self.asked) >= self._num_awaited)
+        return await super()._generate(asked, writer)
 
 
 def test_requests_are_sent_when_due_even_if_the_server_is_slow() -> None:
-    with FakeServer(gap=0.1) as server, stalls() as stalled:
-        requests = with_poisson_arrivals(same_requests(12, num_output=3), 60.0, seed=3)
+    requests = with_poisson_arrivals(same_requests(12, num_output=3), 60.0, seed=3)
+    with MeetingServer(12) as server:
         outcomes = load(server, "good", requests)
-    assert server.most_open > 6  # no request waited for another one
-    came = np.array(server.times) - server.times[0]
-    late = np.abs(came - [request.arrival for request in requests]).max()
-    assert late < 0.15 + sum(stalled), "more than the delays of the machine"
-    assert all(outcome.error is None for outcome in outcomes)
+    assert server.most_open == 12  # no request waited for another one
+    assert all(outcome.error is None and outcome.sent >= outcome.due for outcome in outcomes)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_the_concurrency_is_not_exceeded_and_connections_are_reused(concurrency: int) -> None:
-    with FakeServer(gap=0.002) as server:
+    with MeetingServer(concurrency) as server:
         outcomes = load(server, "good", same_requests(9), concurrency=concurrency)
     assert len(outcomes) == 9 and all(outcome.error is None for outcome in outcomes)
     assert server.most_open == server.num_connections == concurrency
@@ -310,20 +299,20 @@ def test_a_server_may_close_idle_connections(model: str) -> None:
     ("aborting", "finished by abort"),
 ])  # fmt: skip
 def test_every_failure_is_counted_by_kind(model: str, kind: str) -> None:
-    begun = time.perf_counter()
     with FakeServer() as server:
-        outcomes = load(server, model, same_requests(3), timeout=0.5)
+        seconds = 0.5 if kind == "timeout" else LIMIT
+        outcomes = load(server, model, same_requests(3), timeout=seconds)
     assert {outcome.error for outcome in outcomes} == {kind}
-    assert time.perf_counter() - begun < 5
     result = report.report(outcomes, 3)
     assert (result["completed"], result["failed"], result["errors"]) == (0, 3, {kind: 3})
     assert result["total_output_tokens"] == 0
 
 
 def test_a_refused_connection_is_counted_as_failure() -> None:
-    with FakeServer() as server:
-        pass
-    assert load(server, "good", same_requests(2))[0].error == "connection refused"
+    with bind("127.0.0.1", 0) as closed:  # it does not listen
+        address = Address("127.0.0.1", closed.getsockname()[1], "", False)
+        found = send(address, RequestFormat(model="good"), same_requests(2)).outcomes
+    assert found[0].error == "connection refused"
 
 
 # The report.
@@ -376,10 +365,12 @@ def test_a_text_plot_shows_every_curve_within_its_size(
 def test_json_output_has_the_keys_of_vllm() -> None:
     with FakeServer(gap=0.001) as server:
         done = Completed("--base-url", server.url, "--num-prompts", 6, "--request-rate", 200, "--input-len", "3-9",
-                    "--output-len", 4, "--goodput", "ttft:5000,tpot:5000", "--json")  # fmt: skip
+                    "--output-len", 4, "--goodput", "ttft:1000000,tpot:1000000", "--json")  # fmt: skip
     assert set(done.result) == KEYS | TIMES
     assert (done.result["completed"], done.result["total_output_tokens"]) == (6, 24)
-    assert done.result["max_stall_ms"] == done.result["max_itl_ms"] >= done.result["p99_itl_ms"] > 0
+    assert (
+        done.result["max_stall_ms"] == done.result["max_itl_ms"] >= done.result["p99_itl_ms"] >= 0
+    )
     (short,) = done.result["ttft_by_prompt"]
     assert (short["from"], short["to"], short["requests"]) == (0, 256, 6)
     assert short["max_ttft_ms"] == done.result["max_ttft_ms"]
@@ -390,7 +381,7 @@ def test_json_output_has_the_keys_of_vllm() -> None:
 
 def test_a_sweep_measures_every_value_and_plots_them(tmp_path: Path) -> None:
     plot = tmp_path / "plot.txt"
-    with FakeServer(gap=0.001) as server, stalls() as stalled:
+    with FakeServer(gap=0.001) as server:
         options = ["--base-url", server.url, "--num-prompts", 8, "--output-len", 3, "--plot", plot]
         done = Completed(*options, "--max-concurrency", "1,4", "--json")
         assert len({tuple(asked["prompt"][:4]) for asked in server.asked}) == 1 + 2 * 8
@@ -398,8 +389,8 @@ def test_a_sweep_measures_every_value_and_plots_them(tmp_path: Path) -> None:
     assert [run["max_concurrent_requests"] for run in done.result["runs"]] == [1, 4]
     assert [run["completed"] for run in done.result["runs"]] == [8, 8]
     rows = [line.split() for line in shown.out.splitlines() if line.strip()]
-    while stalled and rows[-1][0] not in ("50.0", "inf"):  # the warning of a slow machine
-        rows.pop()
+    if rows[-1][0] not in ("50.0", "inf"):  # the warning of a slow machine
+        rows = rows[:3]
     assert rows[0][0] == "rate" and [row[:3] for row in rows[1:]] == [
         ["50.0", "8", "0"], ["inf", "8", "0"]
     ]  # fmt: skip
@@ -416,17 +407,18 @@ def test_a_trace_is_sent_with_its_arrivals_and_lengths(name: str, tmp_path: Path
     }[name]
     (file := tmp_path / name).write_text(text)
     with FakeServer() as server:
+        begun = time.perf_counter()
         done = Completed(
             "--base-url", server.url, "--trace", file, "--max-input-len", 100, "--json"
         )
     assert (done.result["total_input_tokens"], done.result["total_output_tokens"]) == (120, 7)
-    assert 0.15 < server.times[2] - server.times[1] < 1.0
+    assert server.times[2] - begun >= 0.2
 
 
 @pytest.mark.parametrize("model", ["busy", "broken"])
 def test_a_failed_warm_up_request_ends_the_command(model: str) -> None:
     with FakeServer(model=model) as server:
-        done = Completed("--base-url", server.url, "--num-prompts", 3, "--timeout", 1)
+        done = Completed("--base-url", server.url, "--num-prompts", 3, "--timeout", LIMIT)
     assert done.code == 2 and "warm-up" in str(done.error) and len(server.asked) == 1
 
 

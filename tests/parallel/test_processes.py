@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +16,16 @@ import pytest
 from headway import LLM, Engine, SamplingParams, Scheduler
 from headway.errors import ConfigError, ExecutorError
 from headway.model.precision import why_not_native
+from headway.parallel import watch
 from headway.parallel.ranks import Ranks
 from headway.request import RequestParams
 from tests.parallel.test_equality import VOCABULARY
+from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
+pytestmark = [
+    pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native())),
+    pytest.mark.usefixtures("patient_watch"),
+]
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCABULARY, "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3,
@@ -32,10 +37,9 @@ SETTINGS = {
     "num_host_blocks": 60, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 120,
 }  # fmt: skip
 LONG = RequestParams(max_tokens=100, ignore_eos=True)
-MAX_SECONDS = 1.0  # from the end of a rank to the error
 HANGING = """
 import signal, time  # the main thread sleeps; the others run
-signal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))
+signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))
 """
 
 
@@ -54,7 +58,7 @@ def start(model: Path, size: int) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def running(model: Path) -> Iterator[dict[int, LLM]]:
+def running(model: Path, patient_watch: None) -> Iterator[dict[int, LLM]]:
     """Groups by their size, for the next test; one that ends its group takes it out."""
     groups: dict[int, LLM] = {}
     yield groups
@@ -91,11 +95,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(all_pids: list[int], seconds: float = 3.0) -> None:
-    limit = time.monotonic() + seconds
-    while any(map(is_running, all_pids)):
-        assert time.monotonic() < limit, f"still running: {[*filter(is_running, all_pids)]}"
-        time.sleep(0.02)
+def wait_until_gone(all_pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_running, all_pids)))
 
 
 def test_weights_and_cache_are_divided(group: LLM, alone: LLM) -> None:
@@ -141,16 +142,17 @@ def test_a_size_that_the_heads_do_not_allow_is_refused_before_processes_start(mo
 
 
 @pytest.mark.parametrize(
-    ("sent", "size", "named"),
+    ("sent", "size", "named", "limits"),
     [
-        (signal.SIGKILL, 3, "rank 2 was killed by SIGKILL"),
-        (signal.SIGSTOP, 2, "rank 1 did not run for"),
-        (signal.SIGUSR1, 2, "rank 1 made no progress for"),
+        (signal.SIGKILL, 3, "rank 2 was killed by SIGKILL", {}),
+        (signal.SIGSTOP, 2, "rank 1 did not run for", {"MAX_STOPPED": watch.MAX_STOPPED}),
+        (signal.SIGUSR1, 2, "rank 1 made no progress for", {"MAX_LATE": watch.MAX_LATE}),
     ],
 )
-def test_a_rank_that_ends_stops_or_hangs_is_an_error_within_a_second(
-    sent: signal.Signals, size: int, named: str, model: Path, running: dict[int, LLM]
-) -> None:
+def test_a_rank_that_ends_stops_or_hangs_is_an_error(
+    sent: signal.Signals, size: int, named: str, limits: dict[str, float], model: Path,
+    running: dict[int, LLM], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     with running.pop(size, None) or start(model, size) as llm:
         engine, ranks = Engine(Scheduler(llm.config), llm.executor), ranks_of(llm)
         all_pids = pids(ranks)
@@ -158,10 +160,10 @@ def test_a_rank_that_ends_stops_or_hangs_is_an_error_within_a_second(
         for _ in range(5):
             engine.step()
         os.kill(all_pids[-1], sent)
-        begun = time.monotonic()
+        for name, seconds in limits.items():
+            monkeypatch.setattr(watch, name, seconds)
         while not engine.fault:
             engine.step()
-        assert time.monotonic() - begun < MAX_SECONDS
         assert named in str(engine.fault) and "restart the process" in str(engine.fault)
         assert request.finish_reason == "error"
         wait_until_gone(all_pids)
@@ -172,7 +174,10 @@ def test_a_rank_that_ends_stops_or_hangs_is_an_error_within_a_second(
 SCRIPT = """
 import sys
 from headway import LLM, SamplingParams
+from headway.parallel import watch
+watch.MAX_SILENT = watch.MAX_LATE = 1e9  # no rank is late on a busy machine
 llm = LLM({model!r}, tensor_parallel_size=2, **{settings!r})
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
 print("pids", *[each.process.pid for each in llm.loaded.ranks.watch._ranks], flush=True)
 while True:
     llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
@@ -184,10 +189,17 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in listed.read_text().split()] if listed.exists() else []
 
 
+def files_of(pid: int) -> set[str]:
+    """The files that a process has mapped into its memory."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it has ended
+        return set()
+    return {found[1] for line in lines if (found := re.search(r" (/.*)$", line))}
+
+
 @pytest.mark.parametrize("moment", ["loading", "running"])
 def test_ranks_exit_when_rank_0_is_killed(moment: str, model: Path) -> None:
-    memory = Path("/dev/shm")
-    before = set(memory.iterdir()) if memory.is_dir() else set()
     script = SCRIPT.format(model=str(model), settings=SETTINGS)
     path = os.pathsep.join(filter(None, sys.path))
     rank_0 = subprocess.Popen(
@@ -196,18 +208,15 @@ def test_ranks_exit_when_rank_0_is_killed(moment: str, model: Path) -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert rank_0.stdout is not None
-    children: list[int] = []
-    while moment == "loading" and not children:
-        children = children_of(rank_0.pid)
-        assert rank_0.poll() is None
-        time.sleep(0.05)
-    if moment == "running":
+    if moment == "loading":
+        children = wait_until(lambda: children_of(rank_0.pid))
+        wait_until(lambda: any("torch" in file for pid in children for file in files_of(pid)))
+    else:
         children = [int(word) for word in rank_0.stdout.readline().split()[1:]]
-    assert children
-    time.sleep(0.3)
+    mapped = {Path(file) for pid in (rank_0.pid, *children) for file in files_of(pid)}
+    assert children and rank_0.poll() is None
     rank_0.kill()
     rank_0.wait()
     rank_0.stdout.close()
     wait_until_gone(children)
-    left = set(memory.iterdir()) - before if memory.is_dir() else set()
-    assert not [file for file in left if "sem" not in file.name], left
+    assert not [file for file in mapped if file.is_relative_to("/dev/shm") and file.exists()]

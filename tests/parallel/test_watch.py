@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from headway.parallel.watch import (
     RankProcess,
     Watch,
 )
+from tests.support.waiting import LIMIT, wait_until
 
 NEVER = 20.0  # seconds
 
@@ -46,20 +46,29 @@ class Group:
         self.progress = Progress()  # of rank 0
         self.watch = Watch(self.processes, self.channel, self.progress)
 
-    def wait(self, *, beating: list[int]) -> str:
-        """The failure that is found while these ranks advance their counters."""
-        limit = time.monotonic() + 10
-        while self.watch.failure is None:
-            assert time.monotonic() < limit
+    def found(self, *, beating: list[int]) -> str:
+        """The reason that is found while these ranks advance their counters."""
+
+        def look() -> list[tuple[int, str]]:
             for rank in beating:
                 self.own[rank - 1].beat()
-            time.sleep(0.01)
-        return self.watch.failure
+            return self.watch._look(INTERVAL)
+
+        ((_, reason),) = wait_until(look)
+        return reason
 
 
 @contextmanager
-def group(count: int, program: tuple[str, ...] = ("sleep", "60")) -> Iterator[Group]:
+def group(
+    count: int, program: tuple[str, ...] = ("sleep", str(10 * LIMIT)), *, is_watched: bool = False
+) -> Iterator[Group]:
+    """A group that is watched by a thread, or only when a test looks."""
     made = Group(count, program)
+    if not is_watched:
+        made.watch._stopped.set()
+        made.watch._thread.join()
+        for channel in made.own:
+            channel.beat()  # what the thread has seen does not count
     try:
         yield made
     finally:
@@ -72,15 +81,16 @@ def group(count: int, program: tuple[str, ...] = ("sleep", "60")) -> Iterator[Gr
 
 
 def test_a_signal_is_the_cause_and_an_error_that_follows_is_not() -> None:
-    with group(3) as made:
+    with group(3, is_watched=True) as made:
         made.own[1].report("RuntimeError: Connection closed by peer")
         ended = list[str]()
         made.watch.end_collectives = lambda: ended.append("aborted")
         made.processes[1].process.terminate()
         made.processes[2].process.kill()
-        failure = made.wait(beating=[1])
+        failure = wait_until(lambda: made.watch.failure)
         assert "was killed by SIG" in failure and "restart the process" in failure
-        assert all(each.process.wait(1) is not None for each in made.processes)
+        assert all(each.process.wait(LIMIT) is not None for each in made.processes)
+        wait_until(lambda: ended)
         assert ended == ["aborted"]
         made.watch.fail("later")
         assert made.watch.failure == failure
@@ -98,19 +108,18 @@ def test_the_report_of_a_rank_is_the_reason() -> None:
 def test_a_rank_that_no_longer_advances_is_ended_while_plans_run() -> None:
     with group(2) as made:
         made.watch.is_loading = False
-        begun = time.monotonic()
-        assert "rank 2 did not run for" in made.wait(beating=[1])
-        assert time.monotonic() - begun < 4  # about 0.5 s on an idle machine
+        for _ in range(int(MAX_SILENT / INTERVAL)):
+            made.own[0].beat()
+            assert made.watch._look(INTERVAL) == []
+        assert "rank 2 did not run for" in made.found(beating=[1])
 
 
 def test_while_weights_are_loaded_only_a_stopped_rank_is_ended() -> None:
     with group(2) as made:
-        deadline = time.monotonic() + 3 * MAX_SILENT
-        while time.monotonic() < deadline:
-            assert made.watch.failure is None
-            time.sleep(0.05)
+        for _ in range(3 * int(MAX_SILENT / INTERVAL)):
+            assert made.watch._look(INTERVAL) == []
         made.processes[1].process.send_signal(signal.SIGSTOP)
-        assert "rank 2 did not run for" in made.wait(beating=[1])
+        assert "rank 2 did not run for" in made.found(beating=[1])
 
 
 def test_a_rank_that_runs_but_stays_behind_is_ended() -> None:
@@ -119,18 +128,11 @@ def test_a_rank_that_runs_but_stays_behind_is_ended() -> None:
         made.progress.begin_plan()
         made.progress.enter()
         made.own[0].publish(made.progress.position)
-        assert "rank 2 made no progress for 0." in made.wait(beating=[1, 2])
-
-
-def stop_watching(made: Group) -> None:
-    """Let the test do the looks."""
-    made.watch._stopped.set()
-    made.watch._thread.join()
+        assert "rank 2 made no progress for 0." in made.found(beating=[1, 2])
 
 
 def test_a_stopped_process_is_found_before_one_that_is_only_silent() -> None:
     with group(1) as made:
-        stop_watching(made)
         made.watch.is_loading = False
         for _ in range(int(MAX_STOPPED / INTERVAL) + 2):
             assert made.watch._look(INTERVAL) == []
@@ -142,19 +144,17 @@ def test_a_stopped_process_is_found_before_one_that_is_only_silent() -> None:
 
 def test_a_pause_of_all_processes_is_no_failure() -> None:
     with group(1) as made:
-        stop_watching(made)
         made.watch.is_loading = False
         assert [made.watch._look(passed) for passed in (0.0, INTERVAL, 10.0)] == [[], [], []]
-        assert any(made.watch._look(INTERVAL) for _ in range(int(MAX_SILENT / INTERVAL)))
+        assert "rank 1 did not run for" in made.found(beating=[])
 
 
 def test_a_rank_that_waits_for_a_cpu_is_not_stopped() -> None:
     with group(1, program=("sh", "-c", "while :; do :; done")) as made:
-        stop_watching(made)
         made.watch.is_loading = False
         stat = Path(f"/proc/{made.processes[0].process.pid}/stat")
-        while int(stat.read_text().rpartition(")")[2].split()[11]) == 0:  # ticks of CPU time
-            time.sleep(0.01)
+        # Ticks of CPU time.
+        wait_until(lambda: int(stat.read_text().rpartition(")")[2].split()[11]))
         for _ in range(3 * int(MAX_SILENT / INTERVAL)):
             assert made.watch._look(INTERVAL) == []
         made.processes[0].process.kill()
@@ -164,7 +164,6 @@ def test_a_rank_that_waits_for_a_cpu_is_not_stopped() -> None:
 
 def seconds_until_late(made: Group, changed: Callable[[int], object] = lambda _: None) -> float:
     """Seconds after which a rank is late, at most NEVER; `changed` is called before each look."""
-    stop_watching(made)
     for look in range(int(NEVER / INTERVAL)):
         changed(look)
         if made.watch._lateness(INTERVAL):

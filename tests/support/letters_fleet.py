@@ -1,8 +1,8 @@
-"""Replicas on Ray without a model: call `main`.
+"""Replicas on Ray without a model: call `main`, with a file as the argument of the program.
 
 Starts a local Ray, several replicas and a server, whose outputs are the prompts in capitals. Prints
 the addresses of Ray, of Serve's proxies and of the server. A line on its standard input has fields
-of FleetOptions, as JSON, with which the replicas are replaced.
+of FleetOptions, as JSON, with which the replicas are replaced. The file holds them: see held.py.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+from fastapi import APIRouter
 
 from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
+from headway.fleet import client
 from headway.fleet.on_ray.options import FleetOptions
+from headway.fleet.settings import FleetSettings
+from headway.fleet.transport.discovery import DiscoveredFleet
 from headway.observe.server_metrics import ServerMetrics
 from headway.server import live
 from headway.server.app import create_app
@@ -27,11 +34,14 @@ from headway.server.context import Context
 from headway.server.health import Watchdog, watch
 from headway.server.process.log_setup import setup
 from headway.server.process.serve import ServedEngine, ServerFactory, bind
+from tests.support.held import Held, Hold
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 
 STEP_SECONDS = 0.02
 MAX_MODEL_LEN = 2048
 NUM_REPLICAS = 3  # so that several can be starting while a test goes on
+# A replica may pause for less without being lost, and for less than Ray needs to replace it.
+HANG_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Info:
     )  # fmt: skip
 
 
-def make_engine() -> ServedEngine:
+def make_engine(hold: Hold) -> ServedEngine:
     executor = Capitals()
     executor.seconds = STEP_SECONDS
     config = preset(
@@ -60,7 +70,7 @@ def make_engine() -> ServedEngine:
         Watchdog(loop)
 
     return ServedEngine(
-        engine=Engine(Scheduler(config), executor), model_info=Info(), prepare=prepare
+        engine=Engine(Scheduler(config), Held(executor, hold)), model_info=Info(), prepare=prepare
     )
 
 
@@ -69,7 +79,21 @@ def make_app(engine: AsyncEngine, info: Info) -> Any:
         engine=engine, input_processor=info.input_processor, model_name=MODEL,
         max_model_len=MAX_MODEL_LEN, health=watch(engine),
     )  # fmt: skip
-    return create_app(context, [live.router(context)])
+    routes = APIRouter()
+
+    @routes.get("/open")
+    async def open() -> list[tuple[int, str | None]]:
+        """Length of the prompt, and replica, of every open request."""
+        assert isinstance(engine.client, DiscoveredFleet)
+        requests = engine.client.client.dispatcher.requests.values()
+        return [(len(request.submit.prompt), request.replica) for request in requests]
+
+    return create_app(context, [live.router(context), routes])
+
+
+def be_patient() -> None:
+    """Let the gateway of this process wait longer for messages of a replica."""
+    client.FleetSettings = partial(FleetSettings, hang_seconds=HANG_SECONDS)  # type: ignore[misc]
 
 
 def main() -> None:
@@ -79,13 +103,17 @@ def main() -> None:
     from headway.fleet.on_ray.cluster import connected, serve_connected
     from headway.fleet.on_ray.serve import QUIET, replica_deployment
 
-    factory = ServerFactory(make_engine=make_engine, make_app=make_app, setup=setup, grace=0.0)
+    be_patient()
+    make = partial(make_engine, Hold(sys.argv[1]))
+    factory = ServerFactory(make_engine=make, make_app=make_app, setup=setup, grace=0.0)
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
     options = FleetOptions(replicas=NUM_REPLICAS, num_cpus=0.0, route="round_robin")
     bound, stop_logs = bind("127.0.0.1", 0), setup()
     port = bound.getsockname()[1]
-    with bind("127.0.0.1", 0) as free:
-        proxies = free.getsockname()[1]
+    kept = socket.socket()  # no other program gets the port of the proxies, which share it
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    kept.bind(("127.0.0.1", 0))
+    proxies = kept.getsockname()[1]
 
     def update() -> None:
         for line in sys.stdin:
@@ -107,3 +135,4 @@ def main() -> None:
             serve_connected(factory, bound, ready, options, lambda _: None)
     finally:
         stop_logs()
+        kept.close()

@@ -24,6 +24,7 @@ from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint
 from headway.parallel.delta import PlanDecoder, PlanEncoder
 from headway.plan import Plan
+from tests.support.waiting import LIMIT
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -40,9 +41,9 @@ class Meeting:
     def exchange(self, rank: int, part: Any) -> list[Any]:
         self.parts[rank] = part
         self.baton.release()
-        self.barrier.wait(timeout=60)
+        self.barrier.wait(timeout=LIMIT)
         found = list(self.parts)
-        self.barrier.wait(timeout=60)
+        self.barrier.wait(timeout=LIMIT)
         self.baton.acquire()
         return found
 
