@@ -30,6 +30,7 @@ from headway.llm import LLM
 from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import headway, refused, sentence
 from tests.cli.test_cli_generate import ROOT, SHAPE, options_of, save_tiny, typed
+from tests.support.waiting import LIMIT
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -220,19 +221,21 @@ class Terminal:
         self._process.wait()
         os.close(self._file)
 
-    def wait_for(self, pattern: str, *, again: str = "", seconds: float = 120) -> None:
+    def wait_for(self, pattern: str, *, again: str = "") -> None:
         """Read until the pattern appears after the previous match.
 
-        A key that is sent just as a prompt appears may be lost, so `again` is sent every 3 s.
+        A key that is sent just as a prompt appears may be lost, so `again` is sent every 10 s, once
+        all output is read.
         """
         begun = pressed = time.monotonic()
         while not (found := re.search(pattern, self.shown)):
             now = time.monotonic()
-            assert now - begun < seconds, f"no {pattern!r} in {self.shown!r}"
-            if again and now - pressed > 3:
-                self.type(again)
-                pressed = now
-            if not select.select([self._file], [], [], 0.5)[0]:
+            assert now - begun < LIMIT, f"no {pattern!r} in {self.shown!r}"
+            is_late = bool(again) and now - pressed > 10
+            if not select.select([self._file], [], [], 0.0 if is_late else 0.5)[0]:
+                if is_late:
+                    self.type(again)
+                    pressed = now
                 continue
             try:
                 self.shown += os.read(self._file, 4096).decode(errors="replace")
@@ -248,7 +251,7 @@ class Terminal:
         with suppress(OSError):  # reading fails when the process has ended
             while os.read(self._file, 4096):
                 pass
-        return self._process.wait()
+        return self._process.wait(LIMIT)
 
 
 def test_on_a_terminal_ctrl_c_stops_and_ctrl_d_exits(tmp_path: Path) -> None:

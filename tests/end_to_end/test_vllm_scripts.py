@@ -17,6 +17,8 @@ from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTo
 from headway.plan import StepReport
 from headway.sampling_params import StructuredOutputsParams
 from tests.support import real
+from tests.support.held import Held, Hold
+from tests.support.waiting import LIMIT
 
 TEMPLATE = (
     "{{ tone }}{% for tool in tools or [] %}{{ tool.function.name }}, {% endfor %}"
@@ -317,16 +319,22 @@ def test_a_closed_llm_says_so(model: str, is_traced: bool, tmp_path: Path) -> No
             call("Marta")  # type: ignore[operator]
 
 
-def test_the_async_engine_takes_text_and_sampling_params(model: str) -> None:
+def test_the_async_engine_takes_text_and_sampling_params(model: str, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, n=2)
     with LLM(model, num_blocks=100) as llm:
         [expected] = llm.generate("Marta", params)
+        hold = Hold(str(tmp_path / "hold"))
+        llm.engine.executor = Held(llm.engine.executor, hold)
 
         async def ask() -> None:
             engine = AsyncEngine(llm.engine, input_processor=llm.input_processor)
             await engine.start()
             try:
-                outputs = [each async for each in engine.generate("Marta", params, "a")]
+                hold.set(2)
+                outputs = []
+                async for output in engine.generate("Marta", params, "a"):
+                    outputs.append(output)
+                    hold.release()
                 texts = [output.outputs[0].text for output in outputs]
                 assert all(b.startswith(a) for a, b in pairwise(texts))
                 assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -334,9 +342,11 @@ def test_the_async_engine_takes_text_and_sampling_params(model: str) -> None:
                 assert outputs[-1].outputs == expected.outputs
                 long = SamplingParams(max_tokens=200, ignore_eos=True)
                 aborted = []
+                hold.set(2)
                 async for output in engine.generate({"prompt_token_ids": [3, 4]}, long, "b"):
                     aborted.append(output.outputs[0])
                     await engine.abort("b")
+                    hold.release()
                 assert aborted[-1].finish_reason == "abort"
                 assert len(aborted[-1].token_ids) < 200
                 with pytest.raises(InvalidRequest):
@@ -344,4 +354,4 @@ def test_the_async_engine_takes_text_and_sampling_params(model: str) -> None:
             finally:
                 await engine.close()
 
-        asyncio.run(asyncio.wait_for(ask(), 30))
+        asyncio.run(asyncio.wait_for(ask(), LIMIT))

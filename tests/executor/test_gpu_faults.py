@@ -34,6 +34,7 @@ from headway.model.decoder import Decoder
 from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
+from tests.support.waiting import LIMIT
 
 pytest.importorskip("triton")
 from headway.executor.gpu.executor import GpuExecutor, PendingStep
@@ -443,7 +444,7 @@ def test_a_failed_capture_on_a_gpu_is_repeated(first: int, async_scheduling: int
 def in_a_process(script: str) -> str:
     """The output of a script, for failures from which a process does not recover."""
     command = [sys.executable, "-W", "ignore", "-c", script]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return ended.stdout
 

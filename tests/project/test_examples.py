@@ -10,6 +10,7 @@ import pytest
 
 from examples.embed_scheduler import LETTERS, continue_text
 from headway.cli.main import app
+from tests.support.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -17,7 +18,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 def run(path: Path) -> str:
     command = [sys.executable, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.lab_films import write_films
+from tests.support.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
 SOURCES, BUILT = ROOT / "lab-page", ROOT / "headway/lab/web/static"
@@ -54,7 +55,7 @@ def test_the_page_has_nothing_inline_and_nothing_from_elsewhere() -> None:
 
 @needs_node
 def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
-    subprocess.run(["node", "build.mjs", str(tmp_path)], cwd=SOURCES, check=True, timeout=120)
+    subprocess.run(["node", "build.mjs", str(tmp_path)], cwd=SOURCES, check=True, timeout=LIMIT)
     for file in sorted(BUILT.iterdir()):
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -67,7 +68,7 @@ def test_the_page_reads_films_that_python_wrote(tmp_path: Path) -> None:
         "FILMS": str(tmp_path),
     }
     done = subprocess.run(
-        ["node", "test.mjs"], cwd=SOURCES, env=env, capture_output=True, text=True, timeout=120
+        ["node", "test.mjs"], cwd=SOURCES, env=env, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "# fail 0" in done.stdout or "fail 0" in done.stdout

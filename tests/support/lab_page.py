@@ -12,6 +12,8 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 VIEWPORT = {"width": 1400, "height": 1000}
 INLINE = ("data:", "blob:")
+PAINTED = "() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
+WRITTEN = "() => new Promise(done => setTimeout(() => done(location.href), 200))"
 SIDES = (", first scheduler", ", second scheduler")  # ends of the labels of panes
 
 
@@ -52,8 +54,10 @@ def wait_for_end(page: Any) -> None:
 
 
 def press(page: Any, *keys: str) -> None:
+    """Press keys, and wait until panes off the screen show the result, too."""
     for key in keys:
         page.keyboard.press(key)
+    page.evaluate(PAINTED)
 
 
 def jump(page: Any, number: int) -> None:
@@ -66,9 +70,12 @@ def jump(page: Any, number: int) -> None:
 
 
 def link(page: Any) -> str:
-    """The address with the present state; the page writes it a moment after a change."""
-    page.wait_for_timeout(300)
-    address: str = page.url
+    """The address with the present state.
+
+    The page writes it by a timer that begins at a change. A longer one that begins later, in the
+    page, ends after it.
+    """
+    address: str = page.evaluate(WRITTEN)
     return address
 
 

@@ -19,7 +19,8 @@ from headway.lab.web.app import LabApp
 from headway.lab.web.server import LabServer
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler import preset
-from tests.support.lab_page import CHROMIUM, VIEWPORT, opened, wait_for_step
+from tests.support.lab_page import CHROMIUM, VIEWPORT, opened, wait_for_end, wait_for_step
+from tests.support.waiting import LIMIT
 
 ARGUMENTS = ("--no-sandbox", "--renderer-process-limit=1", "--disable-site-isolation-trials")
 WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
@@ -52,8 +53,11 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
     with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = running.chromium.launch(
+            executable_path=CHROMIUM, args=ARGUMENTS, timeout=1000 * LIMIT
+        )
         context = browser.new_context(viewport=VIEWPORT)
+        context.set_default_timeout(1000 * LIMIT)  # also of navigations
         context.new_page()  # stays open and keeps the process
         yield context
         browser.close()
@@ -61,7 +65,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, lab: LabServer) -> Iterator[Any]:
-    """The lab's page with the first frame of the recorded run."""
+    """The lab's page with the recorded run, at its first frame."""
     with opened(browser, lab.url) as page:
         wait_for_step(page, 0)
+        wait_for_end(page)
         yield page

@@ -96,7 +96,6 @@ def test_steps_move_nothing_and_need_no_horizontal_scrolling(page: Any, width: i
     places = []
     for key in ("ArrowRight", "]", "End", "Home"):
         press(page, key)
-        page.wait_for_timeout(150)  # panes off the screen follow a moment later
         places.append(page.evaluate(PLACES))
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert len(places[0]) > 10 and places == [places[0]] * len(places)

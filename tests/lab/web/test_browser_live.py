@@ -21,6 +21,7 @@ from headway.lab.web.attach import follow
 from headway.lab.web.server import LabServer
 from headway.server import lab
 from tests.support.lab_page import (
+    PAINTED,
     SIDES,
     ids,
     jump,
@@ -32,6 +33,7 @@ from tests.support.lab_page import (
     wait_for_step,
 )
 from tests.support.served import Capitals, server
+from tests.support.waiting import LIMIT
 
 
 class Serving:
@@ -46,12 +48,12 @@ class Serving:
 
     def __enter__(self) -> Serving:
         self._thread.start()
-        assert self._started.wait(30), "the server has not started"
+        assert self._started.wait(LIMIT), "the server has not started"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(30)
+        self._thread.join(LIMIT)
         self._pool.shutdown()
         assert not self._thread.is_alive(), "the server has not stopped"
 
@@ -78,7 +80,7 @@ class Serving:
             f"{self.url}v1/completions", body.encode(), {"Content-Type": "application/json"}
         )
         return self._pool.submit(
-            lambda: json.load(urllib.request.urlopen(request, timeout=30))["choices"][0]["text"]
+            lambda: json.load(urllib.request.urlopen(request, timeout=LIMIT))["choices"][0]["text"]
         )
 
 
@@ -103,15 +105,16 @@ def test_the_page_follows_a_server(
     browser: Any, serving: Serving, attached: LabServer, way: str
 ) -> None:
     url = f"{serving.url}lab/" if way == "served" else attached.url
-    serving.executor.seconds = 0.3  # until the page has shown two running requests
+    serving.executor.seconds = 1.0  # two minutes in all, until the page shows two running requests
     with opened(browser, url) as page:
         page.wait_for_selector(".live.on")
         assert "server" in pane(page, "Decisions").inner_text(), "says what it waits for"
-        texts = [serving.complete("a" * length, 20) for length in (30, 40)]
+        texts = [serving.complete("a" * length, 120) for length in (120, 130)]
         page.wait_for_function("() => document.querySelectorAll('.running .row').length === 2")
+        page.evaluate(PAINTED)
         assert "admitted" in pane(page, "Decisions").inner_text()
         serving.executor.seconds = 0.0
-        assert [text.result() for text in texts] == ["A" * 20, "A" * 20]
+        assert [text.result() for text in texts] == ["A" * 120, "A" * 120]
         page.wait_for_function("() => document.querySelectorAll('.finished .row').length === 2")
         last = step(page)
         press(page, "ArrowLeft", "ArrowLeft")

@@ -81,6 +81,7 @@ def run(browser: Any, lab: LabServer) -> Iterator[Any]:
     packed = base64.urlsafe_b64encode(json.dumps(SPEC).encode()).decode().rstrip("=")
     with opened(browser, f"{lab.url}#spec={packed}") as page:
         wait_for_step(page, 0)
+        wait_for_end(page)
         yield page
 
 

@@ -21,6 +21,7 @@ from headway.lab.web.server import LabServer
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.trace import TraceWriter
 from headway.scheduler import preset
+from tests.support.waiting import LIMIT
 
 WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
 SPEC = {"workload": WORKLOAD, "preset": "vllm_v1", "set": {"num_blocks": 24}}
@@ -54,7 +55,7 @@ def ask(
     body: Any = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes]:
-    connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=LIMIT)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request(method, path, data if body is not None else None, headers or {})
     response = connection.getresponse()

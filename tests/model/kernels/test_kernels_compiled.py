@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waiting import LIMIT
+
 pytest.importorskip("triton")
 from headway.model.kernels.attention.prefill import prefill_tile
 from headway.model.kernels.launch import NO_FP_FUSION
@@ -322,7 +324,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE + HOPPER + GATED + AHEAD], capture_output=True, text=True,
-        env=environment, timeout=300,
+        env=environment, timeout=3 * LIMIT,
         input=json.dumps([[{"capability": 90, **each} for each in asked], str(folder)]),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
