@@ -2,9 +2,9 @@
 
 Cosmic Ray makes the mutants: one changed operator, number, condition or loop each. One more kind is
 added here, a deleted statement. A fixed sample of them is tested, one at a time, in a copy of the
-repository, so the checkout never changes. A mutant is killed if a test fails, or if the tests take
-much longer than without it (an endless loop). `equivalent.toml` lists mutants that change nothing
-that a caller can see, with the reason; they do not count.
+repository, so the checkout never changes. A mutant is killed if a test fails, or if the tests need
+much more CPU time than without it (an endless loop). `equivalent.toml` lists mutants that change
+nothing that a caller can see, with the reason; they do not count.
 
 Each run of the tests is a fork of this process, which has imported pytest and numpy already.
 """
@@ -46,6 +46,7 @@ PYTEST_OPTIONS = (
     "-W", "ignore::pytest.PytestAssertRewriteWarning",  # hypothesis is imported before the fork
 )  # fmt: skip
 MAX_GROUP_SECONDS = 3600.0
+WAITING = 10  # wall-clock seconds per second of CPU time; a mutant that waits for longer is killed
 MAX_MEMORY = 4 << 30  # bytes of address space; a mutant that allocates without end is killed
 
 
@@ -161,18 +162,18 @@ class Bench:
                 shutil.copy2(source, root / name)
 
     def measure(self, groups: list[list[str]]) -> list[float]:
-        """Seconds that each group of tests takes without a mutant; all must pass."""
+        """Seconds of CPU time that each group of tests needs without a mutant; all must pass."""
         seconds = []
         for tests in groups:
-            start = time.monotonic()
+            start = _seconds_of_children()
             if not self._passes(tests, MAX_GROUP_SECONDS, may_cache=True):
                 print((self.root / "tests.log").read_text()[-3000:])
                 raise SystemExit("the tests fail without a mutant")
-            seconds.append(time.monotonic() - start)
+            seconds.append(_seconds_of_children() - start)
         return seconds
 
     def kills(self, mutant: Mutant, groups: list[list[str]], limits: list[float]) -> bool:
-        """Whether a group of tests fails with this mutant, or takes longer than its limit."""
+        """Whether a group of tests fails with this mutant, or needs more than its limit."""
         path = self.root / mutant.path
         before, times = path.read_text(), path.stat()
         try:
@@ -185,8 +186,8 @@ class Bench:
     def _passes(self, tests: list[str], limit: float, may_cache: bool = False) -> bool:
         child = os.fork()
         if not child:
-            _run_tests(self.root, tests, may_cache)
-        end = time.monotonic() + limit
+            _run_tests(self.root, tests, limit, may_cache)
+        end = time.monotonic() + WAITING * limit
         while time.monotonic() < end:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -197,10 +198,17 @@ class Bench:
         return False
 
 
-def _run_tests(root: Path, tests: list[str], may_cache: bool) -> None:
+def _seconds_of_children() -> float:
+    """CPU time of all child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _run_tests(root: Path, tests: list[str], limit: float, may_cache: bool) -> None:
     """In a child process: run the tests, then exit with their status."""
     status = 1
     try:
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
         os.chdir(root)
         sys.path[:] = [str(root), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
@@ -245,7 +253,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         bench = Bench(Path(folder))
         seconds = bench.measure(groups)
-        print(f"without a mutant the tests take {sum(seconds):.0f} s", flush=True)
+        print(f"without a mutant the tests need {sum(seconds):.0f} s of CPU time", flush=True)
         limits = [3 * each + 20 for each in seconds]
         outcomes = try_all(mutants, bench, groups, limits)
     return summarize(outcomes, time.monotonic() - start)
@@ -262,7 +270,7 @@ def try_all(
         first = CONFIG["first"].get(mutant.path)
         if (mutant.path, before, after) in equivalents:
             name = "equivalent"
-        elif first and bench.kills(mutant, [first], limits[:1]):
+        elif first and bench.kills(mutant, [first], [max(limits)]):
             name = "killed"
         else:
             name = "killed" if bench.kills(mutant, groups, limits) else "survived"
