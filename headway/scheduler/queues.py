@@ -80,18 +80,19 @@ class WaitingQueue:
         PolicyError, and no change, if the rule cannot be used.
         """
         other, requests = WaitingQueue(rule, self._view), [*self, *running]
-        groups = [request.history.group for request in requests]
+        groups, before = [request.history.group for request in requests], (self.rule, self.counters)
         try:
             for request in requests:
                 request.history.group = call_group(rule, request)
                 other.counters.arrive(group_of(request))
+            self.rule, self.counters = rule, other.counters  # now, as keys may read the service
             for request in self:
                 other.push(request)
         except BaseException:
+            self.rule, self.counters = before
             for request, group in zip(requests, groups, strict=True):
                 request.history.group = group
             raise
-        self.rule, self.counters = rule, other.counters
         self._groups, self._keys, self._next_refresh = other._groups, other._keys, {}
 
     def walk(self, max_service: float = inf) -> Iterator[Request]:
