@@ -212,6 +212,26 @@ def test_a_request_that_waits_for_a_parent_or_a_token_needs_one_and_has_none() -
     assert [(b.request.id, *b[1:]) for b in world.plan().blocked] == [("a/1", "parent", 1, 0)]
 
 
+@pytest.mark.parametrize("batching", ("mixed", "prefill_first", "static"))
+def test_a_request_that_is_forced_to_run_is_no_longer_blocked(batching: str) -> None:
+    """If the chunk rule grants nothing, the first request is blocked, and then forced."""
+    grants = True  # while requests are added: those that could never run are refused
+    world = Driver(
+        "vllm_v1", batching=batching, chunk=lambda want, left, is_first: want if grants else 0,
+        block_size=SIZE, num_blocks=30, max_num_seqs=3,
+    )  # fmt: skip
+    for number in range(5):
+        world.add(f"r{number}", 5, 1)
+    grants = False
+    for number in range(5):
+        plan = world.step()
+        assert [a.request.id for a in plan.admitted] == [f"r{number}"]
+        num_rest = plan.not_considered.num_requests if plan.not_considered else 0
+        assert not plan.blocked and num_rest == len(world.scheduler.queue) == 4 - number
+    grants = True
+    world.check_empty()
+
+
 def test_pressure_grows_with_preemptions_for_blocks_and_decays_with_every_step() -> None:
     world = Driver("vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3)
     for id in "ab":

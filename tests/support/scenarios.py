@@ -440,12 +440,18 @@ class ScenarioRun:
         num_rest = plan.not_considered.num_requests if plan.not_considered else 0
         assert len(plan.blocked) + num_rest == plan.events.num_waiting, "waiting without a reason"
         if plan.blocked:
-            assert not any(b.request.is_finished for b in plan.blocked)
+            waiting = set(self.scheduler.queue)
+            assert all(b.request in waiting for b in plan.blocked), "blocked, but does not wait"
             assert len({b.request for b in plan.blocked}) == len(plan.blocked), "blocked twice"
         assert plan.events.num_free == self.scheduler.kv.num_free
 
     def check_now(self) -> None:
         """Reference counts, the prefix index, the queue and the rows are consistent."""
+        self.check_counts()
+        self.executor.check_index()
+
+    def check_counts(self) -> None:
+        """Reference counts, the queue and the rows are consistent."""
         scheduler, kv = self.scheduler, self.scheduler.kv
         running, requests = scheduler.running, scheduler.requests.values()
         held, rows = [0] * kv.pool.num_blocks, [*scheduler.state.free_rows]
@@ -457,7 +463,6 @@ class ScenarioRun:
         assert kv.num_free == held.count(0), "wrong number of free blocks"
         assert sorted(rows) == self._all_rows
         self._check_host(kv)
-        self.executor.check_index()
         waiting = list(scheduler.queue)
         assert len(waiting) == len(scheduler.queue)
         known = {*waiting, *running}
