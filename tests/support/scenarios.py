@@ -425,6 +425,7 @@ class ScenarioRun:
         self.pending.clear()
         self.seen["crashes while swapping"] += any(plan.copies_out for plan in plans)
         self.scheduler.fail("executor failed")
+        assert self.scheduler.kv.is_unused, "blocks are held after a failed step"
         self.seen["crashes"] += 1
         self.check_now()
 
