@@ -147,6 +147,25 @@ def test_cached_blocks_are_evicted_in_the_order_of_their_latest_use() -> None:
             uses.move_to_end(block)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 8, 50])
+def test_entries_of_blocks_that_are_held_again_do_not_pile_up(num_blocks: int) -> None:
+    """At most one for each block of the pool; and they are searched rarely."""
+    rng, pool, num_shared, num_searches = random.Random(2), BlockPool(num_blocks), 0, 0
+    for block in pool.take(num_blocks):
+        pool.index.add([block], [b"%d" % block])
+        pool.drop([block])
+    for _ in range(600):
+        used, entries = rng.sample(range(num_blocks), rng.randint(1, num_blocks)), pool._cached
+        pool.share(used)
+        num_shared += len(used)
+        num_searches += pool._cached is not entries
+        num_stale = len(pool._cached) - pool._num_cached
+        assert sum(pool._num_stale) == num_stale <= num_blocks
+        pool.drop(used)
+        assert len(pool._cached) <= 2 * num_blocks
+    assert 0 < num_searches * num_blocks <= num_shared
+
+
 # prefix index
 
 
@@ -464,3 +483,37 @@ def test_an_imported_prefix_is_matched_and_takes_no_block_twice() -> None:
     kv.import_prefix(request(range(100, 160)))  # more than fits: the first blocks
     assert kv.admission_cost(request(range(100, 160))).num_hits == 8
     assert kv.num_free == 8
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4, 10])
+def test_an_import_into_a_full_pool_keeps_its_hits_and_all_held_blocks(num_blocks: int) -> None:
+    rng, num_cut, num_evicted = random.Random(num_blocks), 0, 0
+    for _ in range(150):
+        kv, running = KVCache(num_blocks, 2), list[Request]()
+        for _ in range(6):
+            new = request([rng.randrange(2) for _ in range(rng.randrange(1, 2 * num_blocks + 1))])
+            cost = kv.admission_cost(new)
+            if kv.num_blocks_needed(new, cost) <= kv.num_free:
+                running.append(admit(kv, new.tokens))
+            if running and rng.random() < 0.6:
+                kv.release(running.pop(rng.randrange(len(running))))
+        imported = request([rng.randrange(2) for _ in range(rng.randrange(3 * num_blocks + 1))])
+        pool, keys = kv.pool, keys_of(imported.tokens, size=2)
+        held = {block: pool.index.key_of[block] for r in running for block in r.kv.blocks}
+        hits = [pool.index.block_of[key] for key in keys[: pool.index.match(keys)]]
+        num_new = min(len(keys) - len(hits), pool.num_free - len(set(hits) - set(held)))
+        before, num_free, num_known = list(pool.refs), pool.num_free, len(pool.index.block_of)
+        kv.import_prefix(imported)
+        assert pool.refs == before and pool.num_free == num_free
+        assert {block: pool.index.key_of[block] for block in held} == held
+        num_hits = len(hits) + num_new
+        assert pool.index.match(keys) == num_hits
+        found = [pool.index.block_of[key] for key in keys[:num_hits]]
+        assert found[: len(hits)] == hits
+        num_cut += 0 < num_hits < len(keys)
+        num_evicted += bool(hits) and len(pool.index.block_of) < num_known + num_new
+        # The next blocks that are taken are others, then those of this prefix, tail first.
+        own = [block for block in found if block not in held]
+        taken = pool.take(num_free)
+        assert taken[num_free - len(own) :] == own[::-1]
+    assert num_blocks == 1 or (num_cut > 10 and num_evicted > 10)
