@@ -9,7 +9,7 @@ import pytest
 
 from headway.config import Config
 from headway.errors import ConfigError, RequestTooLong
-from headway.kv.window import most_window_blocks
+from headway.kv.window import most_useful_window_blocks, most_window_blocks
 from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
@@ -47,6 +47,31 @@ def windowed(name: str = "vllm_v1", **changes: Any) -> Driver:
         "sliding_window": 10, "num_window_blocks": 30,
     }  # fmt: skip
     return Driver(name, **numbers | changes)
+
+
+@pytest.mark.parametrize("budget", [4, 6, 100])
+@pytest.mark.parametrize("max_model_len", [9, 20, 21, 22])
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 50])
+def test_as_many_blocks_as_are_useful_admit_all_and_one_less_does_not(
+    window: int, max_model_len: int, budget: int
+) -> None:
+    """All rows decode requests of the greatest length; then the longest prompt comes."""
+
+    def last_step(spare: int) -> Plan:
+        numbers = {
+            "block_size": 4, "max_num_seqs": 3, "max_model_len": max_model_len,
+            "max_num_batched_tokens": budget, "headroom": "watermark(0)",
+        }  # fmt: skip
+        most = most_useful_window_blocks(window, preset("vllm_v1", **numbers))
+        driver = windowed(**numbers, sliding_window=window, num_window_blocks=most + spare)
+        for id in "ab":
+            driver.add(id, 1, max_model_len - 1)
+        driver.step()
+        driver.add("long", max_model_len - 1, 1)
+        return driver.step()
+
+    assert [a.request.id for a in last_step(0).admitted] == ["long"]
+    assert [b.reason for b in last_step(-1).blocked] == ["window_blocks"]
 
 
 def num_held(request: Request) -> int:

@@ -195,15 +195,19 @@ def test_the_dry_run_of_a_batching_rule_grants_what_the_step_grants(
                 break
         if world.scheduler.queue:
             continue
-        new = world.add("new", rng.randint(1, longest), 1)
         state = world.scheduler.state
+        computed = [r for r in world.requests.values() if r not in state.prefilling]
+        cached = rng.choice([[], *(list(r.prompt) for r in computed)])[: longest - 1]
+        new = world.add("new", [*cached, *range(rng.randint(1, longest - len(cached)))], 1)
         granted = DryRun(new, state, set(), state.prefill_streak).num_granted
+        if batching == "prefill_first_charge_cached":
+            granted = min(granted or 0, state.view.num_uncached(new))
         plan = world.step()
-        computed = sum(c.end - c.start for c in plan.chunks if c.request is new)
-        if plan.num_tokens == computed and not granted:
+        num_tokens = sum(c.end - c.start for c in plan.chunks if c.request is new)
+        if plan.num_tokens == num_tokens and not granted:
             continue  # the step would have been empty: the first piece of work is forced
-        assert computed == (granted or 0), f"{seed=}"
-        num_admitted, num_refused = num_admitted + bool(computed), num_refused + (not computed)
+        assert num_tokens == (granted or 0), f"{seed=}"
+        num_admitted, num_refused = num_admitted + bool(num_tokens), num_refused + (not num_tokens)
     assert num_admitted >= 3 and num_admitted + num_refused >= 10
 
 
