@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
+from headway.config import StepActions
 from headway.request import Request
+from headway.scheduler import policies
 from headway.scheduler.presets import SLOTS
 from headway.scheduler.priority_preemption import MAX_PREEMPTIONS, DryRun
+from headway.scheduler.step_builder import StepBuilder
 from tests.support.drive import Driver
 
 SIZE = 4
@@ -153,6 +157,32 @@ def test_a_request_is_preempted_for_priority_at_most_16_times_whatever_the_rule(
     low.history.num_priority_preemptions = num_before
     world.add("high", 3, 2, priority=0)
     assert world.steps(1)[0].preempted == ("low" if num_before < 16 else "")
+
+
+@pytest.mark.parametrize("answers", [*product((False, True), repeat=4)])
+def test_a_batching_rule_that_changes_its_mind_causes_no_needless_preemption(
+    answers: tuple[bool, ...],
+) -> None:
+    """It is asked whether all three running requests are enough, then whether 1, 2 or 3 are."""
+    left = list(answers)
+
+    def batching(step: StepActions) -> None:
+        if isinstance(step, StepBuilder):
+            policies.mixed(step)
+        elif left and left.pop(0):
+            step.admit()
+
+    world = Driver(
+        "vllm_v1", queue="priority(preempts=True)", batching=batching, block_size=SIZE,
+        num_blocks=100, max_num_seqs=3, max_num_batched_tokens=64,
+    )  # fmt: skip
+    for id in "abc":
+        world.add(id, 5, 20, priority=5)
+    world.steps(2)
+    world.add("high", 3, 2, priority=0)
+    all_are_enough, *are_enough = answers
+    num_needed = are_enough.index(True) + 1 if all_are_enough and any(are_enough) else 0
+    assert len(world.step().events.preempted) == num_needed
 
 
 def test_nothing_is_preempted_for_a_request_that_cannot_start_in_this_step() -> None:
