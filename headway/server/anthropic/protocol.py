@@ -17,6 +17,7 @@ from headway.server.openai.protocol import (
     RequestModel,
     ResponseFormat,
     ShortText,
+    short_text,
 )
 
 # Fields of a chat request, and their names in this API.
@@ -165,7 +166,7 @@ def _user(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         place = f"{where}[{number}]"
         if block.get("type") == "tool_result":
             result = _text(block.get("content") or "", f"{place}.content")
-            id = str(block.get("tool_use_id", ""))
+            id = short_text(block.get("tool_use_id"), f"{place}.tool_use_id", "messages")
             found.append({"role": "tool", "content": result, "tool_call_id": id})
         else:
             texts.append(_block_text(block, place))
@@ -211,7 +212,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in TOOL_CHOICES:
+    if not isinstance(kind, str) or kind not in TOOL_CHOICES:
         problem = f"must be of type auto, any, tool or none, not {format_value(kind)}"
         raise field_error("tool_choice", problem)
     return TOOL_CHOICES[kind]

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
 
 from headway.sampling_params import HUGE, RANGES
+from headway.server.http.errors import ApiError, format_value
 
 MAX_STOP_STRINGS = 64
 MAX_NAME_CHARACTERS = 512  # of a name sent by a client
@@ -40,6 +41,16 @@ def _limit_biases(biases: Any) -> Any:
         limits = {"max_length": MAX_BIASES, "actual_length": len(biases)}
         raise PydanticKnownError("too_long", {"field_type": "Dictionary", **limits})
     return biases
+
+
+def short_text(value: Any, where: str, param: str) -> str:
+    """A value that must be a ShortText; null means empty. ApiError names the place in the body."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
+        limit = f"a string of at most {MAX_NAME_CHARACTERS} characters"
+        raise ApiError(400, f"{where} must be {limit}, not {format_value(value)}", param=param)
+    return value
 
 
 class RequestModel(BaseModel):

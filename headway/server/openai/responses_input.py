@@ -19,6 +19,7 @@ from headway.server.openai.protocol import (
     RequestModel,
     ResponseFormat,
     ShortText,
+    short_text,
 )
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -143,8 +144,7 @@ def _add(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> No
         _add_call(found, item, where)
     elif kind == "function_call_output":
         output = _text(item.get("output"), f"{where}.output")
-        id = str(item.get("call_id", ""))
-        found.append({"role": "tool", "content": output, "tool_call_id": id})
+        found.append({"role": "tool", "content": output, "tool_call_id": _call_id(item, where)})
     elif kind != "reasoning":  # reasoning items are not shown to the model again
         known = "message, function_call, function_call_output, reasoning"
         problem = f"{where}.type must be one of {known}, not {format_value(kind)}"
@@ -158,10 +158,14 @@ def _add_call(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) 
         if not isinstance(value, str):
             problem = f"{where}.{member} must be a string, not {format_value(value)}"
             raise ApiError(400, problem, param="input")
-    call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+    call = {"id": _call_id(item, where), "type": "function", "function": function}
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": None})
     found[-1].setdefault("tool_calls", []).append(call)
+
+
+def _call_id(item: Mapping[str, Any], where: str) -> str:
+    return short_text(item.get("call_id"), f"{where}.call_id", "input")
 
 
 def _text(content: Any, where: str) -> str:
