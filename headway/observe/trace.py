@@ -7,9 +7,11 @@ statistics, replay, diff and Perfetto export need.
 
 from __future__ import annotations
 
+import io
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -251,7 +253,12 @@ class TraceWriter:
         self.write(describe_step(report, has_blocks=self._has_blocks, redact=self._redact))
 
     def write(self, line: Line) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        """Write one line; FormatError if the disk is full."""
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            name = getattr(self._file, "name", "the trace")
+            raise FormatError(name, None, f"cannot be written: {error.strerror}") from None
 
 
 def read_trace(path: Path) -> Iterator[Line]:
@@ -301,9 +308,27 @@ def _check_header(path: object, line: Any) -> None:
         raise FormatError(path, 1, "the header needs the fields 'config' and 'async_scheduling'")
 
 
+class WholeLines(io.FileIO):
+    """An unbuffered file that holds all of a write or, if the disk is full, nothing of it."""
+
+    num_written = 0
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[super().write(rest) or 0 :]
+        except OSError:
+            with suppress(OSError):  # only a regular file has a part to remove
+                self.truncate(self.num_written)
+            raise
+        self.num_written += len(data)
+        return len(data)
+
+
 def open_trace(path: Path) -> IO[str]:
-    """A line-buffered file, so that a crash leaves whole lines."""
+    """A file without a buffer, so that a crash or a full disk leaves whole lines."""
     try:
-        return path.open("w", 1, encoding="utf-8")
+        return io.TextIOWrapper(WholeLines(path, "w"), "utf-8", write_through=True)
     except OSError as error:
         raise FormatError(path, None, f"cannot be written: {error.strerror}") from None

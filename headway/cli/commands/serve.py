@@ -94,14 +94,7 @@ def serve_command(
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     factory = make_factory(serving, model, settings)
     stop_logs = factory.setup()
-
-    def ready(info: ModelInfo) -> None:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        name = escape(info.model_name)
-        scheduling = f"preset {info.preset}, max_model_len {info.max_model_len}"
-        console.print(f"[bold]{name}[/] at [bold]{url}[/]; {info.description}; {scheduling}")
-        console.print(f"Live view: {url}/ or `headway top {url}`. Press Ctrl-C to stop.")
-
+    ready = partial(announce, url)
     try:
         with bound:
             if options is not None:
@@ -113,6 +106,16 @@ def serve_command(
     finally:
         stop_logs()
     raise typer.Exit(status)
+
+
+def announce(url: str, info: ModelInfo) -> None:
+    """Print the address of a server that is ready."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    name = escape(info.model_name)
+    scheduling = f"preset {info.preset}, max_model_len {info.max_model_len}"
+    with suppress(OSError):  # stderr may be a file on a full disk
+        console.print(f"[bold]{name}[/] at [bold]{url}[/]; {info.description}; {scheduling}")
+        console.print(f"Live view: {url}/ or `headway top {url}`. Press Ctrl-C to stop.")
 
 
 def make_factory(serving: ServeOptions, model: ModelOptions, settings: Settings) -> ServerFactory:

@@ -1,7 +1,7 @@
 """Log output as text or JSON lines, each with the id of the HTTP request it belongs to.
 
 A separate thread writes the lines, so a slow disk or a full pipe delays neither the engine nor a
-response. Lines that do not fit into the queue are dropped and counted. Headers, query strings and
+response. Lines that do not fit into the queue or on the disk are dropped and counted. Headers, query strings and
 values of bodies are never logged, so logs contain no keys and no prompts.
 """
 
@@ -29,7 +29,7 @@ def setup(
     format: LogFormat = "human", level: str = "INFO", file: IO[str] | None = None
 ) -> Callable[[], None]:
     """Log to a file, by default stderr; the returned function stops it."""
-    output = logging.StreamHandler(file or sys.stderr)
+    output = LossyStreamHandler(file or sys.stderr)
     output.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     handler = DroppingQueueHandler(Queue(MAX_QUEUED))
     listener = WaitingQueueListener(handler.queue, output)
@@ -47,11 +47,35 @@ def setup(
         stopping.start()
         stopping.join(STOP_TIMEOUT)
         if handler.num_dropped and not stopping.is_alive():
-            message = f"{handler.num_dropped} lines were dropped because the log queue was full"
-            attributes = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
-            output.handle(logging.makeLogRecord({**attributes, "msg": message}))
+            output.warn(f"{handler.num_dropped} lines were dropped because the log queue was full")
 
     return stop
+
+
+class LossyStreamHandler(logging.StreamHandler[IO[str]]):
+    """Loses lines while the disk is full, and says so once when it can write again."""
+
+    _num_lost, _problem = 0, ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        num_lost = self._num_lost
+        super().emit(record)
+        if num_lost and num_lost == self._num_lost:
+            self._num_lost = 0
+            self.warn(f"up to {num_lost} lines are missing before this one: {self._problem}")
+
+    def warn(self, message: str) -> None:
+        """Write a warning that does not come from a logger."""
+        attributes = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+        self.emit(logging.makeLogRecord({**attributes, "msg": message}))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - of the base class
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        self._num_lost += 1
+        self._problem = error.strerror or str(error)
+        return None
 
 
 class DroppingQueueHandler(QueueHandler):
