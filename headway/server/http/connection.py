@@ -94,7 +94,7 @@ class HttpConnection(HttpToolsProtocol):
         self._refusal: ApiError | None = None  # sent once no response is open
         self._is_ended = False  # the last response is written; further input is dropped
         self._num_held, self._has_progress = 0, False  # bytes since the parser's latest callback
-        self._unsent, self._unsent_since = -1, 0.0  # bytes of a connection that is closing
+        self._unsent, self._unsent_since = -1, 0.0  # bytes, and when their number last changed
 
     # Called by the transport.
 
@@ -164,9 +164,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def expire(self, now: float) -> None:
         """Close the connection if the client is too slow to send a request or to read a response."""
-        if self.transport.is_closing():
-            self._expire_unsent(now)
-        elif now < self._deadline:
+        if self._is_stalled(now):
+            self.transport.abort()
+        elif self.transport.is_closing() or now < self._deadline:
             return
         elif self._is_ended:
             self.transport.abort()
@@ -177,13 +177,12 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _expire_unsent(self, now: float) -> None:
-        """Abort a closing connection whose client has stopped reading."""
+    def _is_stalled(self, now: float) -> bool:
+        """Whether there is something to send and the client has read nothing for too long."""
         unsent = self.transport.get_write_buffer_size()
-        if unsent != self._unsent:
+        if unsent != self._unsent or not unsent:
             self._unsent, self._unsent_since = unsent, now
-        elif now - self._unsent_since > self._table.settings.stall_timeout:
-            self.transport.abort()
+        return now - self._unsent_since > self._table.settings.stall_timeout
 
     # Refusals.
 
