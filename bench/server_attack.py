@@ -1,7 +1,8 @@
-"""Attacks on a server: how much longer 32 ordinary streams wait for a token.
+"""Attacks on a server: how much longer 32 ordinary streams wait for a token, and what else fails.
 
-    python bench/server_attack.py                     about ten minutes, one JSON object
-    python bench/server_attack.py --only huge_text    one attack; the option can be repeated
+    python bench/server_attack.py                    about 25 minutes, one JSON object
+    python bench/server_attack.py --quick            about ten minutes
+    python bench/server_attack.py --only huge_text   some attacks
 
 Starts `headway serve` with the bundled model on this machine. While the streams run, quiet windows
 and attack windows alternate. For each attack:
@@ -12,9 +13,11 @@ health_ms       the slowest response of /health; null if one failed
 memory_mb       resident memory before, at most, and after
 files           open files before and after
 answers         counts of statuses or other outcomes
+ok              no more than 200 ms are added, no response is 5xx, /health always succeeds, and no
+                file stays open
 
-`ok` is true if no attack adds more than 200 ms, no response is 5xx, /health always succeeds, no
-file stays open, and the server logs no error.
+The attacks in server_checks.py start servers of their own and have their own criteria, given there.
+`ok` of the whole is true if each attack is ok, no server logs an error, and all exit with 0.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server_attacks import Attack, attacks
+from server_checks import checks
 from server_process import ServerProcess
 
 from headway.lab.loadgen.http_client import Address, Client
@@ -163,10 +167,10 @@ def _compared(window: Window, quiet: list[Window]) -> dict[str, Any]:
     return found
 
 
-async def measure(server: ServerProcess, names: list[str]) -> dict[str, Any]:
+async def measure(server: ServerProcess, names: list[str], settle_seconds: float) -> dict[str, Any]:
     watch, results = Monitor(server), dict[str, Any]()
     async with watch.running():
-        await asyncio.sleep(SETTLE_SECONDS)  # until the streams are out of step
+        await asyncio.sleep(settle_seconds)  # until the streams are out of step
         await attacks()["grammars"]()(server.address)  # start the processes that check grammars
         quiets = [await _quiet(watch)]
         for name in names:
@@ -182,6 +186,7 @@ async def measure(server: ServerProcess, names: list[str]) -> dict[str, Any]:
                 "seconds": round(time.monotonic() - window.start, 1), "answers": dict(answers),
                 "memory_mb": [round(size / 1e6) for size in weights], "files": files,
             }  # fmt: skip
+            results[name]["ok"] = is_ok(results[name])
             print(name, results[name], file=sys.stderr, flush=True)
     return results
 
@@ -192,27 +197,42 @@ def is_ok(found: dict[str, Any]) -> bool:
     return is_quick and not num_failed and found["files"][1] <= found["files"][0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    names = list(attacks())
-    parser.add_argument(
-        "--only", action="append", choices=names, metavar="NAME",
-        help=f"Run only this attack. One of {', '.join(names)}.",
-    )  # fmt: skip
-    asked = parser.parse_args()
+def run_attacks(names: list[str], settle_seconds: float) -> dict[str, Any]:
+    """Run the attacks on one server with 32 streams."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The server inherits this limit.
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_FILES, hard), hard))
     with ServerProcess(SERVER) as server:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        found = asyncio.run(measure(server, asked.only or names))
-        result: dict[str, Any] = {"attacks": found, "log_errors": server.log_errors()}
-        result["exit_code"] = server.stop()
-    statuses = Counter[str]()
-    for each in found.values():
-        statuses.update(each["answers"])
-    result["num_5xx"] = sum(n for status, n in statuses.items() if status.startswith("5"))
-    result["failed"] = [name for name, each in found.items() if not is_ok(each)]
+        found = asyncio.run(measure(server, names, settle_seconds))
+        return {"attacks": found, "log_errors": server.log_errors(), "exit_code": server.stop()}
+
+
+def run_checks(names: list[str], is_quick: bool) -> dict[str, Any]:
+    """Run the attacks that start their own servers."""
+    found = {}
+    for name in names:
+        found[name] = asyncio.run(checks()[name](is_quick))
+        print(name, found[name], file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = [*attacks(), *checks()]
+    parser.add_argument(
+        "--only", nargs="+", action="extend", choices=names, metavar="NAME",
+        help=f"Run only these attacks, of {', '.join(names)}.",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="Send less and wait for less.")
+    asked = parser.parse_args()
+    chosen = asked.only or names
+    result: dict[str, Any] = {"attacks": {}, "log_errors": [], "exit_code": 0}
+    if with_streams := [name for name in chosen if name in attacks()]:
+        result = run_attacks(with_streams, 5.0 if asked.quick else SETTLE_SECONDS)
+    result["checks"] = run_checks([name for name in chosen if name in checks()], asked.quick)
+    everything = result["attacks"] | result["checks"]
+    result["failed"] = [name for name, found in everything.items() if not found["ok"]]
     result["ok"] = not (result["failed"] or result["log_errors"] or result["exit_code"])
     print(json.dumps(result, indent=2))
     sys.exit(not result["ok"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -12,40 +13,54 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
+from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from headway.errors import ConfigError
 from headway.lab.loadgen.http_client import Address, Client
-from headway.lab.loadgen.load import find_model
 
 START_TIMEOUT = 120.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 class ServerProcess:
-    """A server that runs during the block. Memory and files are read from /proc."""
+    """A server that runs during the block. Memory and files are read from /proc.
 
-    def __init__(self, options: list[str]) -> None:
+    `stderr` replaces the file of the log. `max_file_bytes` limits the size of all files.
+    """
+
+    def __init__(
+        self,
+        options: list[str],
+        *,
+        stderr: Path | None = None,
+        max_file_bytes: int | None = None,
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.address = Address("127.0.0.1", free.getsockname()[1], "", False)
         command = [sys.executable, "-m", "headway", "serve", *options]
         command += ["--port", str(self.address.port), "--log-level", "warning"]
         command += ["--log-format", "json"]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
+        # Closed with the server.
+        self._log: IO[bytes] = stderr.open("wb") if stderr else tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=self._log, cwd=Path(__file__).parent.parent
         )
+        if max_file_bytes is not None:
+            limits = (max_file_bytes, max_file_bytes)
+            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, limits)
 
     def __enter__(self) -> Self:
         ends_at = time.monotonic() + START_TIMEOUT
         while True:
             try:
-                find_model(self.address)
+                urlopen(
+                    f"http://{self.address.host}:{self.address.port}/health", timeout=10
+                ).close()
                 return self
-            except ConfigError:
+            except OSError:
                 if self._process.poll() is not None or time.monotonic() > ends_at:
                     self._process.kill()
                     raise SystemExit(f"the server did not start:\n{self._logged()}") from None
@@ -72,8 +87,8 @@ class ServerProcess:
 
     def _logged(self) -> str:
         # pread, because seek would move the position at which the server writes.
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
+        size = os.fstat(self._log.fileno()).st_size  # 0 of a device
+        return "" if not size else os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
 
     def resident_bytes(self) -> int:
         pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
