@@ -2,6 +2,7 @@
 
 HeadwayError
 ├── ConfigError          contradictory settings; unknown preset, slot, profile or argument
+│   └── OwnPolicyError   a link, trace or message names a user's module; has names
 ├── RequestError         one request is refused; the others continue
 │   ├── InvalidRequest   malformed: empty prompt, max_tokens 0, an id that an open request has
 │   │   └── InvalidGrammar   its grammar cannot be compiled or followed
@@ -16,6 +17,8 @@ HeadwayError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class HeadwayError(Exception):
     """Base class of all exceptions of Headway."""
@@ -23,6 +26,17 @@ class HeadwayError(Exception):
 
 class ConfigError(HeadwayError, ValueError):
     """The configuration is invalid; the message names the value and the reason."""
+
+
+class OwnPolicyError(ConfigError):
+    """Data, such as a link or a trace, names policies of a user's module: `names`."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(
+            f"{shorten(', '.join(self.names))} would be imported, but only ready-made policies are "
+            "allowed here; --allow-own-policies allows others"
+        )
 
 
 class RequestError(HeadwayError, ValueError):

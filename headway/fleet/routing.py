@@ -158,9 +158,9 @@ DEFAULT_ROUTE = "prefix_load"
 
 
 def parse_route(text: str) -> RouteRule:
-    """The rule that a text names; ConfigError if it is unknown or takes other arguments."""
+    """The rule that a user's text names; ConfigError if it is unknown or takes other arguments."""
     known = {rule.__name__: rule for rule in ROUTES}
-    rule: Any = policy_text.parse_policy("route", text, known, {})
+    rule: Any = policy_text.parse_policy("route", text, known, {}, policy_text.ANY)
     if not callable(rule):
         raise ConfigError(
             f"route must be a rule name, module:function or a callable, not {shorten(rule)}"

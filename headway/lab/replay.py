@@ -8,7 +8,7 @@ can be replayed if it was recorded to its end and no step failed.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import zip_longest
 
 from headway.engine.clock import VirtualClock
@@ -19,7 +19,9 @@ from headway.lab.diff import differences
 from headway.observe.trace import Line, decisions, describe_step, request_of, unpack_tokens
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request
-from headway.scheduler import Scheduler, preset
+from headway.scheduler import Scheduler
+from headway.scheduler.policy_text import READY_MADE
+from headway.scheduler.presets import read_preset
 
 Outputs = dict[Request, list[int]]
 
@@ -55,10 +57,10 @@ class RecordedExecutor:
         return output[place] if place < len(output) else -1
 
 
-def replay(trace: Iterable[Line]) -> Iterator[Line]:
+def replay(trace: Iterable[Line], own: Container[str] = READY_MADE) -> Iterator[Line]:
     """The steps of the scheduler when it decides the recorded run again.
 
-    ConfigError if the trace is redacted.
+    ConfigError if the trace is redacted, or names a `module:function` that is not in `own`.
     """
     header, *steps = trace
     if header.get("is_redacted"):
@@ -66,7 +68,7 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
             "the trace was recorded with --trace-redact and has no tokens, so it cannot be replayed; "
             "record the run without --trace-redact"
         )
-    return Replay(header, steps, has_blocks=header.get("has_blocks", False)).lines()
+    return Replay(header, steps, own, has_blocks=header.get("has_blocks", False)).lines()
 
 
 class Replay:
@@ -76,13 +78,14 @@ class Replay:
         self,
         header: Line,
         steps: list[Line],
+        own: Container[str] = READY_MADE,
         *,
         has_blocks: bool = False,
         executor: Callable[[VirtualClock, list[Line], Outputs], RecordedExecutor] | None = None,
     ) -> None:
         self._steps = steps
         self._clock, self._lines = VirtualClock(), list[Line]()
-        self.scheduler = Scheduler(preset(**header["config"]))
+        self.scheduler = Scheduler(read_preset(header["config"], own=own))
         self._known: dict[str, Request] = {}
         self.outputs: Outputs = {}
         self._reasons: dict[str, str] = {}  # finish reasons for aborts: abort or stop
@@ -176,13 +179,13 @@ class Replay:
         return lines
 
 
-def check_replay(trace: Iterable[Line]) -> int:
+def check_replay(trace: Iterable[Line], own: Container[str] = READY_MADE) -> int:
     """Replay a trace and return the number of equal steps.
 
-    ReplayMismatch names the first step that differs.
+    ReplayMismatch names the first step that differs. ConfigError as for `replay`.
     """
     lines, num_equal = list(trace), 0
-    for recorded, again in zip_longest(lines[1:], replay(lines)):
+    for recorded, again in zip_longest(lines[1:], replay(lines, own)):
         if recorded is None or again is None:
             line, name = (again, "replay") if recorded is None else (recorded, "record")
             raise ReplayMismatch(f"only the {name} has step {line['step']}")

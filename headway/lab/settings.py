@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
 from headway.scheduler.policies import recompute
-from headway.scheduler.presets import preset
+from headway.scheduler.policy_text import READY_MADE
+from headway.scheduler.presets import read_preset
 
 
-def config_for(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
+def config_for(
+    name: str, profile: Profile, changes: dict[str, Any], own: Container[str] = READY_MADE
+) -> Config:
     """A preset with changes; ConfigError if a value is unknown or out of range.
 
     Without `num_blocks` it has as many blocks as the profile's KV cache. If the swap rule uses host
-    memory, it has as many host blocks as device blocks by default.
+    memory, it has as many host blocks as device blocks by default. `own` as for `read_preset`.
     """
     changes = dict(changes)
-    config = preset(name, **changes)
+    config = read_preset(changes, name, own=own)
     limit = profile.model.max_model_len
     if changes.get("max_model_len", 0) > limit:
         raise ConfigError(
@@ -29,4 +33,4 @@ def config_for(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
         changes["num_blocks"] = profile.num_blocks(config.block_size)
     if config.swap is not recompute:
         changes.setdefault("num_host_blocks", changes["num_blocks"])
-    return preset(name, **changes)
+    return read_preset(changes, name, own=own)

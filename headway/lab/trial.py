@@ -16,13 +16,14 @@ import os
 import pickle
 import sys
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from headway.config import Config
 from headway.errors import ConfigError, HeadwayError
 from headway.lab.cost import Model, Profile, load_profile
 from headway.lab.doctor import diagnose
@@ -35,7 +36,8 @@ from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.rows import Row
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, num_packed
-from headway.scheduler.presets import preset, read_changes
+from headway.scheduler.policy_text import READY_MADE
+from headway.scheduler.presets import own_policies, read_changes, read_preset
 
 MAX_FITTED = 2000  # steps; more make the fit slower, not better
 MAX_LEAD = 60.0  # seconds; requests that are open at the start arrive at most this long before it
@@ -58,20 +60,24 @@ class Recording:
 
 
 def try_changes(
-    recording: Recording, changes: Mapping[str, str], profile: str | None = None
+    recording: Recording,
+    changes: Mapping[str, str],
+    profile: str | None = None,
+    own: Container[str] = READY_MADE,
 ) -> dict[str, Any]:
     """The recorded run, the simulated run, and the simulated run with these changes.
 
-    ConfigError if a change is wrong, no requests arrived, or the costs are not known.
+    `own` has the `module:function` that may be imported. ConfigError if a change is wrong, no
+    requests arrived, or the costs are not known.
     """
     config: dict[str, Any] = recording.header["config"]
     changed = {**config, **read_changes(changes)}
-    preset(**changed)
+    configs = {"before": read_preset(config, own=own), "after": read_preset(changed, own=own)}
     requests, lead = workload(recording)
     costs, about = costs_of(recording, profile)
     runs = {
-        name: _simulated(requests, lead, settings, costs, recording.header["async_scheduling"])
-        for name, settings in (("before", config), ("after", changed))
+        name: _simulated(requests, lead, each, costs, recording.header["async_scheduling"])
+        for name, each in configs.items()
     }
     measured = _measured(recording)
     return {
@@ -164,10 +170,10 @@ def _fitted(recording: Recording, model: Model) -> tuple[Profile, dict[str, Any]
 
 
 def _simulated(
-    requests: list[WorkloadRequest], lead: float, settings: Line, costs: Profile, is_async: bool
+    requests: list[WorkloadRequest], lead: float, config: Config, costs: Profile, is_async: bool
 ) -> Summary:
     """The summary of the recorded time; earlier requests only fill the engine."""
-    result = simulate(requests, preset(**settings), costs, async_scheduling=is_async)
+    result = simulate(requests, config, costs, async_scheduling=is_async)
     stats = result.metrics
     stats.requests = [each for each in stats.requests if each.arrival >= lead]
     stats.started_at = lead
@@ -215,7 +221,8 @@ def main() -> None:
             header=first["header"], lines=lines, before=first["before"],
             generated=first["generated"], model=model,
         )  # fmt: skip
-        result = try_changes(recording, first["changes"], first["profile"])
+        own = own_policies(first["header"]["config"])  # of the scheduler that runs
+        result = try_changes(recording, first["changes"], first["profile"], own)
     except HeadwayError as error:
         result = {"error": str(error)}
     print(json.dumps(result))

@@ -1,7 +1,7 @@
 """Policies as text and back: `fcfs`, `watermark(0.05)`, `back_off(watermark(0.02))`, `module:name`.
 
 Reads names, calls of names and literals, and evaluates nothing else. The caller passes the known
-names; this module knows no policy.
+names, and the `module:name` that may be imported; this module knows no policy.
 """
 
 from __future__ import annotations
@@ -10,11 +10,20 @@ import ast
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, OwnPolicyError
+
+
+class _Everything:
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+ANY: Container[str] = _Everything()  # for texts that the user typed, in a command or in Python
+READY_MADE: Container[str] = frozenset()  # for texts from data: import nothing
 
 
 @dataclass(frozen=True)
@@ -42,15 +51,22 @@ class Names:
 
 
 def parse_policy(
-    what: str, text: str, known: Mapping[str, Any], inner: Mapping[str, Mapping[str, Any]]
+    what: str,
+    text: str,
+    known: Mapping[str, Any],
+    inner: Mapping[str, Mapping[str, Any]],
+    own: Container[str] = READY_MADE,
 ) -> Any:
     """The policy that a text names; ConfigError that lists the known names if there is none.
 
-    `inner` has the names that only the arguments of a policy may use, by the policy's name.
+    `inner` has the names that only the arguments of a policy may use, by the policy's name. `own`
+    has the `module:name` that may be imported; OwnPolicyError for another one.
     """
     names = Names(what, known, inner)
     try:
-        if ":" in text:
+        if name := own_name(text):
+            if name not in own:
+                raise OwnPolicyError([name])
             return _imported(text, names)
         return instantiate(_evaluate(ast.parse(text.strip(), mode="eval").body, names))
     except (SyntaxError, RecursionError, MemoryError):
@@ -62,6 +78,12 @@ def parse_policy(
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{what}: {text}: {error}") from None
+
+
+def own_name(text: str) -> str:
+    """The `module:name` of a text that names a user's policy; "" for other texts."""
+    place = text.partition("(")[0].strip()
+    return place if ":" in place else ""
 
 
 def format_policy(value: Any, known: Iterable[Any]) -> str:

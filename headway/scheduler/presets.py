@@ -1,19 +1,22 @@
 """Presets: schedulers of known systems, each as one value per slot; and slot values by name.
 
 A slot value can be written as text: `fcfs`, `watermark(0.05)`, `back_off(watermark(0.02))`, or
-`module:function` for a user's function. `describe` writes a config back as such text.
+`module:function` for a user's function, which is imported. `preset` does so; it is for what a user
+types. `read_preset` reads texts from data and imports only what its caller allows. `describe` writes
+a config back as such text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
 from headway.config import Config
-from headway.errors import ConfigError, shorten
+from headway.errors import ConfigError, OwnPolicyError, shorten
 from headway.scheduler import headroom, policies, policy_text, queues
+from headway.scheduler.policy_text import ANY, READY_MADE
 
 SLOTS: dict[str, tuple[Any, ...]] = {
     "batching": (
@@ -85,11 +88,37 @@ NUM_REMEMBERED = 256  # texts of policies
 
 
 def preset(name: str = DEFAULT, **changes: Any) -> Config:
-    """The config of a preset, with any slot (a value or its text) or number replaced."""
+    """The config of a preset, with any slot (a value or its text) or number replaced.
+
+    A text `module:function` is imported; use `read_preset` for texts that the user did not type.
+    """
+    return read_preset(changes, name, own=ANY)
+
+
+def read_preset(
+    changes: Mapping[str, Any], name: str = DEFAULT, *, own: Container[str] = READY_MADE
+) -> Config:
+    """The config of a preset with changes from data: a link, a trace, a message.
+
+    `own` has the `module:function` that may be imported; OwnPolicyError for another one.
+    """
     values: dict[str, Any] = {**policy_text.lookup("preset", name, PRESETS), **changes}
     for field in values:
         policy_text.lookup("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS, *OF_MODEL)))
-    return Config(**{k: slot(k, v) if k in SLOTS else v for k, v in values.items()})
+    check_own_policies(own, values)
+    return Config(**{k: slot(k, v, own) if k in SLOTS else v for k, v in values.items()})
+
+
+def own_policies(*settings: Mapping[str, Any]) -> set[str]:
+    """Every `module:function` that these settings name."""
+    texts = (v for each in settings for k, v in each.items() if k in SLOTS and isinstance(v, str))
+    return {name for name in map(policy_text.own_name, texts) if name}
+
+
+def check_own_policies(own: Container[str], *settings: Mapping[str, Any]) -> None:
+    """OwnPolicyError if these settings name a `module:function` that is not in `own`."""
+    if refused := [name for name in sorted(own_policies(*settings)) if name not in own]:
+        raise OwnPolicyError(refused)
 
 
 def read_changes(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -108,24 +137,24 @@ def read_changes(texts: Mapping[str, str]) -> dict[str, Any]:
     return changes
 
 
-def slot(name: str, value: Any) -> Any:
+def slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
     """The value of a slot; text is read, any other value is checked and used."""
-    if isinstance(value, str) and ":" not in value:  # no module of a user's, which may change
+    if isinstance(value, str) and not policy_text.own_name(value):  # a user's module may change
         return _ready_made(name, value)
-    return _read_slot(name, value)
+    return _read_slot(name, value, own)
 
 
 @lru_cache(NUM_REMEMBERED)
 def _ready_made(name: str, text: str) -> Any:
     """The policy of a text; it keeps no state, so that many schedulers can use one."""
-    return _read_slot(name, text)
+    return _read_slot(name, text, READY_MADE)
 
 
-def _read_slot(name: str, value: Any) -> Any:
+def _read_slot(name: str, value: Any, own: Container[str]) -> Any:
     ready_made = policy_text.lookup("slot", name, SLOTS)
     if isinstance(value, str):
         parts = {"future_peak": _by_name(PARTS)} if name == "headroom" else {}
-        value = policy_text.parse_policy(name, value, _by_name(ready_made), parts)
+        value = policy_text.parse_policy(name, value, _by_name(ready_made), parts, own)
     if any(value is part or type(value) is part for part in PARTS):
         raise ConfigError(f"{name}: {shorten(value)} is an estimate; use future_peak(estimate)")
     value = policy_text.instantiate(value)

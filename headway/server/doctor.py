@@ -22,7 +22,7 @@ from headway.errors import ConfigError, ExecutorError
 from headway.lab.cost import known_profiles
 from headway.lab.doctor_text import diagnosis_text, trial_text
 from headway.lab.live_doctor import NUM_PER_QUERY, TRIAL_SECONDS
-from headway.scheduler.presets import preset, read_changes
+from headway.scheduler.presets import own_policies, read_changes, read_preset
 from headway.server.generation.stream import CompleteResponse
 from headway.server.http.errors import ApiError
 from headway.server.http.json_body import JsonRoute
@@ -107,15 +107,15 @@ async def run_trial(
 
 
 def _check(config: dict[str, Any], changes: dict[str, str], profile: str | None) -> None:
-    """ApiError for a wrong change. Policies of other modules would run their code here."""
+    """ApiError for a wrong change. A change must not import; the running policies are imported."""
     for name, text in changes.items():
-        if ":" in text:
+        if own_policies({name: text}):
             raise ApiError(400, f"{name} must be a policy of Headway, not {text!r}", param=name)
     if profile is not None and profile not in known_profiles():
         known = ", ".join(known_profiles())
         raise ApiError(400, f"profile must be one of {known}, not {profile!r}", param="profile")
     try:
-        preset(**{**config, **read_changes(changes)})
+        read_preset({**config, **read_changes(changes)}, own=own_policies(config))
     except ConfigError as error:
         raise ApiError(400, str(error), param="changes") from None
 

@@ -73,6 +73,7 @@ LLM_NAMES = [
 ERRORS = {
     "HeadwayError": ["Exception"],
     "ConfigError": ["HeadwayError", "ValueError"],
+    "OwnPolicyError": ["ConfigError"],
     "RequestError": ["HeadwayError", "ValueError"],
     "InvalidRequest": ["RequestError"],
     "InvalidGrammar": ["InvalidRequest"],
@@ -127,7 +128,7 @@ COMMANDS = {
     "serve": {*SERVE_FLAGS, *MODEL_FLAGS},
     "deploy": {"--name", "--delete", "--print-config", "--json", *SERVE_FLAGS, *MODEL_FLAGS},
     "top": {"url", "--api-key", "--every", "--once"},
-    "doctor": {"target", "--try", "--profile", "--api-key", "--json"},
+    "doctor": {"target", "--try", "--profile", "--api-key", "--allow-own-policies", "--json"},
     "bench throughput": {
         "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset-path",
         "--dataset-name", "--max-input-len", "--max-output-len", "--json",
@@ -162,12 +163,12 @@ COMMANDS = {
         *TARGET_FLAGS,
     },
     "capacity": {"workload", "--rate", "--seeds", "--seed", *PLANNER_FLAGS, *TARGET_FLAGS},
-    "trace": {"file", "--perfetto", "--diff", "--replay", "--json"},
+    "trace": {"file", "--perfetto", "--diff", "--replay", "--allow-own-policies", "--json"},
     "lab": {
         "source", "--preset", "--profile", "--port", "--export", "--open", "--no-open", "--attach",
-        "--api-key", "--against", *SCHEDULER_FLAGS,
+        "--api-key", "--against", "--allow-own-policies", *SCHEDULER_FLAGS,
     },
-    "step": {"source", "--preset", "--profile", *SCHEDULER_FLAGS},
+    "step": {"source", "--preset", "--profile", "--allow-own-policies", *SCHEDULER_FLAGS},
     "demo": {"--json"},
     "presets": {"--json"},
     "profiles": {"--json"},

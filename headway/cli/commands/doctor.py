@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from headway.cli.commands.top import ApiKey, fetch
-from headway.cli.options.common import Json, import_from_working_directory
+from headway.cli.options.common import AllowOwnPolicies, Json, import_from_working_directory
 from headway.errors import ConfigError
+from headway.lab.cost import known_profiles
 from headway.lab.doctor import diagnose
 from headway.lab.doctor_text import diagnosis_text, findings_text, trial_text
 from headway.lab.live_doctor import TRIAL_SECONDS
@@ -20,6 +22,8 @@ from headway.lab.summary import summarize
 from headway.lab.trial import Recording, try_changes
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, read_trace
+from headway.scheduler.policy_text import ANY
+from headway.scheduler.presets import own_policies
 
 FILE_SUFFIXES = (".json", ".jsonl", ".gz", ".trace")
 Target = Annotated[
@@ -45,6 +49,7 @@ def doctor_command(
     try_: Try = None,
     profile: TrialProfile = None,
     api_key: ApiKey = None,
+    allow_own_policies: AllowOwnPolicies = False,
     json_: Json = False,
 ) -> None:
     """Find problems of a running server or a trace; try a remedy before anything is changed.
@@ -55,7 +60,8 @@ def doctor_command(
     changes = _changes(try_ or [])
     if Path(target).is_file():
         import_from_working_directory()  # the recorded policies may be there
-        found = _of_trace(Path(target), changes, profile)
+        own = ANY if allow_own_policies else own_policies(changes)
+        found = _of_trace(Path(target), changes, profile, own)
     elif _looks_like_a_file(target):
         raise ConfigError(
             f"{target}: no such trace file; check the path, or give a server as http://HOST:PORT"
@@ -84,12 +90,17 @@ def _changes(texts: list[str]) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _of_trace(path: Path, changes: dict[str, str], profile: str | None) -> dict[str, Any]:
+def _of_trace(
+    path: Path, changes: dict[str, str], profile: str | None, own: Container[str]
+) -> dict[str, Any]:
     header: Line
     header, *lines = read_trace(path)
     if changes:
         recording = Recording(header=header, lines=lines)
-        return try_changes(recording, changes, profile or header.get("profile"))
+        recorded = header.get("profile")
+        if recorded not in known_profiles():  # a trace must not name a file to read
+            recorded = None
+        return try_changes(recording, changes, profile or recorded, own)
     stats = RunStats(header)
     for line in lines:
         stats.add(line)

@@ -6,7 +6,7 @@ import base64
 import json
 import sys
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ from headway.lab.web.attach import follow
 from headway.lab.web.catalog import DEFAULT_SPEC
 from headway.lab.web.export import exported
 from headway.lab.web.server import LabServer
+from headway.scheduler.policy_text import ANY
+from headway.scheduler.presets import own_policies
 
 SOURCE = "A trace file, or a workload in the simulator's language."
 Source = Annotated[str, typer.Argument(help=SOURCE, show_default="an example")]
@@ -63,6 +65,7 @@ def lab_command(
     preset: options.Preset = "headway",
     profile: options.ProfileName = DEFAULT_PROFILE,
     async_scheduling: options.AsyncScheduling = False,
+    allow_own_policies: options.AllowOwnPolicies = False,
     *,
     scheduler: options.SchedulerOptions,
 ) -> None:
@@ -74,7 +77,13 @@ def lab_command(
         return
     spec = _spec(source, preset, profile, async_scheduling, scheduler)
     traces = {Path(source).name: Path(source)} if spec.trace else {}
-    run = _film(spec, traces)  # ConfigError or FormatError now if there is no such run
+    changes: dict[str, Any] = {}
+    if against:
+        _, other, changes = parse_variant(f"against: {against}")
+        config_for(other, load_profile(profile), changes, ANY)  # ConfigError if a value is wrong
+    own = own_policies(spec.set, changes)  # typed on the command line
+    # ConfigError or FormatError now if there is no such run
+    run = _film(spec, traces, ANY if export and allow_own_policies else own)
     if export:
         film = b"".join(run)
         _warn(read_film([film]))
@@ -87,10 +96,9 @@ def lab_command(
     shown = {name: value for name, value in asdict(spec).items() if value}
     link = ""
     if against:
-        _, other, changes = parse_variant(f"against: {against}")
-        config_for(other, load_profile(profile), changes)  # ConfigError if a value is wrong
         link = f"#spec={_packed(shown)}&other={_packed({**shown, 'preset': other, 'set': changes})}"
-    _serve(LabApp(traces=traces, default=shown), port, open_page, link)
+    app = LabApp(traces=traces, default=shown, own=own, asks=allow_own_policies)
+    _serve(app, port, open_page, link)
 
 
 @options.spread
@@ -99,13 +107,15 @@ def step_command(
     preset: options.Preset = "headway",
     profile: options.ProfileName = DEFAULT_PROFILE,
     async_scheduling: options.AsyncScheduling = False,
+    allow_own_policies: options.AllowOwnPolicies = False,
     *,
     scheduler: options.SchedulerOptions,
 ) -> None:
     """Step through every decision of the scheduler in the terminal, forwards and backwards."""
     options.import_from_working_directory()
     spec = _spec(source, preset, profile, async_scheduling, scheduler)
-    film = read_film(_film(spec, {Path(source).name: Path(source)}))
+    own = ANY if allow_own_policies else own_policies(spec.set)
+    film = read_film(_film(spec, {Path(source).name: Path(source)}, own))
     if not film.num_frames:
         raise ConfigError((film.end or {}).get("error") or "the run has no steps")
     _warn(film)
@@ -129,8 +139,8 @@ def _spec(
     return read_spec(settings)
 
 
-def _film(spec: RunSpec, traces: dict[str, Path]) -> Iterator[bytes]:
-    return film_of_file(traces[spec.trace]) if spec.trace else FilmedRun(spec).film()
+def _film(spec: RunSpec, traces: dict[str, Path], own: Container[str]) -> Iterator[bytes]:
+    return film_of_file(traces[spec.trace], own) if spec.trace else FilmedRun(spec, own).film()
 
 
 def _warn(film: Film) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headway.cli.options.common import import_from_working_directory
+from headway.cli.options.common import AllowOwnPolicies, import_from_working_directory
 from headway.cli.view import render
 from headway.errors import ConfigError, FormatError, HeadwayError
 from headway.lab.diff import Difference, diff
@@ -19,6 +19,7 @@ from headway.lab.summary import summarize
 from headway.observe.perfetto import to_perfetto
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import read_trace
+from headway.scheduler.policy_text import ANY, READY_MADE
 
 
 def trace_command(
@@ -37,6 +38,7 @@ def trace_command(
     replay: Annotated[
         bool, typer.Option("--replay", help="Repeat all decisions and check that they are equal.")
     ] = False,
+    allow_own_policies: AllowOwnPolicies = False,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Summarize a trace file, export it, replay it, or compare it with another."""
@@ -49,7 +51,8 @@ def trace_command(
         elif diff_with:
             _diff(file, diff_with, json_)
         elif replay:
-            num_steps = check_replay(read_trace(file))
+            own = ANY if allow_own_policies else READY_MADE
+            num_steps = check_replay(read_trace(file), own)
             text = f"{render.counted(num_steps, 'step')} replayed; all decisions are equal"
             print(json.dumps({"equal_steps": num_steps}) if json_ else text)
         else:

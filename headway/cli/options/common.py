@@ -30,6 +30,7 @@ from headway.lab.cost import Profile
 from headway.lab.settings import config_for
 from headway.lab.workload.load import load_workload
 from headway.lab.workload.request import MAX_TOKENS, WorkloadRequest
+from headway.scheduler.policy_text import ANY
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
 from headway.scheduler.queues import custom
 
@@ -90,6 +91,14 @@ TRACE_BLOCKS = "Write the numbers of all KV blocks into the trace, for the lab."
 TRACE_REDACT = "Write lengths instead of token ids into the trace; it cannot be replayed."
 ASYNC_SCHEDULING = "Schedule the next step while the current one runs."
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+AllowOwnPolicies = Annotated[
+    bool,
+    typer.Option(
+        "--allow-own-policies",
+        help="Allow traces, and links to the lab, to name module:function policies, which are "
+        "imported. The lab's page asks before each.",
+    ),
+]
 AsyncScheduling = Annotated[
     bool, scheduler_option(ASYNC_SCHEDULING, "--async-scheduling/--no-async-scheduling")
 ]
@@ -188,7 +197,7 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
 def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
     """A preset with the changes of the command line; policies may be in the working directory."""
     import_from_working_directory()
-    return config_for(name, profile, changes)
+    return config_for(name, profile, changes, ANY)
 
 
 def import_from_working_directory() -> None:

@@ -8,8 +8,8 @@ were recorded before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterator
+from dataclasses import fields, replace
 
 from headway.engine.clock import VirtualClock
 from headway.errors import ConfigError, HeadwayError
@@ -24,7 +24,8 @@ from headway.lab.workload.request import TokenSpace
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line
 from headway.plan import Plan
-from headway.scheduler.presets import describe, preset
+from headway.scheduler.policy_text import READY_MADE
+from headway.scheduler.presets import describe, read_preset
 
 
 class ForkedExecutor(RecordedExecutor):
@@ -56,9 +57,10 @@ class ForkedExecutor(RecordedExecutor):
 
 
 class ForkedRun:
-    """The film of a recorded run with edits."""
+    """The film of a recorded run with edits; `own` has the `module:function` to be imported."""
 
-    def __init__(self, lines: list[Line], spec: RunSpec) -> None:
+    def __init__(self, lines: list[Line], spec: RunSpec, own: Container[str] = READY_MADE) -> None:
+        self._own = own
         self._head, *self._steps = lines
         if self._head.get("is_redacted"):
             raise ConfigError(
@@ -72,9 +74,9 @@ class ForkedRun:
             seconds: Callable[[Plan], float] = lambda plan: profile.step_seconds(plan, size)  # noqa: E731
             return ForkedExecutor(clock, steps, outputs, seconds)
 
-        self._replay = Replay(self._head, self._steps, has_blocks=True, executor=executor)
+        self._replay = Replay(self._head, self._steps, own, has_blocks=True, executor=executor)
+        self._config = self._replay.scheduler.config  # before the recorder wraps its policies
         self._recorder = PolicyRecorder(self._replay.scheduler)
-        self._config = preset(**self._head["config"])
 
     def film(self) -> Iterator[bytes]:
         """The bytes of the film; a failure is in the end record."""
@@ -113,12 +115,13 @@ class ForkedRun:
             for sample in replay.engine.add(request.id, request.prompt(), request.params()):
                 replay.outputs[sample] = [sample.prompt[-1]] * request.num_output
         else:
-            config = preset(**{**describe(self._config), **(edit.set or {})})
+            values = {each.name: getattr(self._config, each.name) for each in fields(self._config)}
+            config = read_preset({**values, **(edit.set or {})}, own=self._own)
             config = replace(config, max_model_len=self._config.max_model_len)
             self._recorder.reconfigure(config)
             texts.config.update(describe(config))
 
 
-def fork(lines: list[Line], spec: RunSpec) -> Iterator[bytes]:
+def fork(lines: list[Line], spec: RunSpec, own: Container[str] = READY_MADE) -> Iterator[bytes]:
     """A film of a recorded run with the edits of a description."""
-    return ForkedRun(lines, spec).film()
+    return ForkedRun(lines, spec, own).film()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
-from headway.errors import ConfigError, HeadwayError, PolicyError, ReplayMismatch, RequestError
+from headway.errors import (
+    ConfigError,
+    HeadwayError,
+    OwnPolicyError,
+    PolicyError,
+    ReplayMismatch,
+    RequestError,
+)
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.film.format import FilmWriter, header_record
 from headway.lab.film.metrics import RunMetrics
@@ -26,6 +33,7 @@ from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, describe_step, header, parse_trace, read_trace
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
+from headway.scheduler.policy_text import READY_MADE
 from headway.scheduler.presets import describe
 
 MAX_FRAMES = 200_000
@@ -35,14 +43,17 @@ MAX_REPLAYED = 4_000  # steps of a recorded run that are decided again before it
 
 
 class FilmedRun:
-    """One run of a scheduler over a virtual clock; `film` gives its bytes."""
+    """One run of a scheduler over a virtual clock; `film` gives its bytes.
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec, self._profile = spec, profile_of(spec)
+    `own` has the `module:function` that may be imported.
+    """
+
+    def __init__(self, spec: RunSpec, own: Container[str] = READY_MADE) -> None:
+        self._spec, self._own, self._profile = spec, own, profile_of(spec)
         self._space = TokenSpace()
         self._requests = deque(requests_of(spec, self._space))
         self._edits = deque(sorted(spec.edits, key=lambda edit: edit.step))
-        self._config = with_profile(config_of(spec, self._profile), self._profile)
+        self._config = with_profile(config_of(spec, self._profile, own=own), self._profile)
         self._clock = VirtualClock()
         size, host_seconds = self._config.block_size, self._profile.machine.host_seconds
         executor = SimulatedExecutor(
@@ -116,7 +127,7 @@ class FilmedRun:
         elif edit.abort is not None:
             self._engine.abort(edit.abort)
         else:
-            config = config_of(self._spec, self._profile, edit.set)
+            config = config_of(self._spec, self._profile, edit.set, self._own)
             self._recorder.reconfigure(with_profile(config, self._profile))
             self._texts.config.update(describe(with_profile(config, self._profile)))
 
@@ -179,10 +190,12 @@ class _StepOrder:
         self._next, self._num_failed = step + 1, 0
 
 
-def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
+def film_of_replay(
+    lines: list[Line], own: Container[str] = READY_MADE, **more: Any
+) -> Iterator[bytes]:
     """A film of a recorded run that the scheduler decides again: with blocks and alternatives."""
     head, *steps = lines
-    replay = Replay(head, steps, has_blocks=True)
+    replay = Replay(head, steps, own, has_blocks=True)
     recorder, texts, stats = PolicyRecorder(replay.scheduler), FilmTexts(head), RunStats(head)
     writer = FilmWriter(head["config"])
     yield header_record({**head, "has_blocks": True}, source="replay", **more)
@@ -197,35 +210,38 @@ def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
 
 
-def film_of_file(path: Path) -> Iterator[bytes]:
-    """A film of a trace file; FormatError if it is not one."""
+def film_of_file(path: Path, own: Container[str] = READY_MADE) -> Iterator[bytes]:
+    """A film of a trace file; FormatError if it is not one. `own` as for `FilmedRun`."""
     head = next(read_trace(path))  # errors in the header are raised here
     with path.open("rb") as file:
         num_steps = sum(1 for _ in islice(file, MAX_REPLAYED + 2)) - 1
-    return _film_of_recorded(head, lambda: read_trace(path), num_steps)
+    return _film_of_recorded(head, lambda: read_trace(path), num_steps, own)
 
 
-def film_of_texts(name: str, texts: list[str]) -> Iterator[bytes]:
+def film_of_texts(name: str, texts: list[str], own: Container[str] = READY_MADE) -> Iterator[bytes]:
     """A film of the lines of a trace; FormatError, with this name, if they are not one."""
     head = next(parse_trace(name, texts))
-    return _film_of_recorded(head, lambda: parse_trace(name, texts), len(texts) - 1)
+    return _film_of_recorded(head, lambda: parse_trace(name, texts), len(texts) - 1, own)
 
 
 def _film_of_recorded(
-    head: Line, read: Callable[[], Iterator[Line]], num_steps: int
+    head: Line, read: Callable[[], Iterator[Line]], num_steps: int, own: Container[str]
 ) -> Iterator[bytes]:
     """A film of a recorded run. `read` gives its header and steps, each time anew.
 
     A short run is decided again, which shows blocks and alternatives. A long run, a redacted one,
-    and one that cannot be repeated are shown from their lines.
+    and one that cannot be repeated are shown from their lines. If only a permission is missing, the
+    film's header has the names of the policies in `own`.
     """
-    problem = ""
+    more: dict[str, Any] = {"notice": "", "own": ()}
     if num_steps <= MAX_REPLAYED and not head.get("is_redacted"):
         try:
             lines = list(read())
-            check_replay(lines)
-            yield from film_of_replay(lines)
+            check_replay(lines, own)
+            yield from film_of_replay(lines, own)
             return
+        except OwnPolicyError as error:
+            more = {"notice": str(error), "own": error.names}
         except (HeadwayError, *MALFORMED) as error:
-            problem = str(error)
-    yield from film_of_trace(read(), notice=problem)
+            more["notice"] = str(error)
+    yield from film_of_trace(read(), **more)

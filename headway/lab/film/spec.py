@@ -6,6 +6,7 @@ step 17 all mean: run it again, with one more edit.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
@@ -16,6 +17,7 @@ from headway.lab.cost import Profile, load_profile
 from headway.lab.settings import config_for
 from headway.lab.workload.request import TokenSpace, WorkloadRequest, join
 from headway.lab.workload.synthetic import parse_synthetic
+from headway.scheduler.policy_text import READY_MADE
 from headway.scheduler.presets import DEFAULT
 
 MAX_REQUESTS = 20_000
@@ -96,9 +98,17 @@ def _known(what: str, data: Any, kind: type) -> dict[str, Any]:
     return dict(data)
 
 
-def config_of(spec: RunSpec, profile: Profile, changes: dict[str, Any] | None = None) -> Config:
-    """The config of a run; blocks and host blocks as the profile has them, unless they are set."""
-    return config_for(spec.preset, profile, {**spec.set, **(changes or {})})
+def config_of(
+    spec: RunSpec,
+    profile: Profile,
+    changes: dict[str, Any] | None = None,
+    own: Container[str] = READY_MADE,
+) -> Config:
+    """The config of a run; blocks and host blocks as the profile has them, unless they are set.
+
+    `own` has the `module:function` that may be imported.
+    """
+    return config_for(spec.preset, profile, {**spec.set, **(changes or {})}, own)
 
 
 def profile_of(spec: RunSpec) -> Profile:

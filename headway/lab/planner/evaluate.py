@@ -25,6 +25,7 @@ from headway.lab.settings import config_for
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.observe.timeline import RequestTimeline
+from headway.scheduler.policy_text import ANY
 from headway.scheduler.presets import DEFAULT, describe
 
 Settings = dict[str, Any]  # preset, slots as text, numbers
@@ -42,7 +43,7 @@ NUM_SAMPLES = 200  # of the queue length, for its slope
 def make_config(settings: Settings, profile: Profile) -> Config:
     """The config of settings; ConfigError if a name is unknown or a value is out of range."""
     changes = {name: value for name, value in settings.items() if name != "preset"}
-    return config_for(settings.get("preset", DEFAULT), profile, changes)
+    return config_for(settings.get("preset", DEFAULT), profile, changes, ANY)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 `server.py` serves it on this machine. A run is computed while its film is sent, so the page shows
 the first steps of a long run at once. The run ends if the page is closed.
+
+A link or a file of another person decides what the page asks for. So a request reads no file by its
+path and imports no module, except what the command line named or the user confirmed on the page.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ from tempfile import mkdtemp
 from typing import Any
 from weakref import finalize
 
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError, HeadwayError, OwnPolicyError
+from headway.lab.cost import known_profiles
 from headway.lab.film.fork import fork
 from headway.lab.film.run import FilmedRun, film_of_file, film_of_texts
-from headway.lab.film.spec import read_spec
+from headway.lab.film.spec import RunSpec, read_spec
 from headway.lab.stories import load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
 from headway.observe.trace import read_trace
+from headway.scheduler.presets import check_own_policies
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
@@ -48,7 +53,11 @@ class Response:
 
 
 class LabApp:
-    """Answers requests of the page."""
+    """Answers requests of the page.
+
+    `own` has the `module:function` policies that may be imported. If `asks`, the user may confirm
+    others on the page.
+    """
 
     def __init__(
         self,
@@ -57,7 +66,10 @@ class LabApp:
         stories: list[dict[str, Any]] | None = None,
         live: Callable[[], Iterator[bytes]] | None = None,
         default: dict[str, Any] | None = None,
+        own: Iterable[str] = (),
+        asks: bool = False,
     ) -> None:
+        self._own, self._asks = set(own), asks
         self._default = default  # the run that the page shows first
         self.mode, self.traces, self.live = mode, dict(traces or {}), live
         self._titles = {name: str(path) for name, path in self.traces.items()}
@@ -69,41 +81,65 @@ class LabApp:
         """Answer one request; errors that a user can cause are sentences in JSON."""
         try:
             return self._route(method, path.strip("/"), query, body)
+        except OwnPolicyError as error:
+            return _json(400, {"error": str(error), "own": error.names})
         except HeadwayError as error:
             return _json(400, {"error": str(error)})
 
     def _route(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
-        if method == "GET" and path == "api/catalog":
-            traces = [{"name": n, "title": self._titles.get(n, n)} for n in self.traces]
-            return _json(200, catalog(self.mode, self.stories, traces, self._default))
-        if method == "POST" and path == "api/film":
-            return Response(200, FILM, self._film(_parsed(body)))
-        if method == "POST" and path == "api/trace":
-            return Response(200, FILM, self._upload(body, query.get("name", "the file")))
-        if method == "POST" and path == "api/export":
-            return self._export(_parsed(body))
-        if method == "GET" and path == "api/live":
-            if self.live is None:
-                raise ConfigError("this lab follows no server; start it with --attach")
-            return Response(200, FILM, self.live())
+        if (method, path) in ROUTES:
+            return ROUTES[method, path](self, query, body)
         if method == "GET" and not path.startswith("api/"):
             return static(path or "index.html")
         return _json(404, {"error": f"there is no {method} /{path}"})
 
+    def _catalog(self) -> Response:
+        traces = [{"name": n, "title": self._titles.get(n, n)} for n in self.traces]
+        offers = catalog(self.mode, self.stories, traces, self._default)
+        return _json(200, {**offers, "asks": self._asks})
+
+    def _live(self) -> Iterator[bytes]:
+        if self.live is None:
+            raise ConfigError("this lab follows no server; start it with --attach")
+        return self.live()
+
+    def _allow(self, data: Any) -> Response:
+        """Allow policies that the user has confirmed on the page."""
+        names = data.get("own") if isinstance(data, dict) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ConfigError("a confirmation needs own, a list of module:function")
+        if not self._asks:
+            raise OwnPolicyError(names)
+        self._own |= set(names)
+        return _json(200, {"own": sorted(self._own)})
+
     def _film(self, data: Any) -> Iterator[bytes]:
         spec = read_spec(data)
+        self._check(spec)
         if not spec.trace:
-            return FilmedRun(spec).film()
+            return FilmedRun(spec, self._own).film()
         if spec.trace not in self.traces:
             known = ", ".join(self.traces) or "none"
             raise ConfigError(f"unknown trace {spec.trace!r}; opened traces: {known}")
         path = self.traces[spec.trace]
-        return fork(list(read_trace(path)), spec) if spec.edits else film_of_file(path)
+        if not spec.edits:
+            return film_of_file(path, self._own)
+        return fork(list(read_trace(path)), spec, self._own)
+
+    def _check(self, spec: RunSpec) -> None:
+        """ConfigError if a run would import or read what this lab does not allow."""
+        check_own_policies(self._own, spec.set, *(edit.set or {} for edit in spec.edits))
+        known = known_profiles()
+        if spec.profile not in (*known, (self._default or {}).get("profile")):
+            raise ConfigError(
+                f"unknown profile {spec.profile!r}; known: {', '.join(known)}; start the lab with "
+                "--profile to use a file"
+            )
 
     def _upload(self, body: bytes, name: str) -> Iterator[bytes]:
         """The film of a trace in a request; from now on the trace can be forked by its name."""
         lines = body.decode("utf-8-sig", "replace").splitlines(keepends=True)
-        film = film_of_texts(name, lines)
+        film = film_of_texts(name, lines, self._own)
         path = self._folder / f"{len(self.traces)}.trace.jsonl"
         path.write_bytes(body.removeprefix(codecs.BOM_UTF8))
         self.traces[name] = path
@@ -128,6 +164,22 @@ class LabApp:
         page = exported(films, str(data.get("hash", "")), stories)
         headers = {"Content-Disposition": 'attachment; filename="headway-lab.html"'}
         return Response(200, TYPES[".html"], [page], headers)
+
+
+ROUTES: dict[tuple[str, str], Callable[[LabApp, dict[str, str], bytes], Response]] = {
+    ("GET", "api/catalog"): lambda app, query, body: app._catalog(),
+    ("GET", "api/live"): lambda app, query, body: _film(app._live()),
+    ("POST", "api/film"): lambda app, query, body: _film(app._film(_parsed(body))),
+    ("POST", "api/trace"): lambda app, query, body: _film(
+        app._upload(body, query.get("name", "the file"))
+    ),
+    ("POST", "api/export"): lambda app, query, body: app._export(_parsed(body)),
+    ("POST", "api/allow"): lambda app, query, body: app._allow(_parsed(body)),
+}
+
+
+def _film(pieces: Iterator[bytes]) -> Response:
+    return Response(200, FILM, pieces)
 
 
 def _parsed(body: bytes) -> Any:
