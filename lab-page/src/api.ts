@@ -5,8 +5,22 @@ import { Catalog, fromBase64, Spec } from "./spec";
 
 export async function fetchCatalog(): Promise<Catalog> {
   const answer = await fetch("api/catalog");
-  if (!answer.ok) throw new Error(await sentence(answer));
+  if (!answer.ok) throw await refusal(answer);
   return (await answer.json()) as Catalog;
+}
+
+/** A run names policies of other modules, which the lab has not imported. */
+export class OwnPolicies extends Error {
+  constructor(message: string, readonly names: string[]) {
+    super(message);
+  }
+}
+
+/** Allow the lab to import policies that the user has confirmed. */
+export async function allow(own: string[]): Promise<void> {
+  const headers = { "Content-Type": "application/json" };
+  const answer = await fetch("api/allow", { method: "POST", body: JSON.stringify({ own }), headers });
+  if (!answer.ok) throw await refusal(answer);
 }
 
 const BUSY = 24; // ms of reading between two pictures
@@ -63,20 +77,20 @@ async function request(source: Source, signal: AbortSignal): Promise<ReadableStr
     if (signal.aborted) throw error;
     throw new Error("The lab's server cannot be reached. Start `headway lab` again, then press Run.");
   }
-  if (!answer.ok || !answer.body) throw new Error(await sentence(answer));
+  if (!answer.ok || !answer.body) throw await refusal(answer);
   return answer.body;
 }
 
-async function sentence(answer: Response): Promise<string> {
+async function refusal(answer: Response): Promise<Error> {
   const text = await answer.text();
   try {
-    const { error } = JSON.parse(text) as { error?: string | { message?: string } };
-    if (typeof error === "string") return error;
-    if (error?.message) return error.message;
+    const { error, own } = JSON.parse(text) as { error?: string | { message?: string }; own?: string[] };
+    if (typeof error === "string") return own ? new OwnPolicies(error, own) : new Error(error);
+    if (error?.message) return new Error(error.message);
   } catch {
     // not JSON
   }
-  return `The server answered ${answer.status} ${answer.statusText}.`;
+  return new Error(`The server answered ${answer.status} ${answer.statusText}.`);
 }
 
 export const hasEmbedded = (id: string): boolean => document.getElementById(id) !== null;
@@ -102,7 +116,7 @@ export async function download(spec: Spec, other: Spec | null, hash: string): Pr
   const headers = { "Content-Type": "application/json" };
   const body = JSON.stringify({ spec, other, hash });
   const answer = await fetch("api/export", { method: "POST", body, headers });
-  if (!answer.ok) throw new Error(await sentence(answer));
+  if (!answer.ok) throw await refusal(answer);
   const link = document.createElement("a");
   link.href = URL.createObjectURL(await answer.blob());
   link.download = `headway-${spec.story ?? spec.preset ?? "run"}.html`;

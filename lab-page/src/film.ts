@@ -24,6 +24,7 @@ export interface Header {
   has_blocks?: boolean;
   is_redacted?: boolean;
   notice?: string; // why a recorded run is shown from its lines alone
+  own?: string[]; // policies of other modules, because of which it is
 }
 
 export interface End {

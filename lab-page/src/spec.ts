@@ -72,6 +72,7 @@ export interface Catalog {
   stories: Story[];
   traces: { name: string; title: string }[];
   default: Spec;
+  asks?: boolean; // whether the user may allow policies of other modules
   states: Record<string, string>;
   blocked?: Record<string, string>; // why a request was not admitted, with {need} and {have}
   not_considered?: Record<string, string>; // why a step did not consider it, with {limit}

@@ -1,7 +1,7 @@
 // The state of the page as signals, and the actions that change it.
 
 import { batch, computed, effect, ReadonlySignal, signal, Signal } from "@preact/signals";
-import { Source, stream } from "./api";
+import { allow, OwnPolicies, Source, stream } from "./api";
 import { Film, whereTheyPart } from "./film";
 import { Catalog, Edit, Spec, tidy } from "./spec";
 import { makeView, stepOf, View } from "./view";
@@ -37,6 +37,7 @@ export const isFollowing = signal(false);
 export const isLive = signal(false);
 export const banner = signal<string | null>(null);
 export const isHelpOpen = signal(false);
+export const asked = signal<string[]>([]); // policies of other modules, until the user answers
 export const theme = signal<"auto" | "light" | "dark">("auto");
 export const MARKS = ["PREEMPTION", "BLOCK", "HIT", "END", "ABORT"];
 export const chosenMarks = signal<string[]>(MARKS);
@@ -293,8 +294,9 @@ export async function load(each: Side, source: Source): Promise<boolean> {
       banner.value = `Shown from the recorded lines, without alternatives: ${film.header.notice}`;
     }
     if (!film.numFrames && !film.end?.error) banner.value = "The run has no steps: no request arrived.";
+    ask(film.header?.own ?? []);
   } catch (error) {
-    if (abort.signal.aborted) return false;
+    if (abort.signal.aborted || (error instanceof OwnPolicies && ask(error.names))) return false;
     banner.value = (error as Error).message;
     if (each === b && !b.film.value) b.spec.value = null; // there is nothing to compare with
   } finally {
@@ -304,10 +306,36 @@ export async function load(each: Side, source: Source): Promise<boolean> {
   return each.film.value === film;
 }
 
+/** Ask the user whether the lab may import policies; false if it does not allow that. */
+function ask(names: string[]): boolean {
+  if (!names.length || !catalog.value?.asks) return false;
+  asked.value = [...new Set([...asked.value, ...names])];
+  return true;
+}
+
+/** Take the user's answer: import what was asked for and run again, or import nothing. */
+export async function answer(isAllowed: boolean): Promise<void> {
+  const names = asked.value;
+  if (!names.length) return;
+  asked.value = [];
+  if (!isAllowed) {
+    banner.value = `Not imported: ${names.join(", ")}`;
+    if (!b.film.value) b.spec.value = null;
+    return;
+  }
+  try {
+    await allow(names);
+    runAgain();
+  } catch (error) {
+    banner.value = (error as Error).message;
+  }
+}
+
 /** Run a spec, and a second one beside it. The frame stays, unless another one is given. */
 export function open(spec: Spec, other: Spec | null, frame: number | null = null): void {
   batch(() => {
     banner.value = null;
+    asked.value = [];
     isPlaying.value = false;
     const isSame = JSON.stringify(a.spec.value) === JSON.stringify(tidy(spec)) && a.film.value?.end;
     a.spec.value = tidy(spec);

@@ -26,7 +26,7 @@ def q(request, view):
     return request.arrival
 
 def other(request, view):
-    return -request.arrival
+    return -request.num_prompt
 """
 
 

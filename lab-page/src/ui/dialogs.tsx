@@ -1,11 +1,17 @@
-// Dialogs: add a request, fork with another policy, help.
+// Dialogs: add a request, fork with another policy, import own policies, help.
 
 import { signal, useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { KEYS } from "../keys";
-import { a, canEdit, catalog, edit, editStep, fork, isHelpOpen, whyNoEdit } from "../store";
+import {
+  a, answer, asked, canEdit, catalog, edit, editStep, fork, isHelpOpen, whyNoEdit,
+} from "../store";
 
 export const isAdding = signal(false), isForking = signal(false);
+const isAsking = {
+  get value() { return asked.value.length > 0; },
+  set value(_: boolean) { void answer(false); }, // closed without an answer
+};
 
 interface DialogProps {
   isOpen: { value: boolean };
@@ -41,7 +47,22 @@ export function Dialogs() {
     <>
       <Dialog isOpen={isAdding} title="Add a request"><AddForm /></Dialog>
       <Dialog isOpen={isForking} title="Fork here"><ForkForm /></Dialog>
+      <Dialog isOpen={isAsking} title="Import own policies?"><Import /></Dialog>
       <Dialog isOpen={isHelpOpen} title="Keys"><Help /></Dialog>
+    </>
+  );
+}
+
+function Import() {
+  return (
+    <>
+      <p>This run names policies that are not ready-made. To run it, the lab imports their modules:</p>
+      <ul class="own">{asked.value.map((name) => <li key={name}><code>{name}</code></li>)}</ul>
+      <p>This executes their code on this machine. Import only code that you trust.</p>
+      <p class="submit">
+        <button type="button" onClick={() => void answer(false)}>Do not import</button>{" "}
+        <button type="button" onClick={() => void answer(true)}>Import and run</button>
+      </p>
     </>
   );
 }
