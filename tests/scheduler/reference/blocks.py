@@ -117,10 +117,15 @@ class PrefixBlocks(Blocks):
         """The blocks of the longest cached prefix."""
         found = []
         for key in self.hashes(seq):
-            if key not in self.block_with:
+            block = self.find(key)
+            if block is None:
                 break
-            found.append(self.block_with[key])
+            found.append(block)
         return found
+
+    def find(self, key: int) -> int | None:
+        """Of blocks of equal content only the latest is known."""
+        return self.block_with.get(key)
 
     def num_cached(self, seq: Sequence) -> int:
         return len(self.hits(seq)) * self.block_size
@@ -130,8 +135,7 @@ class PrefixBlocks(Blocks):
 
     def allocate(self, seq: Sequence) -> None:
         self.hold(seq)
-        for block, key in zip(seq.block_table, self.hashes(seq), strict=False):
-            self.publish(block, key)
+        self.publish_blocks(seq, 0, len(seq) // self.block_size)
 
     def hold(self, seq: Sequence) -> None:
         """Share the blocks of the cached prefix, and take new ones for the rest."""
@@ -147,19 +151,35 @@ class PrefixBlocks(Blocks):
     def append(self, seq: Sequence) -> None:
         super().append(seq)
         if len(seq) % self.block_size == 0:  # the last block is full once this token is computed
-            self.publish(seq.block_table[-1], self.hashes(seq)[-1])
+            end = len(seq) // self.block_size
+            self.publish_blocks(seq, end - 1, end)
+
+    def publish_blocks(self, seq: Sequence, first: int, end: int) -> None:
+        """Let the blocks [first, end) of a sequence be found, unless they already are."""
+        keys = self.hashes(seq)
+        for block, key in zip(seq.block_table[first:end], keys[first:end], strict=False):
+            if block not in self.hash_of:
+                self.hash_of[block] = key
+                self.publish(block, key)
+
+    def publish_computed(self, seq: Sequence, start: int = 0) -> None:
+        """Publish the full blocks of computed tokens, from token `start` on."""
+        self.publish_blocks(seq, start // self.block_size, seq.num_computed // self.block_size)
 
     def publish(self, block: int, key: int) -> None:
-        self.hash_of[block] = key
         self.block_with[key] = block
 
     def take(self) -> int:
         block = super().take()
         key = self.hash_of.pop(block, None)
-        if key is not None and self.block_with.get(key) == block:
-            del self.block_with[key]
+        if key is not None:
+            self.forget(block, key)
         self.ref_count[block] = 1
         return block
+
+    def forget(self, block: int, key: int) -> None:
+        if self.block_with.get(key) == block:
+            del self.block_with[key]
 
     def release(self, block: int) -> None:
         self.ref_count[block] -= 1

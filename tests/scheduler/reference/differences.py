@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from tests.scheduler.reference.blocks import Sequence
-from tests.scheduler.reference.headway_blocks import HeadwayBlocks
+from tests.scheduler.reference.blocks import PrefixBlocks, Sequence
+from tests.scheduler.reference.headway_blocks import BlocksAfterPreemptions, HeadwayBlocks
 from tests.scheduler.reference.listing import Batch, Listing
 from tests.scheduler.reference.minivllm import MiniVLLM
 from tests.scheduler.reference.nano_vllm import NanoVLLM
@@ -21,8 +21,14 @@ MAX_PREFILL_STEPS = 16
 
 @cache
 def build(listing: type[Listing], differences: tuple[type, ...]) -> Any:
-    """The listing with these differences."""
-    return type(f"Changed{listing.__name__}", (*differences, listing), {})
+    """The listing with these differences, of which some change its blocks."""
+    changes = tuple(
+        vars(each)["blocks_change"] for each in differences if "blocks_change" in vars(each)
+    )
+    namespace = {}
+    if changes:
+        namespace["blocks_type"] = type("ChangedBlocks", (*changes, listing.blocks_type), {})
+    return type(f"Changed{listing.__name__}", (*differences, listing), namespace)
 
 
 # Of every listing
@@ -36,26 +42,8 @@ class EveryBlockSize(Listing):
         self.blocks.remainder = 1 % self.limits.block_size
 
 
-class CacheContent(Listing):
-    """See HeadwayBlocks. Of sequences that end together, stopped ones free their blocks first."""
-
-    blocks_type = HeadwayBlocks
-
-    @property
-    def cache(self) -> HeadwayBlocks:
-        assert isinstance(self.blocks, HeadwayBlocks)
-        return self.blocks
-
-    def compute(self, seq: Sequence, num_tokens: int) -> int:
-        start = seq.num_computed
-        super().compute(seq, num_tokens)
-        self.cache.publish_computed(seq, start)
-        return num_tokens
-
-    def schedule(self) -> Batch:
-        batch = super().schedule()
-        self.cache.take_promised()
-        return batch
+class StoppedFirst(Listing):
+    """Of sequences that end together, stopped ones free their blocks first."""
 
     def order_of_ends(self, finished: list[Sequence], batch: Batch) -> list[Sequence]:
         """Stopped prompts, stopped decodes, then decodes and prompts that reach their length."""
@@ -66,6 +54,35 @@ class CacheContent(Listing):
             return not is_stopped, (seq.id in prompts) != is_stopped
 
         return sorted(finished, key=order)
+
+
+class PreemptionsFirst(Listing):
+    """Decodes get their blocks after all preemptions of the step."""
+
+    blocks_change = BlocksAfterPreemptions
+
+    def schedule(self) -> Batch:
+        batch = super().schedule()
+        assert isinstance(self.blocks, BlocksAfterPreemptions)
+        self.blocks.take_promised()
+        return batch
+
+
+class PublishedWhenPlanned(Listing):
+    """The blocks of a prompt can be found by later prompts of the same step."""
+
+    def compute(self, seq: Sequence, num_tokens: int) -> int:
+        start = seq.num_computed
+        super().compute(seq, num_tokens)
+        assert isinstance(self.blocks, PrefixBlocks)
+        self.blocks.publish_computed(seq, start)
+        return num_tokens
+
+
+class CacheContent(StoppedFirst, PreemptionsFirst, PublishedWhenPlanned):
+    """All of these, and HeadwayBlocks."""
+
+    blocks_type = HeadwayBlocks
 
 
 class UsedHits(Listing):

@@ -253,7 +253,8 @@ class ThreeQueuesCacheContent(CacheContent, ThreeQueues):
 
     def restore(self, seq: Sequence) -> None:
         super().restore(seq)
-        self.cache.publish_computed(seq)
+        assert isinstance(self.blocks, PrefixBlocks)
+        self.blocks.publish_computed(seq)
 
 
 DEEP_DIVE_LISTING: dict[str, type] = {
