@@ -25,6 +25,7 @@ from tests.scheduler.reference.course import Course, CourseText
 from tests.scheduler.reference.listing import Listing
 from tests.scheduler.reference.minivllm import MiniVLLM
 from tests.scheduler.reference.nano_vllm import NanoVLLM
+from tests.scheduler.reference.nano_vllm_later import LATER_NANO_VLLM, LaterNanoVLLM
 from tests.scheduler.reference.three_queues import ThreeQueues
 from tests.support.drive import Driver
 
@@ -46,6 +47,10 @@ class Case(NamedTuple):
 CASES = {
     "nano_vllm": Case(
         NanoVLLM, "nano_vllm", {}, differences.NANO_VLLM,
+        {"preemptions": 300, "hits after preemption": 200, "cut prompts": 2000}, {},
+    ),
+    "nano_vllm, later": Case(
+        LaterNanoVLLM, "nano_vllm", {}, LATER_NANO_VLLM,
         {"preemptions": 300, "hits after preemption": 200, "cut prompts": 2000}, {},
     ),
     "minivllm": Case(
@@ -105,6 +110,7 @@ def test_nothing_differs_but_the_listed_differences(name: str) -> None:
 SEEDS = {
     ("deep_dive, listing", "eight discards"): 175,
     ("minivllm", "budget before blocks"): 80,
+    ("nano_vllm, later", "order of ends"): 222,
     ("deep_dive, output kept", "no admission after preemption"): 89,
     ("vllm", "no admission after preemption"): 89,
     ("vllm", "one watermark"): 31,

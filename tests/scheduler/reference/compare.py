@@ -97,6 +97,26 @@ def steady_stream(rng: random.Random) -> list[Job]:
     ]
 
 
+def crowded_workload(seed: int) -> Workload:
+    """Up to ten requests of two prefixes in 3 to 20 blocks; each of them fits alone."""
+    rng = random.Random(seed)
+    block_size, num_blocks = rng.choice((1, 2, 2, 3, 4)), rng.randrange(3, 21)
+    vocabulary, longest = rng.choice((2, 3, 50)), num_blocks * block_size
+    stems = [[rng.randrange(vocabulary) for _ in range(longest)] for _ in range(2)]
+    jobs, step = [], 0
+    for _ in range(rng.randrange(2, 11)):
+        step += rng.choice((0, 0, 1, 4))
+        num_prompt = rng.randrange(1, longest)
+        num_shared = rng.choice((num_prompt, rng.randrange(num_prompt + 1)))
+        tail = [rng.randrange(vocabulary) for _ in range(num_prompt - num_shared)]
+        max_tokens = rng.randrange(1, min(longest - num_prompt + 1, 4 * block_size) + 1)
+        prompt = rng.choice(stems)[:num_shared] + tail
+        jobs.append(Job(step, prompt, max_tokens, rng.random() < 0.5, None))
+    max_num_seqs = rng.choice((2, 3, 10, 10))
+    budget = max_num_seqs + rng.choice((0, 2, longest, 2 * longest))
+    return Workload(jobs, Limits(max_num_seqs, budget, num_blocks, block_size), vocabulary, seed)
+
+
 class Pair:
     """A reference and a preset on the same workload."""
 
@@ -136,7 +156,8 @@ class Pair:
         self.count(batch, plan)
         for name, theirs, ours in (
             ("preempted", [(s.id, how) for s, how in self.reference.preempted], preempted(plan)),
-            ("tokens", tokens_of(batch), planned_tokens(plan)),
+            ("prompts", tokens_of(batch), planned_tokens(plan)),
+            ("decodes", sorted(s.id for s in batch.decode), sorted(r.id for r in plan.decodes)),
             ("free blocks", self.reference.blocks.num_free, plan.events.num_free),
         ):
             if theirs != ours:
@@ -196,9 +217,9 @@ def preempted(plan: Plan) -> list[tuple[str, str]]:
 
 
 def tokens_of(batch: Batch) -> dict[str, int]:
-    """Tokens computed of each sequence; a decode computes one."""
-    return {seq.id: num for seq, num in batch.prefill} | {seq.id: 1 for seq in batch.decode}
+    """Tokens computed of each prompt."""
+    return {seq.id: num for seq, num in batch.prefill}
 
 
 def planned_tokens(plan: Plan) -> dict[str, int]:
-    return {c.request.id: c.end - c.start for c in plan.chunks} | {r.id: 1 for r in plan.decodes}
+    return {c.request.id: c.end - c.start for c in plan.chunks}
