@@ -32,13 +32,13 @@ def first_difference(workload: Workload, names: Iterable[str]) -> float:
 def causes(workload: Workload) -> tuple[str, ...] | None:
     """Names that explain the first difference and of which none can be left out.
 
-    None if nothing differs; no names if the difference stays with all of them.
+    None if nothing differs; no names if anything differs with all of them.
     """
     step, names = first_difference(workload, ()), list(LATER_NANO_VLLM)
+    if first_difference(workload, names) < float("inf"):
+        return ()
     if step == float("inf"):
         return None
-    if first_difference(workload, names) <= step:
-        return ()
     for name in list(names):
         others = [each for each in names if each != name]
         if first_difference(workload, others) > step:
