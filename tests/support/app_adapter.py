@@ -11,6 +11,8 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3 import HTTPResponse
 
+from tests.support.waiting import LIMIT
+
 
 class AppAdapter(HTTPAdapter):
     """Hands the requests of a session to an app, without sockets and without a second thread."""
@@ -25,7 +27,7 @@ class AppAdapter(HTTPAdapter):
             str(request.method), str(request.url), headers=[*request.headers.items()],
             content=request.body,
         )  # fmt: skip
-        return self._loop.run_until_complete(asyncio.wait_for(self._answer(request, asked), 20))
+        return self._loop.run_until_complete(asyncio.wait_for(self._answer(request, asked), LIMIT))
 
     async def _answer(
         self, request: requests.PreparedRequest, asked: httpx.Request

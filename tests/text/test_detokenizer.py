@@ -23,7 +23,9 @@ FFFD = "\N{REPLACEMENT CHARACTER}"
 SMILE = [SPACED.id_of(f"<0x{byte:02X}>") or 0 for byte in "😀".encode()]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 relaxed = settings(
-    deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=120,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 Item = TypeVar("Item", bound=Sequence[Any])
 

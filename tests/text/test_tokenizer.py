@@ -44,7 +44,9 @@ CORPUS = [
     "don't DON'T 'tis ''' '\u017f",
 ]  # fmt: skip
 relaxed = settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 texts = st.one_of(
     st.text(max_size=40),
