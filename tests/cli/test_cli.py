@@ -339,7 +339,7 @@ def test_trace_replays_a_users_policy_of_the_working_directory(
     run = ("--headroom", "my_replayed:one", "--profile", PROFILE, "--trace-out", trace)
     assert headway("simulate", WORK, *run, *SMALL).code == 0
     del sys.modules["my_replayed"]
-    done = headway("trace", trace, "--replay")
+    done = headway("trace", trace, "--replay", "--allow-own-policies")
     assert done.code == 0 and "all decisions are equal" in done.out, done.err
 
 

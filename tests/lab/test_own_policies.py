@@ -167,9 +167,12 @@ def test_a_link_cannot_name_another_file(own: OwnModule, key: str) -> None:
 def test_a_lab_allows_the_policies_of_its_command_line_and_no_other(own: OwnModule) -> None:
     options = ["lab", WORKLOAD, "--queue", "evil:q", "--no-open", "--port", "0"]
     with subprocess.Popen(
-        [sys.executable, "-m", "headway", *options], cwd=own.folder, stdout=subprocess.PIPE,
-        text=True, env={"PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
+        [sys.executable, "-m", "headway", *options],
+        cwd=own.folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+    ) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[4]
