@@ -262,6 +262,38 @@ def test_many_duplicates_are_forgotten_in_any_order() -> None:
             assert index.match([b"k"]) == (number < 4)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_copy_that_follows_the_journal_equals_the_index(seed: int) -> None:
+    rng, pool, held = random.Random(seed), BlockPool(12), list[int]()
+    copy, num_drained = set[bytes](), 0
+    for number in range(600):
+        if number % 200 == 20:  # also in the middle of a run: the first drain is a complete copy
+            journal, num_drained = pool.index.start_journal(), 0
+            copy = {b"of an earlier index"}
+            assert journal.has_changes
+        if rng.random() < 0.02:
+            pool.forget_all()
+        elif rng.random() < 0.5 and pool.num_free:
+            held += pool.take(rng.randint(1, pool.num_free))
+            pool.index.add(held, [b"%d" % rng.randrange(20) for _ in held])
+        elif held:
+            rng.shuffle(held)
+            pool.drop([held.pop() for _ in range(rng.randint(1, len(held)))])
+        if number >= 20:
+            present = set(pool.index.block_of)
+            assert len(journal._is_present) <= len(copy) + len(present)
+            if rng.random() < 0.3:
+                has_changes, (added, removed, is_cleared) = journal.has_changes, journal.drain()
+                assert has_changes == bool(is_cleared or added or removed)
+                before = set() if is_cleared else copy
+                assert is_cleared or num_drained
+                assert before.isdisjoint(added) and before.issuperset(removed)
+                copy = (before | set(added)) - set(removed)
+                assert copy == present and len(set(added)) == len(added)
+                assert not journal.has_changes
+                num_drained += 1
+
+
 # cache
 
 

@@ -191,6 +191,7 @@ def test_a_group_is_alone_some_steps_after_the_last_request_of_any_other() -> No
     counters.depart("c")
     counters.num_steps = 100
     counters.depart("b")
+    assert RECENT_STEPS == 4096
     counters.num_steps += RECENT_STEPS - 1
     assert not counters.is_alone
     counters.depart("a")

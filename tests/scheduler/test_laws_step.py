@@ -15,6 +15,7 @@ from headway.config import StepActions
 from headway.plan import Plan, StepEvents, StepReport, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler import policies
+from headway.scheduler.headroom import back_off
 from tests.support.drive import Driver
 
 SIZE = 4
@@ -116,6 +117,7 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
         plan = world.plan()
         events = plan.events
         assert plan.step == step and events.num_in_flight == 0
+        assert scheduler.num_steps == scheduler.queue.counters.num_steps == step + 1
         assert (events.num_running, events.num_waiting) == (
             len(scheduler.running),
             len(scheduler.queue),
@@ -210,6 +212,28 @@ def test_a_request_that_waits_for_a_parent_or_a_token_needs_one_and_has_none() -
     parent = world.add("a", 12, 8, n=2)
     world.add("a/1", 12, 8, n=2, parent=parent, sample=1)
     assert [(b.request.id, *b[1:]) for b in world.plan().blocked] == [("a/1", "parent", 1, 0)]
+
+
+@pytest.mark.parametrize("num_more", range(4))
+@pytest.mark.parametrize("num_base", range(8))
+def test_a_request_waits_for_the_back_off_only_if_the_base_rule_would_admit_it(
+    num_base: int, num_more: int
+) -> None:
+    world = Driver(
+        "vllm_v1", headroom=back_off(keeping(num_base), share=0.1), block_size=SIZE, num_blocks=10,
+        max_num_seqs=3,
+    )  # fmt: skip
+    world.add("running", 10, 9)  # 3 blocks
+    world.step()
+    world.scheduler.state.outputs.pressure = float(num_more)
+    world.add("new", 8, 9)
+    free, need = 10 - 3, 2
+    if need + num_base + num_more <= free:
+        blocked = []
+    else:
+        reason = "back_off" if need + num_base <= free else "headroom"
+        blocked = [("new", reason, need + num_base + num_more, free)]
+    assert [(b.request.id, *b[1:]) for b in world.step().blocked] == blocked
 
 
 @pytest.mark.parametrize("batching", ("mixed", "prefill_first", "static"))
