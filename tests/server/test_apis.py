@@ -12,6 +12,7 @@ import pytest
 
 from headway.server.generation.ignored_fields import MAX_REPORTED
 from tests.support.served import CHAT_TEMPLATE, MODEL, TOOL_TEMPLATE, on_loop, server
+from tests.support.waiting import until
 
 RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -156,8 +157,7 @@ async def test_a_failed_response_stream_ends_with_an_error_event() -> None:
     async with server() as here:
         here.executor.num_free_steps = 3
         asked = asyncio.create_task(here.post(RESPONSES, input="a", stream=True))
-        while here.executor.gate.is_set():
-            await asyncio.sleep(0.001)
+        await until(lambda: here.executor.is_blocked)
         here.executor.fault = RuntimeError("lost")
         last = named_events(await asked)[-1]
         assert last["type"] == "error" and last["code"] == "step_failed"

@@ -33,6 +33,7 @@ from headway.server.openai.protocol import (
     TokenizeRequest,
 )
 from tests.support import real
+from tests.support.waiting import LIMIT, until, wait_until
 
 NAME = "smollm2-135m"
 KEY = "unused"
@@ -69,12 +70,12 @@ class Serving:
 
     def __enter__(self) -> str:
         self._thread.start()
-        assert self._started.wait(30), "the server has not started"
+        assert self._started.wait(LIMIT), "the server has not started"
         return f"http://127.0.0.1:{self._port}"
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(LIMIT)
         assert not self._thread.is_alive(), "the server has not stopped"
 
     async def _serve(self) -> None:
@@ -84,11 +85,16 @@ class Serving:
             engine=engine, input_processor=self._llm.input_processor, model_name=NAME,
             max_model_len=self._llm.config.max_model_len, tool_call_parser="hermes",
         )  # fmt: skip
-        config = uvicorn.Config(create_app(context), port=0, log_level="error", ws="none")
+        config = uvicorn.Config(
+            create_app(context),
+            port=0,
+            log_level="error",
+            ws="none",
+            timeout_keep_alive=int(LIMIT),
+        )
         self._server = uvicorn.Server(config)
         serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:
-            await asyncio.sleep(0.01)
+        await until(lambda: self._server.started)
         self._port = self._server.servers[0].sockets[0].getsockname()[1]
         self._started.set()
         await serving
@@ -136,7 +142,7 @@ def anthropic() -> Any:
 
 @pytest.fixture(scope="module")
 def client(openai: Any, url: str) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, timeout=60, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, timeout=LIMIT, max_retries=0) as client:
         yield client
 
 
@@ -257,15 +263,13 @@ def test_the_client_raises_its_own_error_classes(openai: Any, client: Any) -> No
 
 
 def test_a_stream_closed_early_ends_its_request(client: Any, llm: LLM) -> None:
-    with client.completions.create(prompt=PROMPT, max_tokens=400, stream=True,
+    before = llm.engine.scheduler.num_steps
+    with client.completions.create(prompt=PROMPT, max_tokens=4000, stream=True,
                                    extra_body={"ignore_eos": True}, **GREEDY) as stream:  # fmt: skip
         next(iter(stream))
     client.completions.create(prompt=PROMPT, max_tokens=2, **GREEDY)
-    for _ in range(200):
-        if not llm.engine.has_work:
-            break
-        threading.Event().wait(0.02)
-    assert not llm.engine.has_work
+    wait_until(lambda: not llm.engine.has_work)
+    assert llm.engine.scheduler.num_steps < before + 4000, "it was cancelled"
 
 
 def test_the_async_client_runs_many_requests_at_once(openai: Any, url: str, alone: str) -> None:
@@ -370,7 +374,7 @@ def test_responses_call_functions(client: Any) -> None:
 
 @pytest.fixture(scope="module")
 def claude(anthropic: Any, url: str) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=url, api_key=KEY, timeout=60, max_retries=0) as client:
+    with anthropic.Anthropic(base_url=url, api_key=KEY, timeout=LIMIT, max_retries=0) as client:
         yield client
 
 
@@ -423,7 +427,9 @@ def test_bench_serve_replays_a_mooncake_trace(url: str, tmp_path: Path) -> None:
              for i in range(3)]  # fmt: skip
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     address = Address.parse(url)
-    load = send(address, RequestFormat(model=find_model(address)), read_workload(file), timeout=60)
+    load = send(
+        address, RequestFormat(model=find_model(address)), read_workload(file), timeout=LIMIT
+    )
     result = serve_report.report(load.outcomes, load.max_concurrency)
     assert (result["completed"], result["errors"]) == (3, {})
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (3 * 40, 9)

@@ -78,15 +78,14 @@ async def test_vectors_are_in_input_order_in_both_formats() -> None:
 async def test_scheduling_fields_reach_the_engine() -> None:
     async with server() as here:
         here.executor.gate.clear()
-        fields = {"user": "me", "priority": -3, "cache_salt": "pepper", "deadline": 50.0}
+        fields = {"user": "me", "priority": -3, "cache_salt": "pepper", "deadline": 1000.0}
         calling = asyncio.create_task(embed(here, input="abc", **fields))
         scheduler = here.engine_client.loop.engine.scheduler
-        while not scheduler.requests:
-            await asyncio.sleep(0.001)
+        await until(lambda: scheduler.requests)
         (request,) = scheduler.requests.values()
         params = request.params
         assert (params.client, params.priority, params.salt) == ("me", -3, "pepper")
-        assert params.deadline is not None and params.deadline > request.arrival + 40
+        assert params.deadline is not None and params.deadline > request.arrival + 500
         assert (params.pooling, params.reads_cache, params.max_tokens) == ("mean", False, 1)
         here.executor.gate.set()
         await calling
@@ -170,15 +169,19 @@ async def test_an_input_that_never_fits_fails_the_others_with_it() -> None:
 
 @on_loop
 async def test_faults_and_timeouts_have_their_statuses() -> None:
-    async with server(request_timeout=0.2) as here:
+    async with server() as here:
         here.executor.fault = RuntimeError("out of luck")
         found = error(await here.post(PATH, input="abc"), 500)
         assert "out of luck" in found["message"] and found["code"] == "step_failed"
+        assert (await embed(here, input="abc"))["data"][0]["embedding"] == expected("abc")
+    async with server(request_timeout=0.2) as here:
         here.executor.gate.clear()
         assert error(await here.post(PATH, input="abc"), 504)["code"] == "timeout"
         here.executor.gate.set()
         await here.settled()
-        assert (await embed(here, input="abc"))["data"][0]["embedding"] == expected("abc")
+        while (response := await here.post(PATH, input="abc")).status_code == 504:
+            pass  # the machine was busy for 0.2 s
+        assert response.json()["data"][0]["embedding"] == expected("abc")
 
 
 @on_loop
@@ -203,11 +206,10 @@ async def test_a_disconnect_cancels_the_requests() -> None:
             "http_version": "1.1", "scheme": "http", "server": ("test", 80),
         }  # fmt: skip
         calling = asyncio.create_task(here.app(scope, receive, send))
-        while here.engine.num_open < 3 or not here.engine_client.loop.engine.scheduler.running:
-            await asyncio.sleep(0.001)
+        await until(lambda: here.engine.num_open == 3 and here.executor.is_blocked)
         gone.set()
-        done, _ = await asyncio.wait({calling}, timeout=2)  # although no step ends meanwhile
-        assert done and not here.engine.num_open
+        await calling  # although no step ends meanwhile
+        assert not here.engine.num_open
         here.executor.gate.set()
         await here.settled()
 

@@ -37,6 +37,7 @@ from headway.server.settings import Settings, read_api_keys
 from headway.server.toolcalls.choice import tool_use
 from headway.server.toolcalls.formats import CallDelta
 from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, on_loop, server
+from tests.support.waiting import until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -136,8 +137,7 @@ async def test_a_stop_string_cancels_the_sample_at_once() -> None:
         seen = spied(here)
         here.executor.num_free_steps = 5
         asked = asyncio.create_task(here.complete(prompt="x" * 100, max_tokens=100, stop="XXX"))
-        while not any(isinstance(message, Cancel) for message in seen):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(isinstance(message, Cancel) for message in seen))
         here.executor.gate.set()
         body = await asked
         assert body["choices"][0]["text"] == "" and body["usage"]["completion_tokens"] == 3
@@ -559,10 +559,9 @@ async def test_a_full_queue_is_a_429_with_retry_after(fields: dict[str, str], cl
     async with server(limits=QueueLimits(max_per_client=1)) as here:
         here.executor.gate.clear()
         first = asyncio.create_task(here.complete(prompt="abc", **fields))
-        while not here.engine_client.loop.engine.scheduler.requests:
-            await asyncio.sleep(0.001)
+        await until(lambda: here.executor.is_blocked)
         second = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", stream=True, **fields))
-        await asyncio.sleep(0.01)
+        await until(lambda: here.engine.num_open == 2)
         here.executor.gate.set()
         response = await second
         found = error(response, 429)
@@ -613,12 +612,10 @@ async def test_a_disconnect_cancels_the_requests(fields: dict[str, Any]) -> None
         prompt = ["x" * 2000, "y" * 2000]
         asked = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, **fields}
         calling = asyncio.create_task(call(here, asked, nothing, gone))
-        while not here.engine_client.loop.engine.scheduler.running:
-            await asyncio.sleep(0.001)
+        await until(lambda: here.engine_client.loop.engine.scheduler.running)
         here.executor.gate.clear()
         gone.set()
-        done, _ = await asyncio.wait({calling}, timeout=2)  # although no step ends meanwhile
-        assert done
+        await calling  # although no step ends meanwhile
         here.executor.gate.set()
         await here.settled()
 
@@ -649,9 +646,16 @@ async def test_a_request_that_times_out_is_a_504_and_is_cancelled(stream: bool) 
 @pytest.mark.parametrize("stream", [False, True])
 @on_loop
 async def test_the_time_limit_begins_after_the_body(stream: bool) -> None:
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    loop.time = lambda: now  # type: ignore[method-assign]
+
     async def body() -> AsyncIterator[bytes]:
+        nonlocal now
         yield b'{"prompt": "abc", '
-        await asyncio.sleep(0.2)
+        now += 1.0
+        for _ in range(20):  # a limit that had begun would end the request now
+            await asyncio.sleep(0)
         yield json.dumps({"stream": stream}).encode()[1:]
 
     async with server(request_timeout=0.2) as here:
@@ -664,8 +668,7 @@ async def test_the_time_limit_begins_after_the_body(stream: bool) -> None:
 async def test_a_stopped_engine_is_a_503_on_all_endpoints() -> None:
     async with server() as here:
         here.engine_client.loop.stop()
-        while here.engine.stop_reason is None:
-            await asyncio.sleep(0.001)
+        await until(lambda: here.engine.stop_reason)
         for stream in (False, True):
             error(await here.post(COMPLETIONS, prompt="abc", stream=stream), 503)
             error(await here.post(CHAT, messages=HELLO, stream=stream), 503)
@@ -679,8 +682,7 @@ async def test_shutdown_is_a_503_for_open_and_new_requests(stream: bool) -> None
     async with server() as here:
         here.executor.gate.clear()
         inside = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", stream=stream))
-        while not here.engine.num_open:
-            await asyncio.sleep(0.001)
+        await until(lambda: here.engine.num_open)
         here.engine.cancel_all()
         outside = await here.post(COMPLETIONS, prompt="abc", stream=stream)
         assert error(outside, 503)["code"] == "shutting_down" and outside.headers["retry-after"]

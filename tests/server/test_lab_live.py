@@ -16,6 +16,7 @@ from headway.lab.film.reader import Film
 from headway.server import lab
 from tests.support.film_states import shown, state_of
 from tests.support.gated import Gate, gated_engine, scripted
+from tests.support.waiting import LIMIT
 
 Test = Callable[[AsyncEngine, Engine, Gate], Awaitable[None]]
 
@@ -33,7 +34,7 @@ def served(test: Test) -> None:
         running = AsyncEngine(client)
         await running.start()
         try:
-            await asyncio.wait_for(test(running, engine, gate), 20)
+            await asyncio.wait_for(test(running, engine, gate), LIMIT)
         finally:
             await running.close()
 

@@ -12,6 +12,7 @@ from hypothesis.internal import charmap
 from hypothesis.internal.intervalsets import IntervalSet
 
 from tests.support import served
+from tests.support.waiting import LIMIT
 
 CHECKS = (
     "not_a_server_error", "status_code_conformance", "content_type_conformance",
@@ -96,7 +97,7 @@ def test_every_response_conforms_to_the_schema(schema: tuple[Any, Any]) -> None:
         if request in sent:  # _make_possible makes requests alike
             return
         sent.add(request)
-        response = case.call_and_validate(session=session, checks=own_checks, timeout=20)
+        response = case.call_and_validate(session=session, checks=own_checks, timeout=LIMIT)
         seen[case.operation.label].add(response.status_code)
 
     # Not `@schema.parametrize`, which would generate all requests during collection.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,15 +15,19 @@ from headway.observe.server_metrics import ServerMetrics
 from headway.observe.trace import TraceWriter
 from headway.plan import Plan
 from headway.scheduler import Scheduler, preset
+from headway.server import app, live
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.health import Watchdog, watch
 from headway.server.live import router
 from headway.server.process.serve import ServedEngine, ServerFactory
 from headway.server.settings import ConnectionSettings
+from tests.support import scripted
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
+from tests.support.waiting import LIMIT
 
 LONGEST = 4096
+ENDLESS = 10 * LIMIT  # seconds
 
 
 class SlowCapitals(Capitals):
@@ -53,7 +58,7 @@ def letters_served(seconds: float, trace: str | None = None) -> ServedEngine:
 
 def observe(loop: EngineLoop) -> None:
     ServerMetrics(loop, MODEL)
-    Watchdog(loop)
+    Watchdog(loop, ENDLESS)
 
 
 def letters_app(engine: AsyncEngine, processor: InputProcessor) -> Any:
@@ -62,9 +67,15 @@ def letters_app(engine: AsyncEngine, processor: InputProcessor) -> Any:
         input_processor=processor,
         model_name=MODEL,
         max_model_len=LONGEST,
-        health=watch(engine),
+        health=watch(engine, ENDLESS),
     )
     return create_app(context, [router(context)])
+
+
+def patient() -> Callable[[], None]:
+    """Set up a process of a server whose queries are answered, however late."""
+    live.TIMEOUT = app.ENGINE_TIMEOUT = ENDLESS
+    return scripted.patient()
 
 
 def real_factory(options: dict[str, Any]) -> ServerFactory:
@@ -73,4 +84,5 @@ def real_factory(options: dict[str, Any]) -> ServerFactory:
         make_app=letters_app,
         grace=options["grace"],
         connections=ConnectionSettings(**options["connections"]),
+        setup=patient,
     )

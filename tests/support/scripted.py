@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from math import inf
@@ -181,10 +180,10 @@ def patient() -> Callable[[], None]:
 def main(given: str) -> None:
     """Serve in this process, or in several if num_workers is set; prints the port."""
     options = json.loads(given)
-    patient()
     factory = ServerFactory(
         make_engine=partial(mini_served, options["seconds"]), make_app=MiniApp,
         grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
+        setup=patient,
     )  # fmt: skip
     if options["is_real"]:
         from tests.support.lettered import real_factory
@@ -195,7 +194,7 @@ def main(given: str) -> None:
         factory = getattr(import_module(module), name)(options)
     if options["max_descriptors"]:
         setrlimit(RLIMIT_NOFILE, (options["max_descriptors"],) * 2)
-    factory = replace(factory, setup=patient)
+    factory.setup()
     bound = bind("127.0.0.1", options["port"])
     number = bound.getsockname()[1]
 

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.clock import Clock
 from headway.engine.input_processor import InputProcessor
 from headway.engine.queue_limits import QueueLimits
 from headway.plan import Embedding, Plan, StepResult
@@ -111,6 +112,7 @@ class Capitals:
         self.says: bytes | None = None  # a fixed output for all requests
         self.num_free_steps: int | None = None  # steps until the gate closes
         self.seconds = 0.0  # of every step
+        self.is_blocked = False  # a step waits at the gate
 
     def launch(self, plan: Plan) -> Capitals:
         if self.num_free_steps is not None:
@@ -119,7 +121,8 @@ class Capitals:
                 self.num_free_steps = None
                 self.gate.clear()
         while not self.gate.wait(0.01) and self.fault is None:
-            pass
+            self.is_blocked = True
+        self.is_blocked = False
         if self.fault is not None:
             fault, self.fault = self.fault, None
             self.gate.set()
@@ -196,12 +199,13 @@ async def server(
     vocab_size: int = VOCAB_SIZE,
     policies: Mapping[str, Any] | None = None,
     bos: str = "",
+    clock: Clock | None = None,
     **settings: Any,
 ) -> AsyncIterator[Server]:
     executor = Capitals()
     numbers = {"max_model_len": max_model_len, "num_blocks": 256, "block_size": 16}
     config = preset("headway", **numbers, **(policies or {}))
-    engine_client = ThreadClient(Engine(Scheduler(config), executor), limits)
+    engine_client = ThreadClient(Engine(Scheduler(config), executor, clock), limits)
     engine_client.loop.step_queries["metrics"] = lambda prefix: f"# {prefix}\n"
     engine = AsyncEngine(engine_client)
     processor = InputProcessor(

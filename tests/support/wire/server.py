@@ -18,7 +18,7 @@ from headway.request import Request
 from headway.scheduler import Scheduler, preset
 from headway.server.process.serve import ServedEngine, ServerFactory
 from headway.server.settings import ConnectionSettings
-from tests.support.lettered import LONGEST, letters_app
+from tests.support.lettered import LONGEST, letters_app, patient
 from tests.support.served import END, HIDDEN_SIZE, VOCAB_SIZE, Capitals, letters
 
 BEGIN, BETWEEN, FINISH = b"\x02", b"\x1e", b"\x03"
@@ -75,4 +75,5 @@ def wire_factory(options: dict[str, Any]) -> ServerFactory:
     return ServerFactory(
         make_engine=parrot_served, make_app=letters_app,
         grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
+        setup=patient,
     )  # fmt: skip
