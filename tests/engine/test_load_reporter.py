@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
 from headway.engine import load_reporter
+from headway.engine import loop as engine_loop
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import FromLoop, LoadReport, Submit
 from tests.support.gated import gated_engine, scripted
+from tests.support.waiting import LIMIT, wait_until
 
 
 def test_reports_follow_steps_and_heartbeats_fill_long_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(load_reporter, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(engine_loop, "READ_SECONDS", LIMIT)  # both requests run in the first step
     engine, gate = gated_engine()
+    before = set(threading.enumerate())
     batches: list[list[FromLoop]] = []
     loop = EngineLoop(engine, batches.append)
     loop.report_load = True
@@ -41,13 +43,4 @@ def test_reports_follow_steps_and_heartbeats_fill_long_ones(
     reports = [each for batch in batches for each in batch if isinstance(each, LoadReport)]
     assert any(each.num_running == 2 and each.step == 1 for each in reports)
     assert reports[-1] == idle._replace(step=engine.scheduler.num_steps)
-    num_batches = len(batches)
-    time.sleep(0.03)
-    assert len(batches) == num_batches, "no heartbeat after the end"
-
-
-def wait_until(is_done: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + 30
-    while not is_done():
-        assert time.monotonic() < ends_at
-        time.sleep(0.002)
+    wait_until(lambda: set(threading.enumerate()) <= before)  # no heartbeat after the end

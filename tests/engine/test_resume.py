@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from headway import LLM
+from headway.engine import loop as engine_loop
+from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import (
@@ -33,6 +35,7 @@ from headway.sampling_params import SamplingParams, TokenLogprobs
 from tests.support import real
 from tests.support.features import FEATURES, PROMPT
 from tests.support.scripted import make_engine, script
+from tests.support.waiting import LIMIT
 
 CUTS = (1, 6, 11)  # every place with the first preset
 
@@ -181,10 +184,14 @@ def test_a_wrong_continuation_is_refused(outputs: Any, words: list[str]) -> None
     assert all(word in str(caught.value) for word in words) and not engine.has_work
 
 
-def test_a_continued_request_is_accepted_by_a_full_queue_and_keeps_its_times() -> None:
+def test_a_continued_request_is_accepted_by_a_full_queue_and_keeps_its_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_loop, "READ_SECONDS", LIMIT)
     engine, seen = make_engine(), list[FromLoop]()
+    engine.clock = clock = VirtualClock()
+    clock.advance_to(7.0)
     loop = EngineLoop(engine, seen.extend, QueueLimits(max_waiting=1))
-    now = engine.clock.now()
     params = script(20, deadline=1e9)
     loop.post(
         Submit(id, [5], params, outputs=outputs, age=100.0, deadline_in=50.0)
@@ -194,8 +201,7 @@ def test_a_continued_request_is_accepted_by_a_full_queue_and_keeps_its_times() -
     loop._flush()
     assert [each.id for each in seen if isinstance(each, Refusal)] == ["b"]
     for request in engine.scheduler.requests.values():
-        assert request.arrival == pytest.approx(now - 100, abs=1)
-        assert request.params.deadline == pytest.approx(now + 50, abs=1)
+        assert request.arrival == 7.0 - 100 and request.params.deadline == 7.0 + 50
     loop.post([Cancel("d", 0)])
     loop._read()
     assert sorted(engine.scheduler.requests) == ["a", "c"]

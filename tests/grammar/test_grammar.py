@@ -34,6 +34,7 @@ from headway.plan import StepReport
 from headway.request import RequestParams
 from headway.sampling_params import Sampling
 from tests.support import real
+from tests.support.waiting import LIMIT, until
 
 pytest.importorskip("llguidance")
 torch.set_num_threads(1)
@@ -629,8 +630,7 @@ def test_an_engine_continues_while_huge_grammars_are_compiled(tiny: Path) -> Non
             engine = AsyncEngine(llm.engine)
             await engine.start()
             other = asyncio.create_task(answer(engine, "other", RequestParams(max_tokens=400)))
-            while len(steps) < 3:
-                await asyncio.sleep(0.001)
+            await until(lambda: len(steps) >= 3)
             ends = {"max_tokens": 8, "eos_ids": llm.input_processor.eos_ids}
             asked = [RequestParams(sampling=Sampling(grammar=huge(n)), **ends) for n in range(2)]
             texts = [answer(engine, str(n), params) for n, params in enumerate(asked)]
@@ -640,7 +640,7 @@ def test_an_engine_continues_while_huge_grammars_are_compiled(tiny: Path) -> Non
             await asyncio.wait([other])
             await engine.close()
 
-        asyncio.run(asyncio.wait_for(work(), 60))
+        asyncio.run(asyncio.wait_for(work(), LIMIT))
     assert len(seen) == 2 and sum(seen) >= 4  # 0 if the engine's thread compiled them
 
 

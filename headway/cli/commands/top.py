@@ -89,7 +89,7 @@ class NoResponse(ConfigError):
 
 def get_snapshot(url: str, api_key: str | None) -> Snapshot:
     """The server's snapshot. ConfigError gives the reason if the server sends none."""
-    snapshot = fetch(url, "/live", api_key)
+    snapshot = fetch(url, "/live", api_key, timeout=TIMEOUT)
     if "decisions" not in snapshot:
         raise ConfigError(f"{url} is not a Headway server: GET /live returned no snapshot")
     return snapshot
