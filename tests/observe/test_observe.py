@@ -120,9 +120,9 @@ async def test_a_deadline_is_set_without_waiting_for_a_step() -> None:
 async def test_a_cache_reset_waits_for_the_step_until_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(app_module, "ENGINE_TIMEOUT", 0.1)
     async with watched() as s:
         async with blocked(s):
+            monkeypatch.setattr(app_module, "ENGINE_TIMEOUT", 0.1)
             answer = await s.client.post("/reset_prefix_cache")
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["code"] == "engine_busy"

@@ -21,10 +21,11 @@ from headway.lab.cost import load_profile
 from headway.observe.server_metrics import ServerMetrics
 from headway.request import RequestParams
 from headway.scheduler import Scheduler, preset
-from headway.server import doctor
+from headway.server import doctor, live
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.settings import Settings
+from tests.support.waiting import LIMIT
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
 KEY = {"Authorization": "Bearer secret"}
@@ -42,6 +43,12 @@ async def work(engine: AsyncEngine) -> None:
 
     for number, (count, num_prompt) in enumerate(WITH_SIZES):
         await asyncio.gather(*(one(f"{number}-{i}", num_prompt + i) for i in range(count)))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A diagnosis is as late as the machine is busy."""
+    monkeypatch.setattr(live, "TIMEOUT", LIMIT)
 
 
 def served(

@@ -28,6 +28,7 @@ from headway.engine.queue_limits import QueueLimits
 from headway.plan import Embedding, Plan, StepResult
 from headway.request import Request
 from headway.sampling_params import Sampling, TokenLogprobs
+from headway.server import app as app_module
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.settings import Settings
@@ -219,10 +220,14 @@ async def server(
     await engine.start()
     app = create_app(context)
     transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield Server(client, app, engine, executor, engine_client)
-    executor.gate.set()
-    await engine.close()
+    before, app_module.ENGINE_TIMEOUT = app_module.ENGINE_TIMEOUT, LIMIT
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield Server(client, app, engine, executor, engine_client)
+    finally:
+        app_module.ENGINE_TIMEOUT = before
+        executor.gate.set()
+        await engine.close()
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
