@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headway.request import RequestParams
 from headway.sampling_params import Sampling
 from tests.support import real
 from tests.support.grammar_bombs import bombs
+from tests.support.waiting import LIMIT, wait_until
 
 pytest.importorskip("llguidance")
 
@@ -51,7 +53,7 @@ def verdicts() -> dict[str, dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.grammar_bombs"], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=3 * LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return {each["name"]: each for each in map(json.loads, done.stdout.splitlines())}
@@ -125,7 +127,13 @@ def test_verdicts_are_cached_and_bounded() -> None:
 
 
 def test_other_threads_run_while_a_grammar_is_checked() -> None:
-    slow = Grammar.lark("start: " + " | ".join(['"b" start'] * 4000) + ' | "b"')
+    sizes = count(4000)  # more than one: the system may not run the other thread although it could
+    wait_until(lambda: turns_during_check(next(sizes)) > 20)  # 0.5 s of CPU time in a process
+
+
+def turns_during_check(size: int) -> int:
+    """How often this thread ran while another one checked a grammar that is too large."""
+    slow = Grammar.lark("start: " + " | ".join(['"b" start'] * size) + ' | "b"')
     assert not is_checked(slow)
     failed: list[Exception] = []
 
@@ -140,7 +148,8 @@ def test_other_threads_run_while_a_grammar_is_checked() -> None:
     while thread.is_alive():
         thread.join(0.005)
         num_turns += 1
-    assert failed and num_turns > 20  # 0.5 s of CPU time in another process
+    assert failed
+    return num_turns
 
 
 # The bundled model's vocabulary.
