@@ -140,7 +140,7 @@ def test_leaving_a_stream_frees_its_blocks_within_a_step(async_scheduling: int, 
                 return
             if leave == "raise":
                 raise KeyError
-            await asyncio.Event().wait()  # for ever
+            await asyncio.Event().wait()  # which is never set
 
     async def ask() -> None:
         inner = make_engine(SLOWER, async_scheduling, num_blocks=2_000)
