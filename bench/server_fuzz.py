@@ -53,7 +53,7 @@ VALUES: tuple[Any, ...] = (
     10**400, "", "a", "9" * 400, "a" * 20_000, "\x00", "\ud800", "\udfff\ud800", "😀\u202e\ufeff",
     [], {}, [None], [[]], [{}], {"": None}, {"type": None}, {"type": "text"}, {"type": "image"},
     {"type": "json_schema", "schema": {}}, {"type": "json_schema", "schema": {"$ref": "#"}},
-    {"$ref": "#/none"}, "user", "assistant", "system", "developer", "tool", "nobody", "required",
+    {"$ref": "#/none"}, "user", "assistant", "system", "developer", "tool", "robot", "required",
     "any", "json_object", {"type": "function", "name": "weather"}, {"type": "tool", "name": "a"},
 )  # fmt: skip
 UNKNOWN = ("n", "best_of", "extra", "logit_bias", "stop", "seed", "priority", "cache_control", "")

@@ -43,8 +43,8 @@ class ServerProcess:
         command = [sys.executable, "-m", "headway", "serve", *options]
         command += ["--port", str(self.address.port), "--log-level", "warning"]
         command += ["--log-format", "json"]
-        # Closed with the server.
-        self._log: IO[bytes] = stderr.open("wb") if stderr else tempfile.TemporaryFile()  # noqa: SIM115
+        file = stderr.open("wb") if stderr else tempfile.TemporaryFile()  # noqa: SIM115
+        self._log: IO[bytes] = file  # closed with the server
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=self._log, cwd=Path(__file__).parent.parent
         )
