@@ -124,6 +124,25 @@ def test_a_wrong_number_or_a_failing_rule_is_named() -> None:
         driver.steps(1)
 
 
+@pytest.mark.parametrize("most", [-1000, -1, 0, 3])
+def test_a_rule_of_a_user_that_allows_less_than_nothing_allows_nothing(most: int) -> None:
+    """The first prompt of a step still gets a block; for the second one nothing is left."""
+
+    class Allowing(Failing):
+        def most_tokens(self, want: int, work: StepWork, start: int) -> int:
+            return most
+
+    driver = small_driver("vllm_v1", chunk=Allowing(), num_blocks=32)
+    driver.add("a", 4, 3)
+    driver.steps(1)
+    for id in "bc":
+        driver.add(id, 9, 3)
+    plan = driver.step()
+    chunks = {"b": 4, **({"c": most} if most > 0 else {})}
+    assert {c.request.id: c.end for c in plan.chunks} == chunks
+    assert [(b.request.id, b.have) for b in plan.blocked] == ([] if most > 0 else [("c", 0)])
+
+
 class Failing:
     def __call__(self, want: int, left: int, is_first: bool) -> int:
         return min(want, left)

@@ -14,6 +14,7 @@ from headway.request import Request, RequestParams, RequestState
 from headway.scheduler import preset, queues
 from headway.scheduler.presets import PRESETS, describe
 from headway.scheduler.validate import validate_request
+from headway.step_cost import UnitCosts
 
 # Number of Config: smallest, largest, default.
 BOUNDS = {
@@ -43,7 +44,17 @@ RULES = [
     ("queue", "priority(max_preemptions={})", 0, None, None),
     ("queue", "shortest_first(aging={})", 0, None, None),
     ("queue", "earliest_deadline(slack={})", 0, None, None),
-]
+    (
+        "chunk", "hold_tbt({})", 0, None,
+        "hold_tbt(seconds=0.1, weights=0.0092, token=7.5e-05, sample=5.6e-06, read=8e-08, "
+        "pair=2.8e-09, fixed=0.0015, min_attention=0.0003, overlap=1.0, exchange=0.0, prompt=0.0)",
+    ),
+    ("chunk", "hold_tbt(overlap={})", 0, 1, None),
+    *(
+        ("chunk", f"hold_tbt({name}={{}})", 0, None, None)
+        for name in UnitCosts._fields if name != "overlap"
+    ),
+]  # fmt: skip
 DEFAULTS = {
     "priority": "priority(max_overtakes=0, aging=60.0, preempts=False, max_preemptions=2)",
     "shortest_first": "shortest_first(max_overtakes=0, aging=0.001)",
@@ -166,6 +177,21 @@ def test_a_request_ends_at_its_limit_that_of_the_model_or_that_of_the_cache() ->
     assert limit_of(99, num_blocks=1000) == limit_of(99, 1, num_blocks=1000) == 100
     assert limit_of(5, chunk="at_most(1)", max_num_batched_tokens=8) == 41  # split: any budget does
     assert limit_of(5, 36, chunk="at_most(1)", max_num_batched_tokens=8) == 41
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+@pytest.mark.parametrize("num_prompt", [1, 7])
+def test_an_output_that_is_continued_must_have_a_token_left(
+    num_prompt: int, max_tokens: int
+) -> None:
+    for num_known in range(max_tokens + 2):
+        request = Request("a", [1] * num_prompt, RequestParams(max_tokens=max_tokens))
+        request.continue_from([1] * num_known)
+        if num_known < max_tokens:
+            assert validate_request(request, preset(), ()) == num_prompt + max_tokens
+        else:
+            with pytest.raises(InvalidRequest, match=f"output has {num_known} tokens"):
+                validate_request(request, preset(), ())
 
 
 def test_a_prompt_that_is_never_split_bounds_the_length_by_the_budget() -> None:

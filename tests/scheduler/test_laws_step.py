@@ -236,6 +236,27 @@ def test_a_request_waits_for_the_back_off_only_if_the_base_rule_would_admit_it(
     assert [(b.request.id, *b[1:]) for b in world.step().blocked] == blocked
 
 
+def test_a_prompt_that_no_request_overtakes_keeps_its_place() -> None:
+    """A request of another group waits for blocks, so it overtakes nothing."""
+
+    def batching(step: StepActions) -> None:
+        step.admit()
+        step.prefill()
+
+    world = Driver(
+        "vllm_v1", batching=batching, queue="fair(5)", chunk="at_most(4)", block_size=SIZE,
+        num_blocks=14, max_num_seqs=4, max_num_batched_tokens=8, headroom="watermark(0)",
+    )  # fmt: skip
+    world.add("first", 20, 1, client="a")
+    world.step()
+    world.add("second", 20, 1, client="a")
+    world.add("other", 40, 1, client="b")
+    assert [b.reason for b in world.step().blocked] == ["blocks"]
+    for start in (4, 8):
+        chunks = [(c.request.id, c.start) for c in world.step().chunks]
+        assert chunks == [("first", start + 4), ("second", start)]
+
+
 @pytest.mark.parametrize("batching", ("mixed", "prefill_first", "static"))
 def test_a_request_that_is_forced_to_run_is_no_longer_blocked(batching: str) -> None:
     """If the chunk rule grants nothing, the first request is blocked, and then forced."""

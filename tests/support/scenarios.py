@@ -474,6 +474,7 @@ class ScenarioRun:
             assert not request.kv.blocks and request.row < 0, (
                 "a waiting request holds blocks or a row"
             )
+            assert request.num_computed == request.prefill_end == 0, "it waits with computed tokens"
             if request.state is RequestState.SWAPPED:
                 swapped.add(request)
         assert swapped == scheduler.swapped.keys()
