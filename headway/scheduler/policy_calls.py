@@ -126,7 +126,7 @@ def call_most_tokens(rule: ChunkRule, want: int, work: StepWork, start: int) -> 
     where = f"in most_tokens() for {want} tokens wanted"
     try:
         most: int = rule.most_tokens(want, work, start)  # type: ignore[attr-defined]
-        return max(0, index(most))
+        return index(most)
     except Exception as error:
         raise policy_failed("chunk", rule, where, error) from error
 
