@@ -116,7 +116,7 @@ class Engine:
         if self.has_given_up:
             raise ExecutorError(self.stop_message)
         check_call(id, params)
-        had_work, now = self.has_work, self.clock.now()
+        now = self.clock.now()
         arrival = now if arrival is None else arrival
         known = _open_outputs(id, params.n, outputs)
         (first, output), *others = known.items()
@@ -128,9 +128,9 @@ class Engine:
             )
             for i, output in others
         ]  # fmt: skip
-        self.scheduler.add(*samples)
-        if not had_work:
+        if not self.has_work:  # before there is work, for other threads that look at both
             self._last_progress = now
+        self.scheduler.add(*samples)
         return samples
 
     def abort(self, id: str) -> bool:

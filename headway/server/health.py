@@ -39,12 +39,13 @@ class Watchdog:
             return f"the engine has stopped: {loop.ended}"
         if engine.has_given_up:
             return engine.stop_message
+        has_work = engine.has_work  # read first: the time is set before work arrives
         seconds = engine.seconds_since_progress
-        if engine.has_work and seconds > self.max_silence:
+        if has_work and seconds > self.max_silence:
             explanation = self._explanation.get()[0]
             return f"no progress for {seconds:.1f} s although there is work.\n{explanation}"
         # Without work, no step can show that the engine has recovered: a fault then expires.
-        if engine.fault is not None and (engine.has_work or seconds <= self.max_silence):
+        if engine.fault is not None and (has_work or seconds <= self.max_silence):
             return f"the latest step failed: {engine.fault}"
         return None
 

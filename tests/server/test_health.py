@@ -10,6 +10,7 @@ from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS
 from headway.errors import ConfigError
+from headway.request import Request
 from headway.server.health import RemoteWatchdog, Watchdog, watch
 from tests.support.gated import gated_engine, scripted
 from tests.support.silent_client import SilentClient
@@ -63,6 +64,22 @@ def test_a_fault_counts_until_a_step_succeeds_or_time_passes() -> None:
     engine.add("c", [1], scripted())
     engine.run()
     assert watchdog.problem() is None
+
+
+def test_idle_time_never_counts_while_a_request_is_added() -> None:
+    class Observed(dict[str, Request]):
+        """Asks the watchdog, as another thread may, when the first request is there."""
+
+        def __setitem__(self, id: str, request: Request) -> None:
+            super().__setitem__(id, request)
+            problems.append(watchdog.problem())
+
+    engine, _ = gated_engine(clock := VirtualClock())
+    watchdog, problems = Watchdog(ThreadClient(engine).loop, max_silence=0.3), list[str | None]()
+    engine.scheduler.requests = Observed()
+    clock.advance_to(60.0)
+    engine.add("a", [1], scripted())
+    assert problems == [None]
 
 
 def test_an_engine_that_has_given_up_stays_unhealthy() -> None:
