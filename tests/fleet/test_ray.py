@@ -96,6 +96,8 @@ def run_with(server: FleetServer, sent: list[dict[str, Any]], work: Callable[[],
         done = list[Future[object]]()
         start = once_after(1, lambda: done.append(pool.submit(work)))
         streams = asyncio.run(all_streams(server.url, sent, start))
+        if not any(stream.times for stream in streams):
+            check_letters(streams, sent)  # shows why `work` was not started
         wait_until(lambda: done)[0].result()
     check_letters(streams, sent)
 

@@ -36,6 +36,7 @@ from headway.server.process.log_setup import setup
 from headway.server.process.serve import ServedEngine, ServerFactory, bind
 from tests.support.held import Held, Hold
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
+from tests.support.waiting import LIMIT
 
 STEP_SECONDS = 0.02
 MAX_MODEL_LEN = 2048
@@ -67,7 +68,7 @@ def make_engine(hold: Hold) -> ServedEngine:
 
     def prepare(loop: EngineLoop) -> None:
         ServerMetrics(loop, MODEL)
-        Watchdog(loop)
+        Watchdog(loop, max_silence=LIMIT)  # a test may hold the engine for long
 
     return ServedEngine(
         engine=Engine(Scheduler(config), Held(executor, hold)), model_info=Info(), prepare=prepare
@@ -92,8 +93,10 @@ def make_app(engine: AsyncEngine, info: Info) -> Any:
 
 
 def be_patient() -> None:
-    """Let the gateway of this process wait longer for messages of a replica."""
-    client.FleetSettings = partial(FleetSettings, hang_seconds=HANG_SECONDS)  # type: ignore[misc]
+    """Let the gateway of this process wait longer for messages and steps of a replica."""
+    client.FleetSettings = partial(  # type: ignore[misc]
+        FleetSettings, hang_seconds=HANG_SECONDS, stall_seconds=LIMIT, no_replica_seconds=LIMIT
+    )
 
 
 def main() -> None:
