@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from headway import __version__
 from headway.cli.options.command import Command
-from headway.cli.options.packages import install, is_optional
+from headway.cli.options.packages import check_versions, install, is_optional
 from headway.errors import HeadwayError
 from headway.version import commit
 
@@ -110,7 +110,11 @@ def _main(
 def main() -> None:
     """Entry point of the `headway` command."""
     try:
-        app()
+        try:
+            app()
+        except (TypeError, AttributeError, ImportError):
+            check_versions()  # an old package has other names and arguments
+            raise
     except HeadwayError as error:
         from headway.cli.view.render import print_error
 

@@ -1,7 +1,9 @@
-"""Optional packages of commands, and the command that installs the missing ones."""
+"""Packages that commands need: those that are missing or too old, and how to install them."""
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from importlib.util import find_spec
 
 from headway.errors import ConfigError
@@ -13,6 +15,8 @@ EXTRAS = {
     "server": ("fastapi", "uvicorn", "httptools", "pydantic", "prometheus_client"),
 }
 
+USED = ("", *EXTRAS, "hub", "lab", "otel")  # extras whose packages commands import; "": no extra
+
 
 def is_optional(name: str | None) -> bool:
     """Whether an extra contains this package."""
@@ -20,13 +24,54 @@ def is_optional(name: str | None) -> bool:
 
 
 def check_extras(purpose: str, *extras: str) -> None:
-    """ConfigError with the missing packages and the command that installs them."""
+    """ConfigError with the missing or too old packages and the command that installs them."""
     missing = [name for extra in extras for name in EXTRAS[extra] if not _is_installed(name)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
             f"{purpose} needs {', '.join(missing)}, which {verb} not installed: {install(*extras)}"
         )
+    check_versions("", *extras)
+
+
+def check_versions(*extras: str) -> None:
+    """ConfigError with the installed packages that are older than Headway's requirements.
+
+    Of these extras, with "" for the packages that Headway always needs. Without arguments: of all
+    that commands use.
+    """
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    try:
+        requirements = requires("headway") or []
+    except PackageNotFoundError:  # a checkout that is not installed
+        return
+    found, wanted = [], []
+    for requirement in requirements:
+        extra = re.search(r'extra == "(\w+)"', requirement)
+        lowest = re.match(r"([\w.-]+).*?>=([\d.]+)", requirement)
+        if lowest is None or (extra[1] if extra else "") not in (extras or USED):
+            continue
+        name, least = lowest.groups()
+        with suppress(PackageNotFoundError):
+            if _numbers(installed := version(name)) < _numbers(least):
+                found.append(f"{name} {installed}")
+                wanted.append(f"'{name}>={least}'")
+    if found:
+        raise ConfigError(
+            f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} too old for Headway: "
+            f"pip install --upgrade {' '.join(wanted)}"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without zeros at the end: 2.8.0+cpu is 2.8."""
+    release = re.match(r"[\d.]*", version)
+    assert release is not None, "the pattern matches every text"
+    numbers = [int(number) for number in release[0].split(".") if number]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def install(*extras: str) -> str:
