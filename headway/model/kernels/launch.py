@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
+from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 NUMS_OF_WARPS = (1, 2, 4, 8, 16, 32)
@@ -195,7 +196,15 @@ def _retried(compiled: Callable[[], CompiledKernel]) -> CompiledKernel:
     for _ in range(MAX_PARSES):
         try:
             return compiled()
-        except SystemError as error:
-            if "recursion depth mismatch" not in str(error):
+        except (SystemError, CompilationError) as error:
+            if not any("recursion depth mismatch" in str(cause) for cause in _causes(error)):
                 raise
     return compiled()
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and its causes: Triton raises its own one for functions that a kernel calls."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__

@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
+from triton.compiler.errors import CompilationError
 from triton.runtime.errors import InterpreterError
 
 from headway.model.backends.plain import PlainBackend
@@ -62,16 +63,20 @@ def test_launches_work_after_a_failure_while_compiling(error: type[BaseException
         assert copied().all()
 
 
+@pytest.mark.parametrize("is_called", [False, True])
 @pytest.mark.parametrize(("num_failures", "is_compiled"), [(0, True), (3, True), (100, False)])
 def test_a_source_that_was_parsed_beside_another_is_parsed_again(
-    num_failures: int, is_compiled: bool
+    num_failures: int, is_compiled: bool, is_called: bool
 ) -> None:
+    """Also the source of a function that the kernel calls."""
     failures = iter(
         ["AST constructor recursion depth mismatch (before=36, after=31)"] * num_failures
     )
 
     def compiled() -> Any:
         if problem := next(failures, None):
+            if is_called:
+                raise CompilationError("", None, None) from SystemError(problem)
             raise SystemError(problem)
         return build
 
@@ -82,7 +87,20 @@ def test_a_source_that_was_parsed_beside_another_is_parsed_again(
     if is_compiled:
         assert task.result() is build
     else:
-        assert isinstance(task.exception(), SystemError)
+        assert isinstance(task.exception(), CompilationError if is_called else SystemError)
+
+
+def test_other_errors_of_a_compilation_are_raised_at_once() -> None:
+    calls = []
+
+    def compiled() -> Any:
+        calls.append(None)
+        raise CompilationError("", None, None) from SystemError("another problem")
+
+    pool = CompilePool(1)
+    task = pool.submit(compiled)
+    pool.shutdown()
+    assert isinstance(task.exception(), CompilationError) and len(calls) == 1
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
