@@ -40,8 +40,8 @@ def test_the_installed_packages_are_new_enough() -> None:
 
 @pytest.mark.parametrize(
     ("name", "version", "extras"),
-    [("llguidance", "1.6.1", ("server",)), ("prometheus-client", "0.9.9", ("torch", "server")),
-     ("torch", "2.5.1+cu121", ("torch",)), ("numpy", "1.9", ("",)), ("jinja2", "3.1", ())],
+    [("llguidance", "1.7.3", ("server",)), ("prometheus-client", "0.9.9", ("torch", "server")),
+     ("torch", "2.7.1+cu121", ("torch",)), ("numpy", "1.9", ("",)), ("jinja2", "3.1", ())],
 )  # fmt: skip
 def test_an_old_package_is_named(
     install: Install, name: str, version: str, extras: tuple[str, ...]
@@ -55,8 +55,8 @@ def test_an_old_package_is_named(
 
 @pytest.mark.parametrize(
     ("name", "version", "extras"),
-    [("llguidance", "1.6.1", ("torch",)), ("llguidance", "1.10", ("server",)),
-     ("uvicorn", "0.30.0", ("server",)), ("torch", "2.6.0+cpu", ("torch",)), ("mypy", "0.1", ())],
+    [("llguidance", "1.7.3", ("torch",)), ("llguidance", "1.10", ("server",)),
+     ("uvicorn", "0.30.0", ("server",)), ("torch", "2.8.0+cpu", ("torch",)), ("mypy", "0.1", ())],
 )  # fmt: skip
 def test_other_packages_are_not(
     install: Install, name: str, version: str, extras: tuple[str, ...]

@@ -42,7 +42,7 @@ def test_locked_versions_satisfy_the_declared_ranges() -> None:
 
 def test_users_can_keep_their_torch() -> None:
     (torch,) = (r for r in requirements() if r.name == "torch")
-    assert [Version(v) in torch.specifier for v in ("2.5.1", "2.6.0", "2.8.0+cu128", "3.0")] == [
+    assert [Version(v) in torch.specifier for v in ("2.7.1", "2.8.0", "2.8.0+cu128", "3.0")] == [
         False, True, True, True,
     ]  # fmt: skip
 

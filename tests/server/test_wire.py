@@ -77,7 +77,8 @@ def test_http_1_0_gets_no_chunks(here: Server) -> None:
     case = Case(COMPLETIONS, {"prompt": saying("plain"), "max_tokens": 9}, is_streamed=True)
     [exchange] = hold(here, [raw(case, "Expect: 100-continue", version="1.0")])
     assert b"transfer-encoding" not in exchange.headers
-    assert exchange.headers[b"connection"] == b"close"
+    # The default of HTTP/1.0. Only later versions of uvicorn send the header.
+    assert exchange.headers.get(b"connection", b"close") == b"close"
     assert streamed_answer(200, exchange.body).choices[0]["text"] == "plain"
 
 
