@@ -54,7 +54,9 @@ def serving(
     try:
         assert process.stderr is not None
         said = process.stderr.readline()
-        assert " at http://" in said, said + process.stderr.read()
+        if " at http://" not in said:
+            process.terminate()
+            raise AssertionError(said + process.stderr.read())
         yield process, said
     finally:
         process.kill()
