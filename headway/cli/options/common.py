@@ -227,9 +227,7 @@ def progress_bar(title: str, total: int) -> Iterator[Any]:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     console = Console(stderr=True)
-    if not console.is_terminal:  # rich before 15 prints an empty line for a disabled bar
-        yield lambda count: None
-        return
-    with Progress(*columns, console=console, transient=True) as progress:
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(title, total=total)
         yield lambda count: progress.advance(task, count)

@@ -193,10 +193,8 @@ def _loading_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr, removed when the model is loaded; yields a function to update it."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn()
-    if not console.is_terminal:  # rich before 15 prints an empty line for a disabled bar
-        yield lambda title, done, total: None
-        return
-    with Progress(*columns, console=console, transient=True) as progress:
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task("starting", total=None)  # importing torch takes a while
         yield lambda title, done, total: progress.update(
             task, description=title, completed=done, total=total
