@@ -111,8 +111,8 @@ def _start_process(vocabulary: GrammarVocabulary | None) -> subprocess.Popen[byt
     # One malloc arena: the address space reserved for a second one would count as memory in use.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = subprocess.Popen(
-        [sys.executable, "-P", grammar_sandbox.__file__], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        [sys.executable, "-P", grammar_sandbox.__file__, *map(str, grammar_sandbox.seconds())],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
     )  # fmt: skip
     _write(process, vocabulary and tuple(vocabulary))

@@ -43,6 +43,11 @@ BY_SIGNAL = {
 }
 
 
+def seconds() -> tuple[float, ...]:
+    """The limits of CPU time."""
+    return MAX_COMPILE_SECONDS, MAX_MASK_SECONDS, MAX_PROBE_SECONDS
+
+
 class GrammarVocabulary(NamedTuple):
     """The tokens of a model: bytes by id, ids of special tokens, ids that end an output."""
 
@@ -129,7 +134,12 @@ def _lowest_bit(bits: int) -> int:
 
 
 def main() -> None:
-    """Read a vocabulary, then grammars until the pipe closes; write a verdict on each grammar."""
+    """Read a vocabulary, then grammars until the pipe closes; write a verdict on each grammar.
+
+    The arguments of the program are the limits of `seconds`.
+    """
+    global MAX_COMPILE_SECONDS, MAX_MASK_SECONDS, MAX_PROBE_SECONDS
+    MAX_COMPILE_SECONDS, MAX_MASK_SECONDS, MAX_PROBE_SECONDS = map(float, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops this one
     threading.stack_size(STACK_BYTES)
     requests, verdicts = sys.stdin.buffer, sys.stdout.buffer
