@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from headway.model.weights.checkpoint import Checkpoint
     from headway.text.tokenizer import Tokenizer
 
+# Settings of the user's shell that change what commands print, or where they connect to.
+for name in ("HEADWAY_API_KEY", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+for name in [name for name in os.environ if name.startswith("OTEL_")]:
+    del os.environ[name]
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel; set before torch is imported
 if shutil.which("nvidia-smi") is None:  # checked without torch, before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU

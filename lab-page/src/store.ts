@@ -300,8 +300,10 @@ export async function load(each: Side, source: Source): Promise<boolean> {
     banner.value = (error as Error).message;
     if (each === b && !b.film.value) b.spec.value = null; // there is nothing to compare with
   } finally {
-    if (each.abort === abort) each.isLoading.value = false;
-    arrived();
+    batch(() => {
+      if (each.abort === abort) each.isLoading.value = false;
+      refresh(); // so that no part of the page shows fewer frames than the film has
+    });
   }
   return each.film.value === film;
 }
@@ -344,7 +346,8 @@ export function open(spec: Spec, other: Spec | null, frame: number | null = null
       b.abort?.abort();
       b.film.value = null;
     }
-    wanted = frame ?? position.value;
+    // While a film is loading, the frame shown is that of another one.
+    wanted = frame ?? (a.isLoading.peek() ? wanted : null) ?? position.value;
     if (!isSame) void load(a, { kind: "spec", spec: a.spec.value });
     else if (frame !== null) seek(frame, false);
     if (other) void load(b, { kind: "spec", spec: b.spec.value! });

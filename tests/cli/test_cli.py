@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -97,8 +98,16 @@ def test_the_module_runs_as_a_program() -> None:
     assert "Traceback" not in wrong.stderr and not wrong.stdout
 
 
-def test_the_version_names_the_commit() -> None:
-    assert headway("--version").out.strip() == f"headway {__version__} (commit {commit()})"
+@pytest.mark.parametrize("known", ["abc1234", None])
+def test_the_version_names_the_commit(known: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.cli.main.commit", lambda: known)
+    shown = headway("--version").out.strip()
+    assert shown == f"headway {__version__} (commit {known or 'unknown'})"
+
+
+# Without the settings of the user, and of a git hook that may run the tests.
+OWN_GIT = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+OWN_GIT["GIT_CONFIG_GLOBAL"] = os.devnull
 
 
 def make_checkout(folder: Path, *lines: str) -> Path:
@@ -107,7 +116,7 @@ def make_checkout(folder: Path, *lines: str) -> Path:
     package.mkdir(parents=True)
     git = ["git", "-C", str(folder / "project"), "-c", "user.name=a", "-c", "user.email=a@b.c"]
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "Start"]):
-        subprocess.run([*git, *command], check=True)
+        subprocess.run([*git, *command], check=True, env=OWN_GIT)
     return package
 
 

@@ -173,7 +173,8 @@ def listening(answer: bytes) -> Iterator[str]:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "no.such.host.invalid:6379"])
 def test_an_address_without_ray_is_named(address: str) -> None:
-    said = problem("serve", "--device", "cpu", "--replicas", "1", "--ray-address", address)
+    options = ("--device", "cpu", "--port", "0", "--replicas", "1", "--ray-address", address)
+    said = problem("serve", *options)
     assert f"--ray-address {address}: " in said and "ray start" in said
 
 

@@ -161,8 +161,7 @@ def test_the_end_of_a_request_between_steps_has_no_step(folder: Path) -> None:
 def test_the_live_view_draws_at_most_ten_times_per_second(folder: Path) -> None:
     llm = LLM(str(folder), load_format="dummy", threads=1)
     screen, _, seconds = shown(llm, 80, 400)
-    num_frames = plain(screen).count("KV cache")
-    assert 1 <= num_frames <= seconds * 10 + 2
+    assert plain(screen).count("KV cache") <= seconds * 10 + 2
 
 
 def test_control_characters_in_a_text_are_replaced() -> None:

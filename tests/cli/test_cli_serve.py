@@ -58,7 +58,13 @@ def test_a_model_is_served_until_sigterm(
     with (
         Receiver() as receiver,
         serving(
-            *tiny, *options, *layout, environment={"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}
+            *tiny,
+            *options,
+            *layout,
+            environment={
+                "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
+                "OTEL_BSP_SCHEDULE_DELAY": "50",
+            },
         ) as (process, said),
     ):
         found = re.search(r"at (http://127.0.0.1:\d+); .* 64 KV blocks of \d+ tokens", said)
@@ -83,7 +89,9 @@ def test_a_model_is_served_until_sigterm(
         }
         assert "headway:generation_tokens_total" in shown["metrics"].text
         assert shown["live"].json()["kv_blocks"]["total"] == 64
-        process.send_signal(signal.SIGTERM)  # exports the last spans
+        if "--spans" in layout:  # at the end of the server, exporting them has a limit of time
+            wait_until(lambda: sum(each.name == "llm_request" for each in receiver.spans()) == 2)
+        process.send_signal(signal.SIGTERM)
         _, rest = process.communicate(timeout=LIMIT)
         assert process.returncode == 0 and "sesame" not in said + rest
         assert "Traceback" not in rest and rest.count("SIGTERM") == 1, rest

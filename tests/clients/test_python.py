@@ -22,7 +22,7 @@ pydantic = pytest.importorskip("pydantic")
 class City(pydantic.BaseModel):  # type: ignore[misc, name-defined]
     """The city that a question is about."""
 
-    city: str = pydantic.Field(max_model_len=12)
+    city: str = pydantic.Field(max_length=12)
 
 
 def chat_model(url: str, **more: Any) -> Any:

@@ -24,7 +24,7 @@ from headway import LLM, PRESETS, Request, SamplingParams, StepReport
 from headway.engine.outputs import OutputBuilder, RequestOutput
 from headway.errors import ConfigError, FormatError, InvalidRequest, RequestError, RequestTooLong
 from headway.lab.replay import check_replay
-from headway.loading import free_memory, parse_size
+from headway.loading import parse_size
 from headway.model.backends.base import PassOutput
 from headway.model.decoder import Decoder
 from headway.observe.trace import read_trace
@@ -586,7 +586,8 @@ def test_samples_of_one_prompt_differ_and_are_reproducible(tiny: str) -> None:
         assert [s.text for s in llm.generate("Marta", params)[0].outputs] == [
             s.text for s in samples
         ]
-        unseeded = [llm.generate("Marta", SamplingParams(max_tokens=20))[0] for _ in range(3)]
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        unseeded = [llm.generate("Marta", params)[0] for _ in range(3)]
         assert len({result.outputs[0].text for result in unseeded}) == 3
 
 
@@ -717,13 +718,16 @@ def test_invalid_sizes_are_refused(text: Any) -> None:
         parse_size(text)
 
 
-def test_the_error_of_a_wrong_cache_size_names_flag_need_and_limit(tiny: str) -> None:
+def test_the_error_of_a_wrong_cache_size_names_flag_need_and_limit(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     block = 16 * 2 * 2 * 2 * 32 * 4  # tokens, layers, keys and values, heads, head size, bytes
     with LLM(tiny, kv_memory=5 * block + 1, preset="vllm_v1") as llm:
         assert llm.config.num_blocks == 5 and llm.loaded.kv_bytes == 5 * block
     with pytest.raises(ConfigError, match=r"kv_memory.* 0.0 MiB.* 16 tokens.*--kv-memory"):
         LLM(tiny, kv_memory=block - 1)
-    too_much = free_memory() * 3 // 2
+    monkeypatch.setattr("headway.loading.free_memory", lambda: 8 * 2**30)
+    too_much = 12 * 2**30
     too_large: list[dict[str, Any]] = [{"kv_memory": too_much}, {"num_blocks": too_much // block}]
     for settings in too_large:
         with pytest.raises(ConfigError, match=r"needs [0-9.]+ GiB.* [0-9.]+ GiB.*--kv-memory"):

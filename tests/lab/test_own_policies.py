@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,7 +172,7 @@ def test_a_lab_allows_the_policies_of_its_command_line_and_no_other(own: OwnModu
         cwd=own.folder,
         stdout=subprocess.PIPE,
         text=True,
-        env={"PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:
         try:
             assert process.stdout is not None

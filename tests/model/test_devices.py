@@ -438,7 +438,10 @@ def test_max_model_len_above_the_models_limit_is_rejected_with_both_numbers() ->
 
 
 @pytest.mark.parametrize("settings", [{"num_blocks": 10**6}, {"num_host_blocks": 5 * 10**7}])
-def test_blocks_that_do_not_fit_on_gpu_or_host_are_rejected(settings: dict[str, int]) -> None:
+def test_blocks_that_do_not_fit_on_gpu_or_host_are_rejected(
+    settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.loading.free_memory", lambda: 8 * GIB)
     with pytest.raises(ConfigError, match=r"needs [0-9.]+ GiB.* [0-9.]+ GiB .*--kv-memory"):
         fit(LONG, 2, "vllm_v1", None, settings, room(10, free=GIB))
 
@@ -510,7 +513,10 @@ def test_the_memory_of_all_graphs_is_counted() -> None:
         assert num_mixed > 20 and need < graph_bytes(decoder, config) < 1.5 * need  # type: ignore[arg-type]
 
 
-def test_a_cache_that_does_not_fit_names_what_swapping_adds() -> None:
+def test_a_cache_that_does_not_fit_names_what_swapping_adds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headway.loading.free_memory", lambda: 8 * GIB)
     with pytest.raises(ConfigError, match=r"900.00 GiB, and 900.00 GiB for swapped.* 1800.00 GiB"):
         _check_memory(900 * 2**30, 900 * 2**30, None)
     with pytest.raises(ConfigError, match=r"KV cache needs 900.00 GiB, but"):

@@ -117,10 +117,9 @@ async def test_a_deadline_is_set_without_waiting_for_a_step() -> None:
 
 
 @on_loop
-async def test_a_cache_reset_waits_for_the_step_until_a_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_cache_reset_waits_for_the_step_until_a_timeout() -> None:
     async with watched() as s:
+        monkeypatch = pytest.MonkeyPatch()  # the server sets the value back when it ends
         async with blocked(s):
             monkeypatch.setattr(app_module, "ENGINE_TIMEOUT", 0.1)
             answer = await s.client.post("/reset_prefix_cache")
