@@ -41,7 +41,6 @@ from headway.scheduler.presets import own_policies, read_changes, read_preset
 
 MAX_FITTED = 2000  # steps; more make the fit slower, not better
 MAX_LEAD = 60.0  # seconds; requests that are open at the start arrive at most this long before it
-NICENESS = 19  # the lowest priority
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +207,12 @@ def _error(simulated: Summary, measured: Summary) -> dict[str, float | None]:
 def main() -> None:
     """Read pickled parts from stdin, try the changes, and print the result or {"error": ...}.
 
-    The first part has the changes, the profile and the fields of a recording; lists of lines follow.
+    The first part has the changes, the profile, the niceness of this process and the fields of a
+    recording; lists of lines follow.
     """
-    os.nice(NICENESS)
     source = sys.stdin.buffer
     first, lines = pickle.load(source), list[Line]()
+    os.nice(first["niceness"])
     while part := pickle.load(source):
         lines += part
     try:

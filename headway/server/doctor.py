@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SECONDS_KEPT = 1.0  # minimum time between two diagnoses
 MAX_CHANGES = 16
+NICENESS = 19  # of the process of a trial; the lowest priority
 TRY_ERRORS: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     400: {"model": ErrorResponse, "description": "A change is wrong, or too little is recorded."},
@@ -98,7 +99,8 @@ async def run_trial(
     try:
         _check(first["header"]["config"], changes, profile)
         async with asyncio.timeout(TRIAL_SECONDS):
-            return await _in_process(engine, {**first, "changes": changes, "profile": profile})
+            asked = {"changes": changes, "profile": profile, "niceness": NICENESS}
+            return await _in_process(engine, {**first, **asked})
     except TimeoutError:
         problem = f"the trial took more than {TRIAL_SECONDS:g} s"
         raise ApiError(504, problem, code="timeout") from None

@@ -42,5 +42,7 @@ def test_reports_follow_steps_and_heartbeats_fill_long_ones(
     thread.join()
     reports = [each for batch in batches for each in batch if isinstance(each, LoadReport)]
     assert any(each.num_running == 2 and each.step == 1 for each in reports)
-    assert reports[-1] == idle._replace(step=engine.scheduler.num_steps)
+    # A heartbeat may repeat an earlier report at the end.
+    latest = max(reports, key=lambda report: report.step)
+    assert latest == idle._replace(step=engine.scheduler.num_steps)
     wait_until(lambda: set(threading.enumerate()) <= before)  # no heartbeat after the end

@@ -11,6 +11,7 @@ import pytest
 
 from headway import Engine, Scheduler, preset
 from headway.engine import load_reporter
+from headway.engine import loop as engine_loop
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
@@ -66,7 +67,9 @@ async def start(name: str, directory: Announced, executor: Capitals | None = Non
 
 @asynccontextmanager
 async def gateway(directory: Announced) -> AsyncIterator[tuple[AsyncEngine, DiscoveredFleet]]:
-    client = FleetClient(block_size=16, settings=FleetSettings(hang_seconds=LIMIT))
+    client = FleetClient(
+        block_size=16, settings=FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT)
+    )
     fleet = DiscoveredFleet(client, directory, MODEL, KEY)
     engine = AsyncEngine(fleet)
     await engine.start()
@@ -147,6 +150,7 @@ async def test_the_number_of_messages_does_not_depend_on_the_number_of_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(load_reporter, "HEARTBEAT_SECONDS", LIMIT)
+    monkeypatch.setattr(engine_loop, "READ_SECONDS", LIMIT)  # all run from the first step on
     directory, executor = Announced(), Counted()
     server = await start("a", directory, executor)
     async with gateway(directory) as (engine, fleet):

@@ -72,7 +72,9 @@ def test_texts_survive_a_death_and_a_drain(tiny: str, alone: dict[str, RequestOu
     links = [ThreadLink(name, llm.engine) for name, llm in zip("abc", llms, strict=True)]
     Faults(llms[0].engine).dies_at = 7
     second, drained = Faults(llms[1].engine), list[asyncio.Task[None]]()
-    fleet = FleetClient(links[:2], block_size=8, settings=FleetSettings(hang_seconds=LIMIT))
+    fleet = FleetClient(
+        links[:2], block_size=8, settings=FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT)
+    )
     counters = fleet.dispatcher.counters
 
     async def drain() -> None:

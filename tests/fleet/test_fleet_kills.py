@@ -65,7 +65,7 @@ class Gateway:
     def __init__(self, llm: LLM, replicas: ForkedReplicas) -> None:
         self.client = FleetClient(
             block_size=MODEL.block_size, route=round_robin,
-            settings=FleetSettings(hang_seconds=LIMIT),
+            settings=FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT),
         )  # fmt: skip
         fleet = DiscoveredFleet(self.client, replicas, MODEL, KEY)
         self.engine = AsyncEngine(fleet, input_processor=llm.input_processor)

@@ -278,7 +278,7 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
         "--ray-address", said(server, "ray"),
     )  # fmt: skip
     # By application: a replica of the first one that was killed may only start now.
-    before = set(map(application, server.replica_pids()))
+    before = {"", *map(application, server.replica_pids())}
     program = ("-c", PATIENT, *served(str(model))[2:])
     with fleet_server(*flags, program=program, environment=given) as other:
         # The model is quick: outputs must be longer than the way to here.
@@ -312,8 +312,8 @@ def answer(server: FleetServer, body: dict[str, Any]) -> dict[int, dict[str, Any
 
 
 def application(pid: int) -> str:
-    """The name in the title of a replica's process, ray::ServeReplica:NAME:Replica."""
-    return command(pid).split(":")[3]
+    """The name in the title of a replica's process, ray::ServeReplica:NAME:Replica; "" at its end."""
+    return (command(pid).split(":") + [""] * 3)[3]
 
 
 def said(server: FleetServer, name: str) -> str:

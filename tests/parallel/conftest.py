@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
-from headway.parallel import watch
+from headway.parallel import group as parallel_group
+from headway.parallel import ranks, watch
 from tests.support.waiting import LIMIT
 
 
 @pytest.fixture(scope="module")
 def patient_watch() -> Iterator[None]:
-    """No rank of a group counts as stopped or late, however busy the machine is."""
+    """No rank of a group counts as stopped or late, however busy the machine is.
+
+    Rank 0 waits for the others, and for the reason why one has ended.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MAX_STOPPED", "MAX_SILENT", "MAX_LATE"):
             patch.setattr(watch, name, 10 * LIMIT)
+        patch.setattr(parallel_group, "TIMEOUT", timedelta(seconds=LIMIT))
+        patch.setattr(ranks, "EXPLAIN_SECONDS", LIMIT)
         yield

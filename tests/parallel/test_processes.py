@@ -175,7 +175,7 @@ SCRIPT = """
 import sys
 from headway import LLM, SamplingParams
 from headway.parallel import watch
-watch.MAX_SILENT = watch.MAX_LATE = 1e9  # no rank is late on a busy machine
+watch.MAX_SILENT = watch.MAX_SILENT_LOADING = watch.MAX_LATE = 1e9  # no rank is late on a busy machine
 llm = LLM({model!r}, tensor_parallel_size=2, **{settings!r})
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
 print("pids", *[each.process.pid for each in llm.loaded.ranks.watch._ranks], flush=True)

@@ -179,7 +179,8 @@ def test_a_rank_has_several_times_as_long_as_rank_0_needed() -> None:
         made.progress.seconds = 4.0
         assert seconds_until_late(made) >= MAX_SLOWER * 4.0
         made.progress.leave()
-        made.progress.enter()  # quickly
+        made.progress.enter()
+        made.progress.seconds = 0.0  # quickly
         assert seconds_until_late(made) == pytest.approx(MAX_LATE, abs=INTERVAL)
 
 
@@ -197,6 +198,7 @@ def test_no_rank_is_late_unless_rank_0_waits_for_it() -> None:
         progress.leave()
         assert seconds_until_late(made) == NEVER  # rank 0 computes
         progress.end_plan()
+        progress.seconds = 0.0
         progress.is_waiting = True
         assert seconds_until_late(made) == pytest.approx(
             MAX_LATE, abs=INTERVAL

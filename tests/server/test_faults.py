@@ -23,11 +23,12 @@ from headway.engine.input_processor import InputProcessor
 from headway.observe.trace import TraceWriter, read_trace
 from headway.server.process.serve import ServerFactory, bind, serve_http
 from headway.server.process.shutdown import GracefulServer
+from headway.server.settings import ConnectionSettings
 from headway.text.tokenizer import Tokenizer
 from tests.engine.test_async_engine import within
 from tests.support.drive import check_no_leaks
 from tests.support.lettered import SlowCapitals, letters_app, letters_served
-from tests.support.processes import Server, stable_port
+from tests.support.processes import PATIENT, Server, refuses_connections, stable_port
 from tests.support.scripted import MiniApp, make_engine
 from tests.support.waiting import LIMIT, until
 
@@ -89,7 +90,10 @@ def reason_of(said: list[dict[str, Any]]) -> str:
 @asynccontextmanager
 async def listening(engine: Engine, app: Any, model_info: Any) -> AsyncIterator[Listening]:
     """Serve an engine from this event loop; at the end, stop it like a signal would."""
-    factory = ServerFactory(make_engine=lambda: None, make_app=app, grace=5.0)  # type: ignore[arg-type,return-value]
+    factory = ServerFactory(
+        make_engine=lambda: None, make_app=app, grace=5.0,  # type: ignore[arg-type,return-value]
+        connections=ConnectionSettings(**PATIENT),
+    )  # fmt: skip
     bound, started = bind("127.0.0.1", 0), asyncio.Event()
     url = "http://{}:{}".format(*bound.getsockname())
     servers: list[GracefulServer] = []
@@ -256,14 +260,6 @@ async def load(
             # So that the next signal is not merged with this one.
             await until(lambda: refuses_connections(server.port))
         return await streams
-
-
-def refuses_connections(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), LIMIT).close()
-    except OSError:
-        return True
-    return False
 
 
 @each_layout

@@ -24,6 +24,7 @@ Test = Callable[[AsyncEngine, Engine, Gate], Awaitable[None]]
 @pytest.fixture(autouse=True)
 def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "SECONDS", 0.005)
+    monkeypatch.setattr(live, "MAX_SECONDS", 10 * LIMIT)  # no viewer is dropped
 
 
 def served(test: Test) -> None:

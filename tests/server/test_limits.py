@@ -167,8 +167,8 @@ def test_a_client_that_does_not_read_its_last_response_is_disconnected() -> None
             wait_until(server.transport.is_closing)
             here.advance(STALL / 2)  # it notices how much is unsent
             assert server in here.connections
-            here.advance(2 * STALL)
-            assert server not in here.connections
+            # The system may take some more bytes meanwhile.
+            wait_until(lambda: here.advance(2 * STALL) or server not in here.connections)
             with suppress(ConnectionResetError):
                 assert len(answer(client)) < 32 << 20
 

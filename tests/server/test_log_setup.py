@@ -10,11 +10,19 @@ import re
 import threading
 
 import httpx
+import pytest
 from starlette.types import Receive, Scope, Send
 
 from headway.server.http.middleware import AccessLogMiddleware
+from headway.server.process import log_setup
 from headway.server.process.log_setup import setup
 from tests.support.waiting import LIMIT
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All lines are written before a test reads them."""
+    monkeypatch.setattr(log_setup, "STOP_TIMEOUT", LIMIT)
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:

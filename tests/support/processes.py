@@ -33,12 +33,20 @@ def stable_port() -> int:
     """A free port that the system gives to no other process, so that it stays free."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     given = range(low, high + 1)
-    ports = [port for port in range(10_000, 1 << 16) if port not in given]
+    ports = [port for port in range(10_000, 1 << 16) if port not in given] or [*given]
     while True:
         port = random.SystemRandom().choice(ports)
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def refuses_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), LIMIT).close()
+    except OSError:
+        return True
+    return False
 
 
 @contextmanager
