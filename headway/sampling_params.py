@@ -7,8 +7,10 @@ with texts as tokens. Knows nothing of tensors or tokenizers: the caller tokeniz
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import starmap
+from struct import Struct
 from typing import Any, NamedTuple
 
 from headway.errors import InvalidRequest
@@ -68,13 +70,26 @@ def sampling_of(id: str, given: object) -> Sampling:
     return sampling
 
 
+PAIR = Struct("<id")  # a token and its log probability
+
+
 class TokenLogprobs(NamedTuple):
     """The log probability of one token under the raw logits, and those of the top alternatives."""
 
     token: int
     logprob: float
     rank: int  # 1: no token was more probable
-    top: list[tuple[int, float]]  # token ids and log probabilities, most probable first
+    packed_top: bytes = b""  # a client that reads slowly may leave many behind: objects are large
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """Token ids and log probabilities, most probable first."""
+        return list(PAIR.iter_unpack(self.packed_top))
+
+
+def pack_top(top: Iterable[tuple[int, float]]) -> bytes:
+    """The form of `TokenLogprobs.packed_top`."""
+    return b"".join(starmap(PAIR.pack, top))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

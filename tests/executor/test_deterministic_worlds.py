@@ -51,7 +51,7 @@ def test_tokens_and_logprobs_are_those_of_the_request_alone(executor: GpuExecuto
 
 
 def test_a_changed_bit_is_seen() -> None:
-    one = worlds.Outcome([1, 2], [worlds.TokenLogprobs(1, -0.5, 1, [])], {})
-    other = worlds.Outcome([1, 2], [worlds.TokenLogprobs(1, -0.5000000001, 1, [])], {})
+    one = worlds.Outcome([1, 2], [worlds.TokenLogprobs(1, -0.5, 1)], {})
+    other = worlds.Outcome([1, 2], [worlds.TokenLogprobs(1, -0.5000000001, 1)], {})
     (found,) = worlds.differences(other, one)
     assert found.startswith("logprobs 0:") and worlds.differences(one, one) == []

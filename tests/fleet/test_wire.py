@@ -16,9 +16,9 @@ from headway.errors import ExecutorError
 from headway.fleet.transport import wire
 from headway.grammar.grammar import Grammar
 from headway.request import RequestParams
-from headway.sampling_params import Sampling, TokenLogprobs
+from headway.sampling_params import Sampling, TokenLogprobs, pack_top
 
-SCORE = TokenLogprobs(7, -0.1, 1, [(7, -0.1), (9, -math.inf)])
+SCORE = TokenLogprobs(7, -0.1, 1, pack_top([(7, -0.1), (9, -math.inf)]))
 END = messages.FinishInfo("stop", 3, None, 16, 0, 0.1, 0.2, 0.3)
 PARAMS = RequestParams(
     eos_ids=frozenset({2}), stop_ids=frozenset({5, 6}), n=2, deadline=1.5, salt="a",

@@ -27,7 +27,7 @@ from headway.engine.input_processor import InputProcessor
 from headway.engine.queue_limits import QueueLimits
 from headway.plan import Embedding, Plan, StepResult
 from headway.request import Request
-from headway.sampling_params import Sampling, TokenLogprobs
+from headway.sampling_params import Sampling, TokenLogprobs, pack_top
 from headway.server import app as app_module
 from headway.server.app import create_app
 from headway.server.context import Context
@@ -100,7 +100,7 @@ def embedding(prompt: Sequence[int], pooling: str) -> Embedding:
 
 def score(token: int, num_top: int) -> TokenLogprobs:
     top = [(token + step, -0.5 - step) for step in range(num_top)]
-    return TokenLogprobs(token, -0.5, 1, top)
+    return TokenLogprobs(token, -0.5, 1, pack_top(top))
 
 
 class Capitals:

@@ -13,7 +13,7 @@ from headway.executor.sampling.draw import parts
 from headway.model.decoder import Decoder
 from headway.plan import Chunk, Embedding
 from headway.request import Request
-from headway.sampling_params import Sampling, TokenLogprobs
+from headway.sampling_params import Sampling, TokenLogprobs, pack_top
 
 SLICE = 256  # prompt positions whose logits are computed at once; bounds the memory
 ALIGNED = 4  # float32 numbers that a GPU loads at once
@@ -70,7 +70,7 @@ def compute_logprobs(logits_tv: Tensor, targets_t: Tensor, num_top: int) -> list
         ranks = (logprobs > own).sum(-1) + 1
         values, ids = logprobs.topk(min(num_top, vocab_size), -1)
         tops = (
-            sorted(zip(*pair, strict=True), key=lambda found: (-found[1], found[0]))
+            pack_top(sorted(zip(*pair, strict=True), key=lambda found: (-found[1], found[0])))
             for pair in zip(ids.tolist(), values.tolist(), strict=True)
         )
         columns = (targets_t[part].tolist(), own[:, 0].tolist(), ranks.tolist(), tops)
