@@ -226,7 +226,7 @@ def test_the_last_minute_equals_the_statistics_of_the_run(whole: Run) -> None:
 def test_the_command_reads_parts_and_prints_json(whole: Run) -> None:
     recording, data = whole.recording(), io.BytesIO()
     first = {
-        "changes": {"max_num_seqs": "none"}, "profile": None, "header": recording.header,
+        "changes": {"max_num_seqs": "none"}, "profile": None, "niceness": 0, "header": recording.header,
         "before": [], "generated": {}, "model": asdict(PROFILE.model),
     }  # fmt: skip
     for part in (first, recording.lines[:5], recording.lines[5:], None):
