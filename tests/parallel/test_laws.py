@@ -102,8 +102,10 @@ def run(
 ) -> tuple[dict[str, list[list[int]]], real.Seen]:
     """The greedy tokens of all prompts, under one configuration; a list for each sample.
 
-    Time stands still: a slow machine does not change the order of requests.
+    Time stands still: a slow machine does not change the order of requests. The LLM forgets its
+    cached prefixes, whose blocks this engine uses.
     """
+    assert llm.reset_cache()
     config, seen = preset(preset_name, **{**SIZES, **changes}), real.Seen()
     engine = Engine(
         Scheduler(config), llm.executor, VirtualClock(), async_scheduling=ahead, observers=[seen]
@@ -168,6 +170,7 @@ def test_no_setting_changes_a_token(pair: Pair, name: str) -> None:
 @both
 def test_sampled_tokens_and_log_probabilities_are_those_of_one_process(pair: Pair) -> None:
     config = preset(**SIZES)
+    assert pair.alone.reset_cache() and pair.group.reset_cache()
     found = [
         outcome(Engine(Scheduler(config), llm.executor), 5) for llm in (pair.alone, pair.group)
     ]
@@ -208,6 +211,7 @@ def test_random_policies_change_no_token(pair: Pair, seed: int) -> None:
 def test_a_recorded_run_replays_with_the_same_decisions(pair: Pair, tmp_path: Path) -> None:
     path, config = tmp_path / "trace.jsonl", preset("vllm_v1", **SIZES, swap="swap")
     with path.open("w") as file:
+        assert pair.group.reset_cache()
         engine = Engine(
             Scheduler(config), pair.group.executor, async_scheduling=True,
             observers=[TraceWriter(file, config, True)],
