@@ -158,10 +158,14 @@ def test_the_end_of_a_request_between_steps_has_no_step(folder: Path) -> None:
     assert "between steps: request" in page.getvalue() and "step -1" not in page.getvalue()
 
 
-def test_the_live_view_draws_at_most_ten_times_per_second(folder: Path) -> None:
+def test_the_live_view_draws_at_most_ten_times_per_second(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert live.SECONDS_BETWEEN == 0.1
+    monkeypatch.setattr(live, "SECONDS_BETWEEN", 0.001)  # 400 steps take longer on any machine
     llm = LLM(str(folder), load_format="dummy", threads=1)
     screen, _, seconds = shown(llm, 80, 400)
-    assert plain(screen).count("KV cache") <= seconds * 10 + 2
+    assert 1 <= plain(screen).count("KV cache") <= seconds * 1000 + 2
 
 
 def test_control_characters_in_a_text_are_replaced() -> None:
