@@ -159,12 +159,17 @@ def call_headroom(rule: HeadroomRule, request: Request, view: SchedulerView) -> 
 
 def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool | Literal["discard"]:
     """Whether to swap the request out rather than recompute it, or to discard its output too."""
+    where = f"for request {request.id!r}"
     try:
-        answer = rule(request, view)
-        return "discard" if isinstance(answer, str) and answer == "discard" else bool(answer)
+        answer: Any = rule(request, view)
+        if not isinstance(answer, str):
+            return bool(answer)
     except Exception as error:
-        where = f"for request {request.id!r}"
         raise policy_failed("swap", rule, where, error, request.id) from error
+    if answer != "discard":  # "recompute" would count as true, and swap
+        advice = 'return True, False or "discard"'
+        raise bad_result("swap", rule, answer, where, advice, request.id)
+    return "discard"
 
 
 def is_orderable(key: Any) -> bool:

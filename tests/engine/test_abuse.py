@@ -34,7 +34,7 @@ from headway.errors import (
 from headway.observe.trace import TraceWriter
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset, queues
-from headway.scheduler.policy_calls import call_chunk, call_headroom
+from headway.scheduler.policy_calls import call_chunk, call_headroom, call_swap
 from headway.scheduler.presets import NUMBERS
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
 from tests.support import real
@@ -181,6 +181,17 @@ def test_a_result_that_is_no_number_is_shown(slot: str, result: object) -> None:
     ) as e:
         call(wrong, *arguments)
     assert repr(result) in str(e.value)
+
+
+@pytest.mark.parametrize("answer", ["recompute", "swap", "", "no"])
+def test_a_swap_rule_may_return_no_text_but_discard(answer: str) -> None:
+    """Every text but the empty one counts as true: "recompute" would swap."""
+    request = Request("a", [1], params())
+    with pytest.raises(PolicyError, match=f"swap policy .*{answer!r} for request 'a'; return True"):
+        call_swap(lambda request, view: answer, request, None)  # type: ignore[arg-type]
+    accepted: list[Any] = ["discard", np.str_("discard"), True, 1, np.True_, False, 0, None]
+    answers = [call_swap(lambda request, view, a=a: a, request, None) for a in accepted]  # type: ignore
+    assert answers == ["discard"] * 2 + [True] * 3 + [False] * 3
 
 
 @each_poison
