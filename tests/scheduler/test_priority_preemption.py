@@ -159,6 +159,32 @@ def test_a_users_batching_rule_is_handled_like_a_ready_made_one() -> None:
         assert num_steps_waiting(driver, "high") <= MAX_WAIT
 
 
+def decode_alone(step: StepActions) -> None:
+    """A user's rule: decodes first, and prompts only in steps without decodes."""
+    step.decode()
+    if step.is_idle:
+        step.prefill()
+    if step.is_idle:
+        step.admit()
+
+
+def test_whoever_is_preempted_makes_room_in_the_same_step() -> None:
+    """Also if the batching rule admits only into idle steps, so that all others must leave first."""
+    driver = full_batch(decode_alone, "split_any", 16)
+    start_decoding(driver)
+    driver.add("high", range(100, 110), 2, priority=0)
+    row = driver.steps(1)[0]
+    assert row.admitted == "high" and row.preempted.count("low") == NUM_LOW and not row.decodes
+    # Prompts that are partially computed keep a step from being idle, too.
+    driver = full_batch(decode_alone, "split_any", 2)
+    driver.add("long", range(1000, 1400), 2, priority=5)
+    while "long" not in {request.id for request in driver.scheduler.state.prefilling}:
+        driver.step()
+    driver.add("high", range(100, 110), 2, priority=0)
+    row = driver.steps(1)[0]
+    assert row.admitted == "high" and row.preempted == "long"
+
+
 def test_a_decode_step_of_prefill_first_does_not_preempt_the_batch() -> None:
     """After 16 prompt steps prefill_first decodes; the high priority waits for that step."""
     driver = full_batch("prefill_first", "split_any", 8, max_num_seqs=NUM_LOW + 1)

@@ -110,6 +110,28 @@ def test_a_key_of_ordered_values_is_accepted(key: Any) -> None:
     assert scheduler.is_idle
 
 
+def test_a_request_is_removed_even_if_its_key_no_longer_compares() -> None:
+    class Fading:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __lt__(self, other: Fading) -> bool:
+            if is_broken:
+                raise RuntimeError("no order any more")
+            return self.value < other.value
+
+    is_broken = False
+    queue = Scheduler(preset(queue=lambda request, view: Fading(int(request.id)))).queue
+    requests = [Request(id, [1], RequestParams()) for id in "012"]
+    for request in requests:
+        queue.push(request)
+    is_broken = True
+    for request in (requests[1], requests[2], requests[0]):
+        queue.remove(request)
+        assert request not in set(queue)
+    assert len(queue) == 0
+
+
 def test_a_key_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
