@@ -13,12 +13,14 @@ help:  ## show this list
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-# Two processes unpack the packages. On other platforms torch may need more of them to be imported.
+# This pip takes half the time of Python 3.11's to choose files. Two processes unpack the packages.
+# On other platforms torch may need more of them to be imported.
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) pip==26.3
 	sort -r requirements.lock | tr '\n' '\0' | xargs -0 -n 12 -P 2 $(PIP) --no-deps
 	$(BIN)/python -c 'import torch' 2> /dev/null || $(PIP) -r requirements.lock
-	$(PIP) --no-deps --no-build-isolation -e .
+	PYTHONWARNINGS=ignore $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 run: $(READY)  ## run ten prompts with the default model and show the scheduler's decisions
