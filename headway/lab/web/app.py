@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from shutil import rmtree
-from tempfile import mkdtemp
+from tempfile import NamedTemporaryFile, mkdtemp
 from typing import Any
 from weakref import finalize
 
@@ -140,9 +140,9 @@ class LabApp:
         """The film of a trace in a request; from now on the trace can be forked by its name."""
         lines = body.decode("utf-8-sig", "replace").splitlines(keepends=True)
         film = film_of_texts(name, lines, self._own)
-        path = self._folder / f"{len(self.traces)}.trace.jsonl"
-        path.write_bytes(body.removeprefix(codecs.BOM_UTF8))
-        self.traces[name] = path
+        with NamedTemporaryFile(dir=self._folder, suffix=".trace.jsonl", delete=False) as file:
+            file.write(body.removeprefix(codecs.BOM_UTF8))
+        self.traces[name] = Path(file.name)
         self._titles.pop(name, None)
         return film
 

@@ -37,7 +37,7 @@ def trace() -> str:
 
 
 @pytest.fixture(scope="module")
-def server(trace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+def running(trace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
     path = tmp_path_factory.mktemp("lab") / "run.trace.jsonl"
     path.write_text(trace)
     server = LabServer(LabApp(traces={"run": path}))
@@ -46,6 +46,13 @@ def server(trace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
     yield server
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def server(running: LabServer, monkeypatch: pytest.MonkeyPatch) -> LabServer:
+    """The lab with its recorded run, without what other tests upload."""
+    monkeypatch.setattr(running.app, "traces", dict(running.app.traces))
+    return running
 
 
 def ask(
@@ -124,6 +131,15 @@ def test_a_recorded_run_shows_the_states_of_the_run_itself(
     film, run = film_of(data), film_of(ask(server, "POST", "/api/film", SPEC)[1])
     assert status == 200 and film.num_frames == run.num_frames
     assert all(film.ops(frame) == run.ops(frame) for frame in range(film.num_frames))
+
+
+def test_every_uploaded_run_keeps_its_own_trace(server: LabServer, trace: str) -> None:
+    """Also after another run with the same name was uploaded."""
+    shorter = "".join(trace.splitlines(keepends=True)[:6])
+    for name, text in (("a", shorter), ("a", trace), ("b", shorter)):
+        assert ask(server, "POST", f"/api/trace?name={name}", text.encode())[0] == 200
+    a, b = (film_of(ask(server, "POST", "/api/film", {"trace": name})[1]) for name in "ab")
+    assert a.num_frames > b.num_frames
 
 
 def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
