@@ -158,9 +158,10 @@ def test_a_draw_inverts_the_reference_distribution(
     ],
 )  # fmt: skip
 def test_tokens_are_drawn_with_their_probability(sampling: dict[str, Any]) -> None:
-    num_draws, logits = 6000, some_logits(10, seed=3, scale=1.0)
-    sampler = sampler_of([Sampling(**sampling, seed=seed) for seed in range(num_draws)], 10)
-    chosen = sampler.sample(logits.expand(num_draws, 10), np.arange(num_draws))
+    num_seeds, num_steps, logits = 600, 10, some_logits(10, seed=3, scale=1.0)
+    num_draws = num_seeds * num_steps
+    sampler = sampler_of([Sampling(**sampling, seed=seed) for seed in range(num_seeds)], 10)
+    chosen = torch.tensor(run_all(sampler, logits.expand(num_steps, num_seeds, 10))).flatten()
     expected = num_draws * distribution(logits.double().numpy(), Sampling(**sampling))
     seen = np.bincount(chosen.numpy(), minlength=10)
     possible = expected > 0

@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, so the model is tiny.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -31,7 +32,7 @@ from tests.support.ordered_dots import use_ordered_dots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-VOCABULARY, BLOCK_SIZE, NUM_BLOCKS = 40, 8, 64
+VOCABULARY, BLOCK_SIZE, NUM_BLOCKS, SPLIT = 40, 8, 64, 32
 
 
 def tiny() -> ModelConfig:
@@ -58,7 +59,7 @@ class Loud(DummyCheckpoint):
 def decoder() -> Iterator[Decoder]:
     """Short splits, so that short sequences have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(invariant_attention, "SPLIT", 32)
+        patch.setattr(invariant_attention, "SPLIT", SPLIT)
         use_ordered_dots(patch)
         yield Decoder(Loud(tiny()), DeterministicBackend(DTYPE, DEVICE))
 
@@ -77,6 +78,7 @@ class Sequences:
         width = -(-max(lengths) // BLOCK_SIZE)
         self.tables = torch.tensor([[numbers.pop() for _ in range(width)] for _ in lengths])
         self.blocks = decoder.backend.kv_blocks(decoder.config, NUM_BLOCKS, BLOCK_SIZE)
+        self.seen = Counter[str]()  # passes of each kind
 
     @torch.inference_mode()
     def logits(self, decodes: list[Part], chunks: list[Part], num_splits: int) -> Tensor:
@@ -103,9 +105,17 @@ class Sequences:
         while left := [s for s, length in enumerate(self.lengths) if done[s] < length]:
             decodes, chunks = list[Part](), list[Part]()
             for s in order.sample(left, order.randint(1, len(left))):
-                end = min(done[s] + order.choice((1, 4, 33, 40)), self.lengths[s])
+                end = min(done[s] + order.choice((1, 1, 4, 33)), self.lengths[s])
                 (decodes if end - done[s] == 1 else chunks).append((s, done[s], end))
-            rows = self.logits(decodes, chunks, order.choice((1, 4)))
+            num_splits = order.choice((1, 4))
+            rows = self.logits(decodes, chunks, num_splits)
+            self.seen["decodes only"] += len(decodes) > 1 and not chunks
+            self.seen["chunks only"] += len(chunks) > 1 and not decodes
+            self.seen["decodes and chunks"] += bool(decodes and chunks)
+            self.seen["a long decode in splits"] += num_splits > 1 and any(
+                first >= SPLIT for _, first, _ in decodes
+            )
+            self.seen["a chunk in the middle"] += any(first > 0 for _, first, _ in chunks)
             for s, first, end in decodes + chunks:
                 found[s].append(rows[: end - first])
                 rows, done[s] = rows[end - first :], end
@@ -113,6 +123,7 @@ class Sequences:
 
 
 LENGTHS = [40, 2, 6]
+SEED = 96  # of an order with few passes, but some of every kind
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +133,27 @@ def alone(decoder: Decoder) -> list[Tensor]:
     return [sequences.logits([], [(s, 0, n)], 1) for s, n in enumerate(LENGTHS)]
 
 
-@settings(max_examples=3, deadline=None)
-@given(order=st.randoms(use_true_random=False))
+def in_an_order(decoder: Decoder, alone: list[Tensor], order: random.Random) -> Counter[str]:
+    sequences = Sequences(decoder, LENGTHS, 1)
+    assert all(logits.isfinite().all() for logits in alone)
+    for one, other in zip(alone, sequences.all_logits(order), strict=True):
+        assert torch.equal(one, other)
+    return sequences.seen
+
+
+def test_logits_are_the_same_bits_in_passes_of_every_kind(
+    decoder: Decoder, alone: list[Tensor]
+) -> None:
+    seen = in_an_order(decoder, alone, random.Random(SEED))
+    assert len(seen) == 5 and min(seen.values()) > 0, seen
+
+
+@settings(max_examples=2, deadline=None)
+@given(order=st.randoms(use_true_random=True))  # otherwise the first example only decodes
 def test_logits_are_the_same_bits_in_any_batch_and_chunks(
     decoder: Decoder, alone: list[Tensor], order: random.Random
 ) -> None:
-    assert all(logits.isfinite().all() for logits in alone)
-    for one, other in zip(alone, Sequences(decoder, LENGTHS, 1).all_logits(order), strict=True):
-        assert torch.equal(one, other)
+    in_an_order(decoder, alone, order)
 
 
 def test_logits_are_close_to_those_of_the_faster_kernels(

@@ -17,8 +17,8 @@ from headway.model.backends.native.weights import layout, pack_wide
 from headway.model.precision import why_not_native
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
-# Loops that are not unrolled give the same warnings and the same results in a third of the time.
-QUICK = ["-O1", "-fno-tree-loop-optimize"]
+# Code that is easy to debug gives the same warnings and the same results in a fraction of the time.
+QUICK = ["-Og", "-fno-tree-loop-optimize"]
 
 
 @needs_compiler

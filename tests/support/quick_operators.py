@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+new = object.__new__
 ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 NAMES = {np.add: "add", np.subtract: "sub", np.multiply: "mul"}
 
@@ -28,6 +29,7 @@ class Operators:
         self.tensor, self._core, self._interpreter = core.tensor, core, interpreter
         self._handle, self._semantic = interpreter.TensorHandle, interpreter.interpreter_semantic
         self._types = dict[tuple[str, tuple[int, ...]], Any]()
+        self._forms = dict[tuple[str, tuple[int, ...] | None, int], Any]()
         self._constants = dict[tuple[str, str], Any]()
         self._filled = dict[tuple[Any, str, tuple[int, ...]], Any]()
 
@@ -43,9 +45,16 @@ class Operators:
         return self._calculated(call, *OPERATORS[plain], is_swapped=plain != name)
 
     def made(self, data: Any, kind: Any, *, is_block: bool) -> Any:
-        """A value with the type of its data."""
-        type_of_all = self.block(kind, data.shape) if is_block else kind
-        return self.tensor(self._handle(data, kind), type_of_all)
+        """A value with the type of its data; what follows from the type is computed once."""
+        key = kind.name, data.shape if is_block else None, data.itemsize
+        if (form := self._forms.get(key)) is None:
+            type_of_all = self.block(kind, data.shape) if is_block else kind
+            first = self.tensor(self._handle(data, kind), type_of_all)
+            form = self._forms[key] = first.type, first.numel, first.shape
+        value, handle = new(self.tensor), new(self._handle)
+        handle.data, handle.dtype, handle.attr = data, kind, {}
+        value.handle, value.dtype, (value.type, value.numel, value.shape) = handle, kind, form
+        return value
 
     def block(self, kind: Any, shape: tuple[int, ...]) -> Any:
         """The type of a block. All pointers are to global memory, so that a name is enough."""

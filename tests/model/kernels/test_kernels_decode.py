@@ -271,7 +271,10 @@ def test_a_single_token_yields_its_value(case: Case) -> None:
     assert torch.equal(found(world).out, values.flatten(1))
 
 
-LENGTHS = (0, 1, 2, 31, 32, 33, 64, 70, 130, 300)
+# In the interpreter, the last positions of a split and the first of the next one, and few others.
+LENGTHS = (
+    (0, 1, 2, 31, 32, 33, 64, 70, 130, 300) if DEVICE == "cuda" else (0, 1, 31, 32, 63, 64, 300)
+)
 SPLITS = [
     DecodeSplit(num_splits=1, min_positions=4096, tile=16, warps=1, stages=2),
     DecodeSplit(num_splits=1, min_positions=4096, tile=64, warps=4, stages=3),

@@ -267,7 +267,7 @@ def _noise_of(out, bits, SIZE: tl.constexpr, ROUGH: tl.constexpr):
 def test_the_references_random_words_equal_tritons(seed: int) -> None:
     out = torch.empty((4, 64), dtype=torch.int32, device=DEVICE)
     _random_words[(1,)](out, torch.tensor([seed], device=DEVICE), SIZE=64, ROUNDS=reference.ROUNDS)
-    words = torch.stack(reference.philox(seed, torch.arange(64), 0))
+    words = torch.stack(reference.philox(torch.tensor(seed), torch.arange(64), torch.tensor(0)))
     assert torch.equal(out.cpu().long() & 0xFFFFFFFF, words)
 
 

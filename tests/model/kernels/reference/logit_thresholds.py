@@ -16,20 +16,30 @@ def find_logit_thresholds(
     logits_nv: Tensor, row_ids_n: Tensor, settings: SamplingTensors, thresholds_n: Tensor
 ) -> None:
     """Write the smallest logit that each row keeps; -inf if it is greedy. NaN counts as -inf."""
-    for row, row_id in enumerate(row_ids_n.tolist()):
-        logits_v = logits_nv[row].double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        is_greedy = bool(settings.temperature[row_id] < COLDEST)
-        thresholds_n[row] = -torch.inf if is_greedy else _threshold(logits_v, settings, row_id)
+    if not len(row_ids_n):
+        return
+    logits_nv = logits_nv.double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    found_n = _thresholds(logits_nv, settings, row_ids_n.long())
+    is_greedy_n = settings.temperature[row_ids_n.long()] < COLDEST
+    thresholds_n.copy_(found_n.masked_fill(is_greedy_n, -torch.inf))
 
 
-def _threshold(logits_v: Tensor, settings: SamplingTensors, row_id: int) -> Tensor:
-    """The smallest logit that min_p and top_k keep, and then top_p; ties are kept."""
-    falling_v = logits_v.sort(descending=True).values
-    weights_v = ((falling_v - falling_v[0]) / settings.temperature[row_id].double()).exp()
-    num_kept = max(1, int((weights_v >= settings.min_p[row_id].double()).sum()))
-    if 0 < (top_k := int(settings.top_k[row_id])) < len(falling_v):
-        num_kept = min(num_kept, int((falling_v >= falling_v[top_k - 1]).sum()))
-    if (top_p := settings.top_p[row_id].item()) < 1:
-        reach_v = weights_v[:num_kept].cumsum(0)
-        num_kept = int((reach_v < top_p * reach_v[-1]).sum()) + 1
-    return falling_v[num_kept - 1]
+def _thresholds(logits_nv: Tensor, settings: SamplingTensors, ids_n: Tensor) -> Tensor:
+    """The smallest logits that min_p and top_k keep, and then top_p; ties are kept."""
+    vocab_size = logits_nv.shape[1]
+    falling_nv = logits_nv.sort(descending=True).values
+    heat_n1, min_p_n1 = (
+        each[ids_n, None].double() for each in (settings.temperature, settings.min_p)
+    )
+    weights_nv = ((falling_nv - falling_nv[:, :1]) / heat_n1).exp()
+    num_kept_n = (weights_nv >= min_p_n1).sum(1).clamp(min=1)
+    top_k_n = settings.top_k[ids_n].long()
+    last_n = torch.where(top_k_n > 0, top_k_n, vocab_size).clamp(max=vocab_size) - 1
+    num_equal_n = (falling_nv >= falling_nv.gather(1, last_n[:, None])).sum(1)
+    num_kept_n = torch.where(last_n + 1 < vocab_size, num_kept_n.minimum(num_equal_n), num_kept_n)
+    top_p_n, reach_nv = settings.top_p[ids_n].double(), weights_nv.cumsum(1)
+    whole_n1 = reach_nv.gather(1, num_kept_n[:, None] - 1)
+    is_kept_nv = torch.arange(vocab_size, device=ids_n.device) < num_kept_n[:, None]
+    num_reached_n = (is_kept_nv & (reach_nv < top_p_n[:, None] * whole_n1)).sum(1) + 1
+    num_kept_n = torch.where(top_p_n < 1, num_reached_n, num_kept_n)
+    return falling_nv.gather(1, num_kept_n[:, None] - 1)[:, 0]
