@@ -18,7 +18,7 @@ from tests.support.drive import Driver
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError
 
-NUM_SEEDS = 150  # each is run with and without a plan in flight
+NUM_SEEDS = 100  # each is run with and without a plan in flight
 MIN_EVENTS = {
     "preempted, recomputed": 30, "priority preemptions": 10, "cache hits": 60, "full hits": 10,
     "resumed from cache": 10, "split prompts": 100, "aborts in flight": 3,

@@ -130,7 +130,7 @@ def test_a_fit_to_a_clean_log_predicts_another_run_within_one_percent(machine: M
     assert found.host_seconds == pytest.approx(machine.host_seconds)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_and_slow_steps_hardly_change_predictions(seed: int) -> None:
     profile = profile_of(SLOW)
     lines, held_out = logs(profile)
@@ -153,7 +153,7 @@ def test_plans_of_several_steps_are_fitted_as_well() -> None:
     assert np.median(step_errors(found, profile, held_out)) < 0.01
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_number_is_negative_and_every_profile_can_be_read_again(
     seed: int, tmp_path: Path
 ) -> None:
@@ -268,8 +268,7 @@ def fitted_launch_bound(seed: int, noise: float) -> Fit:
     return fit(observations(disturbed(log_of(profile, waves), noise, slow=0.0, seed=seed)), TINY)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize(("seed", "noise"), [(0, 0.0), (1, 0.02), (0, 0.1), (1, 0.1), (2, 0.1)])
 def test_rates_stay_within_physical_limits_and_undetermined_ones_are_named(
     seed: int, noise: float
 ) -> None:
@@ -444,7 +443,8 @@ def test_a_run_with_async_scheduling_is_predicted_from_one_with_it(max_num_seqs:
     work = make_calibration(8192, QUICK_GPU_CALIBRATION)
     fitted = log_of(profile, work.before + work.after, async_scheduling=1, **changes)
     held_out = log_of(profile, [work.held_out], async_scheduling=1, **changes)
-    synchronous = observations(log_of(profile, work.before, **changes))
+    synchronous = observations(log_of(profile, work.before[:4], **changes))
+    assert len(synchronous.gaps) > 50
     seen = replace(observations(fitted), gaps=synchronous.gaps)
     found, warnings = fit(seen, profile.model)
     assert not warnings

@@ -34,7 +34,8 @@ from tests.support.waiting import LIMIT
 ROOT = Path(__file__).parents[2]
 FLAG = "--allow-own-policies"
 JSON = {"Content-Type": "application/json"}
-PLAIN: dict[str, Any] = {"workload": WORKLOAD, "preset": "vllm_v1", "set": {"num_blocks": 24}}
+SHORT = "requests=4,prompt=uniform(20,60),output=6"
+PLAIN: dict[str, Any] = {"workload": SHORT, "preset": "vllm_v1", "set": {"num_blocks": 24}}
 TEXTS = ["evil:q", " evil:q", "evil:q(1)", "custom(evil:q)", "evil:q.__class__", "evil:", "evil:("]
 
 

@@ -27,6 +27,7 @@ WORKLOAD = (
     "requests=16,arrivals=bursty(300,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
     "clients=3,priorities=3,n=2,seed={}"
 )
+VIEW_EVERY = 3  # steps
 MIXES: list[dict[str, Any]] = [
     {"name": "headway", "queue": "fair", "max_num_seqs": 8, "num_blocks": 200},
     {"name": "vllm_v1", "max_num_seqs": 3, "num_blocks": 60},
@@ -139,6 +140,7 @@ class Checker:
         for row in shown["waiting"]["requests"]:
             if row["id"] in sentences:
                 assert row["why"] == sentences[row["id"]]
+                self.seen["views"] += 1
         listed = [b for b in plan.blocked if b.request.id in {r.id for r in scheduler.queue}][:5]
         assert all(
             f"request {b.request.id} waits: {sentences[b.request.id]}." in why for b in listed
@@ -158,7 +160,8 @@ def follow(engine: Engine) -> Counter[str]:
             continue
         engine.step()
         checker.check_plan(engine.scheduler.last_plan)
-        checker.check_views()
+        if engine.scheduler.num_steps % VIEW_EVERY == 0:
+            checker.check_views()
     assert engine.fault is None
     return checker.seen
 
@@ -172,6 +175,7 @@ def test_every_sentence_agrees_with_its_plan() -> None:
     rest = [f"not considered: {reason}" for reason in explain.NOT_CONSIDERED]
     for kind in (*blocked, *rest, *get_args(explain.Kind)):
         assert seen[kind] > 0, kind
+    assert seen["views"] > 1000
 
 
 def test_every_reason_has_a_sentence() -> None:

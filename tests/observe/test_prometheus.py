@@ -177,32 +177,31 @@ def test_builds_are_counted_and_traced() -> None:
 def test_metrics_equal_a_log_of_every_token(
     name: str, changes: dict[str, Any], async_scheduling: int
 ) -> None:
-    for seed in range(2):
-        metrics, log, _ = run(name, async_scheduling, seed, **changes)
-        found, done = samples(metrics.text()), log.completed()
-        first = [times[0] - r.arrival for r, times in log.times.items()]
-        check_histogram(found, "time_to_first_token_seconds", first)
-        check_histogram(found, "inter_token_latency_seconds", log.gaps())
-        check_histogram(found, "swap_in_seconds", log.swap_ins)
-        assert bool(log.swap_ins) == (name == "vllm")
-        ends, admitted, times = log.ends, log.admitted, log.times
-        waits = {
-            "e2e_request_latency_seconds": [ends[r] - r.arrival for r in done],
-            "request_queue_time_seconds": [admitted[r] - r.arrival for r in done],
-            "request_prefill_time_seconds": [times[r][0] - admitted[r] for r in done],
-            "request_decode_time_seconds": [ends[r] - times[r][0] for r in done],
-            "request_inference_time_seconds": [ends[r] - admitted[r] for r in done],
-            "request_longest_stall_seconds": [
-                max(b - a for a, b in pairwise(times[r])) for r in done if len(times[r]) > 1
-            ],
-            "request_prompt_tokens": [float(r.num_prompt) for r in done],
-            "request_generation_tokens": [float(r.num_generated) for r in done],
-            "request_params_max_tokens": [float(r.params.max_tokens or 0) for r in done],
-            "request_params_n": [float(r.params.n) for r in done if r.parent is None],
-        }
-        for histogram, values in waits.items():
-            check_histogram(found, histogram, values)
-        check_counters(found, log)
+    metrics, log, _ = run(name, async_scheduling, async_scheduling, **changes)
+    found, done = samples(metrics.text()), log.completed()
+    first = [times[0] - r.arrival for r, times in log.times.items()]
+    check_histogram(found, "time_to_first_token_seconds", first)
+    check_histogram(found, "inter_token_latency_seconds", log.gaps())
+    check_histogram(found, "swap_in_seconds", log.swap_ins)
+    assert bool(log.swap_ins) == (name == "vllm")
+    ends, admitted, times = log.ends, log.admitted, log.times
+    waits = {
+        "e2e_request_latency_seconds": [ends[r] - r.arrival for r in done],
+        "request_queue_time_seconds": [admitted[r] - r.arrival for r in done],
+        "request_prefill_time_seconds": [times[r][0] - admitted[r] for r in done],
+        "request_decode_time_seconds": [ends[r] - times[r][0] for r in done],
+        "request_inference_time_seconds": [ends[r] - admitted[r] for r in done],
+        "request_longest_stall_seconds": [
+            max(b - a for a, b in pairwise(times[r])) for r in done if len(times[r]) > 1
+        ],
+        "request_prompt_tokens": [float(r.num_prompt) for r in done],
+        "request_generation_tokens": [float(r.num_generated) for r in done],
+        "request_params_max_tokens": [float(r.params.max_tokens or 0) for r in done],
+        "request_params_n": [float(r.params.n) for r in done if r.parent is None],
+    }
+    for histogram, values in waits.items():
+        check_histogram(found, histogram, values)
+    check_counters(found, log)
 
 
 def check_counters(found: Samples, log: Log) -> None:

@@ -15,7 +15,7 @@ from headway.scheduler.state import MAX_DISCARDS
 from tests.support import scenarios
 from tests.support.drive import Driver
 
-NUM_SCENARIOS = 120
+NUM_SCENARIOS = 80
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])

@@ -29,7 +29,7 @@ from tests.scheduler.reference.nano_vllm_later import LATER_NANO_VLLM, LaterNano
 from tests.scheduler.reference.three_queues import ThreeQueues
 from tests.support.drive import Driver
 
-NUM_WORKLOADS = 300
+NUM_WORKLOADS = 140
 DOCUMENT = Path(__file__).parents[2] / "docs" / "policies.md"
 
 
@@ -72,7 +72,7 @@ CASES = {
     ),
     "vllm": Case(
         ThreeQueues, "vllm", {}, differences_mixed.VLLM,
-        {"preemptions": 300, "swaps": 200, "cut prompts": 1000}, {"has_swaps": True},
+        {"preemptions": 120, "swaps": 75, "cut prompts": 1000}, {"has_swaps": True},
     ),
 }  # fmt: skip
 
@@ -94,28 +94,34 @@ def pair(case: Case, seed: int, names: Iterable[str]) -> Pair:
     return Pair(changed(workload.limits, **options), config, workload)
 
 
+# Rare differences, each with workloads that show it.
+SEEDS: dict[tuple[str, str], tuple[int, ...]] = {
+    ("deep_dive, listing", "eight discards"): (175, 226),
+    ("minivllm", "budget before blocks"): (80,),
+    ("nano_vllm, later", "blank blocks"): (39, 64, 68),
+    ("nano_vllm, later", "equal blocks"): (89, 185, 269, 276),
+    ("nano_vllm, later", "order of ends"): (222,),
+    ("nano_vllm, later", "output blocks"): (114, 207, 266, 267),
+    ("deep_dive, output kept", "no admission after preemption"): (89, 266, 269),
+    ("vllm", "no admission after preemption"): (89, 269),
+    ("vllm", "one watermark"): (31, 123, 143, 175),
+    ("vllm", "room for decodes"): (255, 7),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_differs_but_the_listed_differences(name: str) -> None:
     case, seen = CASES[name], Counter[str]()
-    for seed in range(NUM_WORKLOADS):
+    rare_seeds = {
+        seed for (listing, _), seeds in SEEDS.items() if listing == name for seed in seeds
+    }
+    for seed in sorted({*range(NUM_WORKLOADS), *rare_seeds}):
         both = pair(case, seed, case.differences)
         problem = both.run()
         assert problem is None, f"workload {seed}, {problem}: {both.workload}"
         seen += both.seen
     rare = {event: seen[event] for event, least in case.min_events.items() if seen[event] < least}
     assert not rare, f"too few of these events: {rare}"
-
-
-# Rare differences, each with a workload that shows it.
-SEEDS = {
-    ("deep_dive, listing", "eight discards"): 175,
-    ("minivllm", "budget before blocks"): 80,
-    ("nano_vllm, later", "order of ends"): 222,
-    ("deep_dive, output kept", "no admission after preemption"): 89,
-    ("vllm", "no admission after preemption"): 89,
-    ("vllm", "one watermark"): 31,
-    ("vllm", "room for decodes"): 255,
-}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +131,7 @@ SEEDS = {
 def test_every_listed_difference_occurs(name: str, difference: str) -> None:
     case = CASES[name]
     others = [each for each in case.differences if each != difference]
-    seeds = (SEEDS.get((name, difference), 0), *range(NUM_WORKLOADS))
+    seeds = (*SEEDS.get((name, difference), ()), *range(NUM_WORKLOADS))
     assert any(pair(case, seed, others).run() for seed in seeds)
 
 
