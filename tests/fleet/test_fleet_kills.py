@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,11 +46,21 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture
-def replicas(llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ForkedReplicas]:
-    monkeypatch.setattr(discovery, "INTERVAL", 0.02)
-    with forked_replicas(llm.model_name, Hold(str(tmp_path / "hold"))) as replicas:
+@pytest.fixture(scope="module")
+def forks(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedReplicas]:
+    hold = Hold(str(tmp_path_factory.mktemp("hold") / "hold"))
+    with forked_replicas(llm.model_name, hold) as replicas:
         yield replicas
+
+
+@pytest.fixture
+def replicas(forks: ForkedReplicas, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkedReplicas]:
+    """None at first, and none is left for another test."""
+    monkeypatch.setattr(discovery, "INTERVAL", 0.02)
+    assert not forks.pids and not forks.found
+    yield forks
+    forks.kill_all()
+    forks.hold.release()
 
 
 def shown(output: RequestOutput) -> Any:
@@ -135,7 +144,8 @@ def test_a_request_that_kills_its_replica_ends_at_the_second_death_and_alone(
         found = await asyncio.gather(
             *(gateway.complete(each, SamplingParams(**fields, client=each)) for each in clients)
         )
-        replicas.pids = {name: replicas.pids[name] for name in gateway.client.dispatcher.replicas}
+        left = gateway.client.dispatcher.replicas.keys()
+        replicas.pids = {name: pid for name, pid in replicas.pids.items() if name in left}
         await gateway.engine.close()
         return found
 

@@ -168,7 +168,7 @@ def decode_alone(step: StepActions) -> None:
         step.admit()
 
 
-def test_whoever_is_preempted_makes_room_in_the_same_step() -> None:
+def test_a_preemption_makes_room_in_the_same_step() -> None:
     """Also if the batching rule admits only into idle steps, so that all others must leave first."""
     driver = full_batch(decode_alone, "split_any", 16)
     start_decoding(driver)

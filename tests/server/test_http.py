@@ -37,7 +37,7 @@ from headway.server.settings import Settings, read_api_keys
 from headway.server.toolcalls.choice import tool_use
 from headway.server.toolcalls.formats import CallDelta
 from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, on_loop, server
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -441,11 +441,10 @@ BODIES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
 }
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.one_of([st.tuples(st.just(path), bodies(*start)) for path, start in BODIES.items()]))
-@on_loop
-async def test_no_body_causes_a_server_error(asked: tuple[str, dict[str, Any]]) -> None:
-    async with server() as here:
+def test_no_body_causes_a_server_error() -> None:
+    asked = st.one_of([st.tuples(st.just(path), bodies(*start)) for path, start in BODIES.items()])
+
+    async def send(here: Server, asked: tuple[str, dict[str, Any]]) -> None:
         content, kind = json.dumps(asked[1]).encode(), {"content-type": "application/json"}
         response = await here.client.post(asked[0], content=content, headers=kind)
         assert response.status_code < 500, response.text
@@ -454,6 +453,20 @@ async def test_no_body_causes_a_server_error(asked: tuple[str, dict[str, Any]]) 
         elif response.status_code != 200:
             error(response, response.status_code)
         await here.settled()
+
+    with asyncio.Runner() as runner:
+        serving = server()
+        here = runner.run(serving.__aenter__())
+
+        @settings(max_examples=80, deadline=None)
+        @given(asked)
+        def check(asked: tuple[str, dict[str, Any]]) -> None:
+            runner.run(asyncio.wait_for(send(here, asked), LIMIT))
+
+        try:
+            check()
+        finally:
+            runner.run(serving.__aexit__(None, None, None))
 
 
 @on_loop

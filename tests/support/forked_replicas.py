@@ -88,6 +88,12 @@ class ForkedReplicas:
         os.kill(self.pids.pop(name), signal.SIGKILL)
         del self.found[name]
 
+    def kill_all(self) -> None:
+        for pid in self.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        self.pids.clear()
+        self.found.clear()
+
     def addresses(self) -> dict[str, tuple[str, int]]:
         return dict(self.found)
 
@@ -106,8 +112,7 @@ def forked_replicas(model: str, hold: Hold) -> Iterator[ForkedReplicas]:
     try:
         yield made
     finally:
-        for pid in made.pids.values():
-            os.kill(pid, signal.SIGKILL)
+        made.kill_all()
         process.communicate()
 
 

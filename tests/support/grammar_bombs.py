@@ -209,12 +209,15 @@ def be_patient() -> None:
 
 
 def main() -> None:
-    for is_patient in (False, True):
-        if is_patient:
+    patient, usual = ACCEPTED | LARGE, sandbox.MAX_PROBE_SECONDS
+    for names in (bombs().keys() - patient, LARGE, ACCEPTED):
+        if names == LARGE:
             be_patient()
+        elif names == ACCEPTED:
+            sandbox.MAX_PROBE_SECONDS = usual  # not a limit: a probe then ends without a problem
         checker = GrammarChecker(VOCABULARY, num_steps=16)
         for name, grammar in bombs().items():
-            if (name in ACCEPTED or name in LARGE) == is_patient:
+            if name in names:
                 print(json.dumps({"name": name, **tried(grammar, checker)}), flush=True)
         checker.close()
         CHECKER.close()

@@ -1,8 +1,9 @@
 """Replicas on Ray without a model: call `main`, with a file as the argument of the program.
 
 Starts a local Ray, several replicas and a server, whose outputs are the prompts in capitals. Prints
-the addresses of Ray, of Serve's proxies and of the server. A line on its standard input has fields
-of FleetOptions, as JSON, with which the replicas are replaced. The file holds them: see held.py.
+the addresses of Ray and of the server. With the environment variable HEADWAY_TEST_DEPLOY, Serve has
+a proxy, whose port it prints, too. A line on its standard input has fields of FleetOptions, as JSON,
+with which the replicas are replaced. The file holds them: see held.py.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tests.support.held import Held, Hold
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 from tests.support.waiting import LIMIT
 
-STEP_SECONDS = 0.02
+STEP_SECONDS = 0.005
 MAX_MODEL_LEN = 2048
 NUM_REPLICAS = 3  # so that several can be starting while a test goes on
 # A replica may pause for less without being lost, and for less than Ray needs to replace it.
@@ -89,6 +90,12 @@ def make_app(engine: AsyncEngine, info: Info) -> Any:
         requests = engine.client.client.dispatcher.requests.values()
         return [(len(request.submit.prompt), request.replica) for request in requests]
 
+    @routes.get("/replicas")
+    async def replicas() -> int:
+        """How many replicas the gateway can use. It asks none of them, as it does for metrics."""
+        assert isinstance(engine.client, DiscoveredFleet)
+        return len(engine.client.client.dispatcher.replicas)
+
     return create_app(context, [live.router(context), routes])
 
 
@@ -133,8 +140,9 @@ def main() -> None:
 
     try:
         with connected(options):
-            http = {"host": "127.0.0.1", "port": proxies}
-            serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
+            if os.environ.get("HEADWAY_TEST_DEPLOY"):
+                http = {"host": "127.0.0.1", "port": proxies}
+                serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
             serve_connected(factory, bound, ready, options, lambda _: None)
     finally:
         stop_logs()
