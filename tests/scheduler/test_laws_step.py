@@ -383,3 +383,28 @@ def test_a_request_without_parameters_has_the_defaults() -> None:
     params = RequestParams()
     assert (params.max_tokens, params.min_tokens, params.priority, params.n) == (128, 0, 0, 1)
     assert params.reads_cache and not params.ignore_eos and params.deadline is None
+
+
+def test_the_view_counts_the_known_tokens_without_kv() -> None:
+    """Of a decoding request none; of others those of the prompt that are not computed or cached."""
+    world = Driver("vllm_v1", block_size=SIZE, num_blocks=40, max_num_batched_tokens=8)
+    view = world.scheduler.state.view
+    world.add("decoding", [1, 2, 3], 9)
+    world.step()
+    for _ in range(2):
+        world.step()
+        assert view.num_uncached(world.requests["decoding"]) == 0
+    world.add("partial", range(100, 120), 9)
+    world.add("waiting", range(100, 113), 9)
+    world.step()
+    partial = world.requests["partial"]
+    assert 0 < partial.num_computed < 20
+    assert view.num_uncached(partial) == 20 - partial.num_computed
+    num_cached = partial.num_computed // SIZE * SIZE
+    assert view.num_uncached(world.requests["waiting"]) == 13 - num_cached < 13
+
+
+def test_a_result_without_measurements_reports_no_times_and_no_builds() -> None:
+    result = StepResult()
+    assert (result.started, result.ended, result.swap_in, result.num_builds) == (0.0, 0.0, 0.0, 0)
+    assert not (result.decode_tokens or result.first_tokens or result.failed or result.extra)
