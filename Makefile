@@ -11,15 +11,18 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 
 # This pip takes half the time of Python 3.11's to choose files. Two processes unpack the packages.
-# On other platforms torch may need more of them to be imported.
+# Builds of torch for CUDA need more packages, and pin another Triton than the tests use.
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) pip==26.3
 	sort -r requirements.lock | tr '\n' '\0' | xargs -0 -n 12 -P 2 $(PIP) --no-deps
-	$(BIN)/python -c 'import torch' 2> /dev/null || $(PIP) -r requirements.lock
+	@$(BIN)/python -c 'import torch' 2> /dev/null \
+	  || { echo 'installing the libraries that torch needs (some gigabytes)' \
+	  && grep -v '^triton=' requirements.lock | $(PIP) -r /dev/stdin \
+	  && grep '^triton=' requirements.lock | $(PIP) --no-deps -r /dev/stdin; }
 	PYTHONWARNINGS=ignore $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
