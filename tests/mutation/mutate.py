@@ -1,8 +1,8 @@
 """Mutation testing: does a test fail when a line of the scheduler is wrong?
 
 Cosmic Ray makes the mutants: one changed operator, number, condition or loop each. One more kind is
-added here, a deleted statement. A fixed sample of them is tested, one at a time, in a copy of the
-repository, so the checkout never changes. A mutant is killed if a test fails, or if the tests need
+added here, a deleted statement. A fixed sample of them is tested, one at a time in each process, in
+copies of the repository, so the checkout never changes. A mutant is killed if a test fails, or if the tests need
 much more CPU time than without it (an endless loop). `equivalent.toml` lists mutants that change
 nothing that a caller can see, with the reason; they do not count.
 
@@ -24,6 +24,8 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,6 +148,7 @@ class Outcome(NamedTuple):
     mutant: Mutant
     before: str
     after: str
+    seconds: float
 
 
 class Bench:
@@ -153,6 +156,7 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        root.mkdir()
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -238,6 +242,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="Test all mutants.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the sample.")
     parser.add_argument("--only", default="", help="Test only mutants whose name contains this.")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="Number of mutants tested at a time."
+    )
     parser.add_argument("--groups", type=int, help="Run only the first N groups of tests.")
     return parser.parse_args()
 
@@ -251,41 +258,49 @@ def main() -> int:
     groups = [group["run"] for group in CONFIG["tests"]][: arguments.groups]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-        bench = Bench(Path(folder))
-        seconds = bench.measure(groups)
+        seconds = Bench(Path(folder) / "unchanged").measure(groups)
         print(f"without a mutant the tests need {sum(seconds):.0f} s of CPU time", flush=True)
         limits = [3 * each + 20 for each in seconds]
-        outcomes = try_all(mutants, bench, groups, limits)
+        with get_context("fork").Pool(arguments.jobs) as pool:
+            trial = partial(try_one, root=Path(folder), groups=groups, limits=limits)
+            outcomes = list(printed(pool.imap_unordered(trial, mutants), len(mutants)))
     return summarize(outcomes, time.monotonic() - start)
 
 
-def try_all(
-    mutants: list[Mutant], bench: Bench, groups: list[list[str]], limits: list[float]
-) -> list[Outcome]:
-    """Test the mutants one by one and print the outcome of each."""
-    equivalents, outcomes = read_equivalents(), []
-    for number, mutant in enumerate(mutants, 1):
-        start, source = time.monotonic(), (bench.root / mutant.path).read_text()
-        before, after = changed_lines(source, mutant.apply(source))
-        first = CONFIG["first"].get(mutant.path)
-        if (mutant.path, before, after) in equivalents:
-            name = "equivalent"
-        elif first and bench.kills(mutant, [first], [max(limits)]):
-            name = "killed"
-        else:
-            name = "killed" if bench.kills(mutant, groups, limits) else "survived"
-        seconds = time.monotonic() - start
-        outcomes.append(Outcome(name, mutant, before, after))
-        print(f"{number}/{len(mutants)} {name} {mutant} ({seconds:.1f} s)", flush=True)
-        if name == "survived":
-            print(f"    - {before}\n    + {after}", flush=True)
-    return outcomes
+def try_one(mutant: Mutant, root: Path, groups: list[list[str]], limits: list[float]) -> Outcome:
+    """Test one mutant in this process's own copy of the repository."""
+    bench, start = bench_of_process(root), time.monotonic()
+    source = (bench.root / mutant.path).read_text()
+    before, after = changed_lines(source, mutant.apply(source))
+    first = CONFIG["first"].get(mutant.path)
+    if (mutant.path, before, after) in read_equivalents():
+        name = "equivalent"
+    elif first and bench.kills(mutant, [first], [max(limits)]):
+        name = "killed"
+    else:
+        name = "killed" if bench.kills(mutant, groups, limits) else "survived"
+    return Outcome(name, mutant, before, after, time.monotonic() - start)
+
+
+@cache
+def bench_of_process(root: Path) -> Bench:
+    return Bench(root / str(os.getpid()))
+
+
+def printed(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]:
+    """Print each outcome when it is known."""
+    for number, outcome in enumerate(outcomes, 1):
+        print(f"{number}/{total} {outcome.name} {outcome.mutant} ({outcome.seconds:.1f} s)")
+        if outcome.name == "survived":
+            print(f"    - {outcome.before}\n    + {outcome.after}")
+        sys.stdout.flush()
+        yield outcome
 
 
 def summarize(outcomes: list[Outcome], seconds: float) -> int:
     """Print the survivors and the score; 1 if it is below the minimum."""
-    for _, mutant, before, after in (o for o in outcomes if o.name == "survived"):
-        print(f"\nsurvived: {mutant}\n- {before}\n+ {after}")
+    for outcome in (o for o in outcomes if o.name == "survived"):
+        print(f"\nsurvived: {outcome.mutant}\n- {outcome.before}\n+ {outcome.after}")
     count = Counter(outcome.name for outcome in outcomes)
     num_tested = count["killed"] + count["survived"]
     score = 100 * count["killed"] / max(1, num_tested)
