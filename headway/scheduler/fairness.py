@@ -72,9 +72,8 @@ class ServiceCounters:
             self._current[group_of(request)] += weighted_tokens(request)
 
     def charge(self, request: Request) -> None:
-        """The request stops running."""
+        """The request stops running; its group's service stays what it was."""
         self.served[group_of(request)] += weighted_tokens(request)
-        self._current = None
 
     def start_step(self) -> None:
         """Running requests have advanced since the previous step."""
