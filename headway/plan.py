@@ -56,8 +56,8 @@ class Preemption(NamedTuple):
     is_swap: bool
     num_lost: int
     is_priority: bool  # preempted for a higher priority, not for lack of blocks
-    num_due: int = 0  # blocks that decodes needed; 0 unless blocks were the cause
-    num_free: int = 0  # blocks that were free then
+    num_due: int  # blocks that decodes needed; 0 unless blocks were the cause
+    num_free: int  # blocks that were free then
     is_discard: bool = False  # its output is generated again; see policies.discard_output
 
 

@@ -151,6 +151,15 @@ def test_an_abort_spares_a_request_that_is_only_named_like_a_sample() -> None:
     assert not any(request.is_finished for request in named_alike)
 
 
+def test_a_sample_is_stopped_by_its_number() -> None:
+    engine, _ = an_engine()
+    samples = engine.add("a", [1, 2], params(n=3))
+    for number in (2, 0, 1):
+        assert engine.stop_sample("a", number) and samples[number].finish_reason == "stop"
+        assert not engine.stop_sample("a", number)
+    assert not engine.stop_sample("a", 3) and not engine.stop_sample("never added", 0)
+
+
 def test_samples_are_aborted_by_the_id_of_a_request_that_has_ended() -> None:
     engine, _ = an_engine()
     parent, first, second = engine.add("a", [1, 2], params(n=3))
@@ -253,6 +262,19 @@ def test_failed_steps_end_requests_and_three_in_a_row_end_the_engine() -> None:
     assert engine.has_given_up
     with pytest.raises(ExecutorError, match="no device"):
         engine.add("b", [1, 2], params())
+
+
+def test_failures_are_counted_anew_after_a_step_that_succeeds() -> None:
+    engine, stub = an_engine()
+    for num_failures in (MAX_FAULTS - 1, MAX_FAULTS):
+        engine.add("works", [1, 2], params())
+        engine.run()
+        for number in range(num_failures):
+            assert not engine.has_given_up
+            engine.add(f"fails{number}", [1, 2], params())
+            stub.errors = {engine.scheduler.num_steps: RuntimeError("no device")}
+            engine.step()
+    assert engine.has_given_up
 
 
 def test_after_the_last_failure_waiting_requests_end_too() -> None:

@@ -250,6 +250,18 @@ def test_a_duplicate_block_takes_over_the_key_of_an_evicted_one() -> None:
         assert index.match([b"k"]) == 0
 
 
+def test_blocks_without_a_key_do_not_keep_later_ones_from_being_forgotten() -> None:
+    index = PrefixIndex(4)
+    index.add([1, 3], [b"a", b"b"])
+    index.forget([0, 1, 2, 3])
+    assert not index.block_of and index.key_of == [None] * 4
+
+
+def test_every_block_that_is_added_has_a_key() -> None:
+    with pytest.raises(ValueError):
+        PrefixIndex(4).add([0, 1], [b"a"])
+
+
 def test_many_duplicates_are_forgotten_in_any_order() -> None:
     for seed in range(20):
         index, blocks = PrefixIndex(5), list(range(5))

@@ -9,7 +9,8 @@ import pytest
 
 from headway.config import Config
 from headway.errors import ConfigError, RequestTooLong
-from headway.kv.window import most_useful_window_blocks, most_window_blocks
+from headway.kv.cache import KVCache
+from headway.kv.window import WindowCache, most_useful_window_blocks, most_window_blocks
 from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
@@ -77,6 +78,35 @@ def test_as_many_blocks_as_are_useful_admit_all_and_one_less_does_not(
 def num_held(request: Request) -> int:
     assert request.kv.window is not None
     return len(request.kv.window.blocks)
+
+
+@pytest.mark.parametrize("budget", [1, 4, 6, 100])
+@pytest.mark.parametrize("num_known", [1, 8, 9, 30, 60])
+def test_a_request_reserves_for_the_tokens_that_it_still_computes(
+    num_known: int, budget: int
+) -> None:
+    """With cached tokens, a plan computes at most the rest of them, or the token budget."""
+    cache, request = WindowCache(10, 30, 4, budget), Request("a", range(num_known), RequestParams())
+    request.limit = num_known + 1  # one output token: decodes hold no more than the prompt
+    for num_computed in range(0, num_known, 4):
+        at_once = min(budget, num_known - num_computed)
+        most = 0
+        for start in range(num_computed, num_known):  # any plan that computes so many at once
+            end = min(start + at_once, num_known)
+            most = max(most, -(-end // 4) - max(0, start - 9) // 4)
+        assert cache.num_needed(request, num_computed) >= most
+        in_window = -(-(10 + at_once - 2) // 4) + 1
+        bound = min(-(-num_known // 4), max(in_window, -(-9 // 4) + 1))
+        assert cache.num_needed(request, num_computed) <= bound
+
+
+def test_a_cache_is_in_use_while_a_block_of_a_window_is_held() -> None:
+    cache = KVCache(8, 4, 0, WindowCache(10, 8, 4, 16))
+    assert cache.window is not None and cache.is_unused
+    held = cache.window.pool.take(1)
+    assert not cache.is_unused
+    cache.window.pool.drop(held)
+    assert cache.is_unused
 
 
 def test_a_scheduler_is_idle_only_if_no_block_of_a_window_is_reserved() -> None:

@@ -12,7 +12,7 @@ from headway.checks import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID, number_problem
 from headway.errors import ConfigError, InvalidRequest, RequestTooLong
 from headway.request import Request, RequestParams, RequestState
 from headway.scheduler import preset, queues
-from headway.scheduler.presets import PRESETS, describe
+from headway.scheduler.presets import PRESETS, describe, read_changes
 from headway.scheduler.validate import validate_request
 from headway.step_cost import UnitCosts
 
@@ -74,6 +74,19 @@ def test_every_number_of_a_config_has_its_bounds_and_its_default(field: str) -> 
             replace(preset(), **{field: value})
 
 
+@pytest.mark.parametrize(
+    "field, high", [("sliding_window", 2**31 - 1), ("num_window_blocks", 2**26)]
+)
+def test_the_numbers_of_sliding_windows_have_their_bounds(field: str, high: int) -> None:
+    config = preset(sliding_window=1, num_window_blocks=1)
+    assert (
+        getattr(preset(), field) == 0 and getattr(replace(config, **{field: high}), field) == high
+    )
+    for wrong in (-1, high + 1):
+        with pytest.raises(ConfigError, match=field):
+            replace(config, **{field: wrong})
+
+
 @pytest.mark.parametrize("slot, text, low, high, default", RULES, ids=[rule[1] for rule in RULES])
 def test_every_number_of_a_rule_has_its_bounds(
     slot: str, text: str, low: int, high: int | None, default: str | None
@@ -120,6 +133,14 @@ def test_a_text_that_cannot_be_read_is_shown_up_to_60_characters() -> None:
     with pytest.raises(ConfigError) as caught:
         preset(queue="(" + "x" * 100)
     assert "(" + "x" * 59 in str(caught.value) and "x" * 60 not in str(caught.value)
+
+
+def test_changes_that_are_read_from_text_are_numbers_or_policies() -> None:
+    texts = {"max_num_seqs": "64", "queue": "priority", "num_blocks": "9"}
+    assert read_changes(texts) == {"max_num_seqs": 64, "queue": "priority", "num_blocks": 9}
+    for wrong in ({"num_blocks": "priority"}, {"no_such_slot": "5"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            read_changes(wrong)
 
 
 def test_a_queue_rule_is_taken_for_the_queue_alone() -> None:

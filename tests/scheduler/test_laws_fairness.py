@@ -166,6 +166,25 @@ def test_requests_that_overtake_are_computed_before_all_partial_prompts() -> Non
     assert order == [["small"], ["small"], ["small", "long"]]
 
 
+def test_the_first_partial_prompt_is_overtaken_by_what_may_overtake_it_and_not_the_next() -> None:
+    """Two partial prompts: a small request may overtake only the second, which has no tokens left."""
+    world = Driver(
+        "vllm_v1", queue="fair", chunk="at_most(5)", num_blocks=400, block_size=4, max_num_seqs=8,
+        max_num_batched_tokens=10,
+    )  # fmt: skip
+    first = world.add("first", 200, 2, client="a")
+    second = world.add("second", 200, 2, client="b")
+    world.steps(1)
+    assert first.num_computed == second.num_computed == 5
+    world.add("small", 4, 2, client="c")
+    served = world.scheduler.queue.counters.served
+    served.update({"client a": 0.0, "client b": 500.0, "client c": 100.0})
+    assert overtaking_limit(first, {"client a": 200.0}) < 104.0
+    assert overtaking_limit(second, {"client b": 700.0}) > 104.0
+    row = world.steps(1)[0]
+    assert [chunk[0] for chunk in row.chunks][0] == "first"
+
+
 # Reserved rows.
 
 

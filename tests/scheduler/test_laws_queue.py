@@ -117,6 +117,26 @@ def test_keys_that_cannot_be_compared_leave_the_queue_as_it_was() -> None:
     assert not len(queue) and not order(queue)
 
 
+class Unordered:
+    """A key that is less than no other, so that bisection finds a wrong place."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+
+def test_a_request_is_found_where_its_key_has_no_order() -> None:
+    rule = listed(keys={str(place): Unordered() for place in range(8)})
+    queue, requests = a_queue(rule, 0)
+    for place in range(8):
+        requests.append(Request(str(place), [1], RequestParams()))
+        queue.push(requests[-1])
+    left = {request.id for request in requests}
+    for request in random.Random(1).sample(requests, 8):
+        queue.remove(request)
+        left.remove(request.id)
+        assert {each.id for each in queue} == left
+
+
 # Groups.
 
 

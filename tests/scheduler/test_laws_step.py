@@ -408,3 +408,13 @@ def test_a_result_without_measurements_reports_no_times_and_no_builds() -> None:
     result = StepResult()
     assert (result.started, result.ended, result.swap_in, result.num_builds) == (0.0, 0.0, 0.0, 0)
     assert not (result.decode_tokens or result.first_tokens or result.failed or result.extra)
+
+
+def test_no_third_plan_is_made_while_two_are_in_flight() -> None:
+    world = Driver("vllm_v1", num_blocks=40, block_size=SIZE)
+    world.add("a", 5, 9)
+    scheduler = world.scheduler
+    assert [scheduler.schedule().is_empty for _ in range(2)] == [False, False]
+    with pytest.raises(AssertionError, match="in flight"):
+        scheduler.schedule()
+    assert len(scheduler.in_flight) == 2
