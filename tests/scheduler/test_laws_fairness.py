@@ -182,7 +182,7 @@ def test_the_first_partial_prompt_is_overtaken_by_what_may_overtake_it_and_not_t
     assert overtaking_limit(first, {"client a": 200.0}) < 104.0
     assert overtaking_limit(second, {"client b": 700.0}) > 104.0
     row = world.steps(1)[0]
-    assert [chunk[0] for chunk in row.chunks][0] == "first"
+    assert row.chunks[0][0] == "first"
 
 
 # Reserved rows.
