@@ -91,7 +91,7 @@ def test_a_request_reserves_for_the_tokens_that_it_still_computes(
     for num_computed in range(0, num_known, 4):
         at_once = min(budget, num_known - num_computed)
         most = 0
-        for start in range(num_computed, num_known):  # any plan that computes so many at once
+        for start in range(num_computed, num_known):  # any plan that computes as many as it may
             end = min(start + at_once, num_known)
             most = max(most, -(-end // 4) - max(0, start - 9) // 4)
         assert cache.num_needed(request, num_computed) >= most
