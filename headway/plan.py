@@ -133,6 +133,7 @@ class Plan:
     chunks: list[Chunk] = field(default_factory=list)
     copies_out: list[Copy] = field(default_factory=list)  # device to host
     copies_in: list[Copy] = field(default_factory=list)  # host to device
+    preempted: list[Preemption] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     blocked: list[Blocked] = field(default_factory=list)
     not_considered: NotConsidered | None = None
@@ -141,6 +142,10 @@ class Plan:
     reaching_limit: list[list[Request]] = field(default_factory=list)
     tokens_kept: dict[Request, int] = field(default_factory=dict)
     events: StepEvents = field(default_factory=StepEvents)
+    # After planning:
+    num_free: int = 0  # blocks
+    num_running: int = 0
+    num_waiting: int = 0
 
     @property
     def is_empty(self) -> bool:

@@ -206,8 +206,6 @@ class Engine:
         with self.lock:
             report = self.scheduler.complete(plan, result)
             self._flight.popleft()
-            if result.failed:
-                self._end_failed(report)
         return report
 
     def run(self) -> None:
@@ -242,18 +240,6 @@ class Engine:
         if errors:  # only now: every observer has received the report
             raise errors[0]
         return report
-
-    def _end_failed(self, report: StepReport) -> None:
-        """End requests that the executor reports as failed, with finish reason "error"."""
-        plan = report.plan
-        for request, (step, reason, code) in report.result.failed.items():
-            if step >= plan.tokens_kept.get(request, plan.num_steps):
-                continue  # it ended in an earlier step of the plan
-            request.error_code = code
-            if request in report.finished:
-                request.finish_reason, request.error = "error", reason
-            elif not request.is_finished:
-                self.scheduler.abort(request.id, "error", reason)
 
     def _end_request(self, error: PolicyError) -> None:
         """End the request that a policy failed for; recompute the others, as its plan is not run."""

@@ -23,7 +23,8 @@ from headway.lab.summary import summarize
 from headway.lab.workload.recorded import known_tokens
 from headway.lab.workload.request import WorkloadRequest
 from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line, header, num_packed, unpack_tokens
+from headway.observe.trace import Line, header
+from headway.record.packing import num_packed, unpack_tokens
 
 MIN_TOKENS = 64  # prompt and output of a request
 

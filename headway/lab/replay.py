@@ -16,8 +16,9 @@ from headway.engine.engine import Engine
 from headway.errors import ConfigError, ReplayMismatch
 from headway.executor.simulated import SimulatedHandle
 from headway.lab.diff import differences
-from headway.observe.trace import Line, decisions, describe_step, request_of, unpack_tokens
+from headway.observe.trace import Line, decisions, describe_step, request_of
 from headway.plan import Column, Plan, StepResult
+from headway.record.packing import unpack_tokens
 from headway.request import Request
 from headway.scheduler import Scheduler
 from headway.scheduler.policy_text import READY_MADE

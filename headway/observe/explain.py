@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from headway.config import Config
-from headway.observe.trace import Line, num_packed
+from headway.observe.trace import Line
 from headway.plan import Plan, StepReport
+from headway.record.packing import num_packed
 from headway.request import Request
 from headway.scheduler import Scheduler
 

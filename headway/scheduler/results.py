@@ -39,6 +39,25 @@ def apply_result(plan: Plan, result: StepResult, state: SchedulerState) -> list[
     return finished
 
 
+def end_failed(
+    plan: Plan, result: StepResult, finished: list[Request], state: SchedulerState
+) -> list[Request]:
+    """End the requests that the executor could not continue; returns those not in `finished`."""
+    ended = []
+    for request, (step, reason, code) in result.failed.items():
+        if step >= plan.tokens_kept.get(request, plan.num_steps):
+            continue  # it ended in an earlier step of the plan
+        if request in finished:
+            request.finish_reason = "error"
+        elif not request.is_finished:
+            state.finish(request, "error")
+            ended.append(request)
+        else:
+            continue
+        request.error, request.error_code = reason, code
+    return ended
+
+
 def _apply_first_tokens(plan: Plan, result: StepResult, state: SchedulerState) -> list[Request]:
     """Hand out the tokens that last chunks sampled; returns the requests that they stop."""
     sampled = [chunk.request for chunk in plan.chunks if chunk.is_last]

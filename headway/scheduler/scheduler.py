@@ -13,15 +13,27 @@ frees can be reused at once, because plans run in order.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from headway.config import Config
 from headway.errors import ConfigError
+from headway.events import (
+    Aborted,
+    Added,
+    Completed,
+    Event,
+    Failed,
+    Planned,
+    Reconfigured,
+    Reset,
+)
 from headway.kv.cache import KVCache
 from headway.plan import CacheReset, Plan, StepEvents, StepReport, StepResult
 from headway.request import Request
 from headway.scheduler.decode_batch import DecodeBatch
+from headway.scheduler.presets import describe
 from headway.scheduler.queues import WaitingQueue
-from headway.scheduler.results import apply_result, check_result
+from headway.scheduler.results import apply_result, check_result, end_failed
 from headway.scheduler.state import SchedulerState
 from headway.scheduler.step_builder import StepBuilder
 from headway.scheduler.validate import validate_request
@@ -30,6 +42,10 @@ SIZES = (
     "max_num_seqs", "block_size", "num_blocks", "num_host_blocks", "max_model_len",
     "sliding_window", "num_window_blocks",
 )  # fmt: skip
+
+
+def ignore(event: Event) -> None:
+    """Record nothing."""
 
 
 class Scheduler:
@@ -46,6 +62,12 @@ class Scheduler:
         self.swapped: dict[Request, None] = self.state.swapped
         self.in_flight: deque[Plan] = self.state.in_flight
         self._num_added = self._num_steps = 0
+        self._is_planning = False
+        self._record: Callable[[Event], None] = ignore
+
+    def observe(self, record: Callable[[Event], None]) -> None:
+        """From now on, give every event to this function, at the end of the call that caused it."""
+        self._record = record
 
     @property
     def last_plan(self) -> Plan:
@@ -86,12 +108,19 @@ class Scheduler:
             self.state.arrive(request)
         self._num_added += len(requests)
         self.state.events.added += requests
+        if requests:
+            self._record(Added(requests))
 
     def abort(self, id: str, reason: str = "abort", error: str | None = None) -> bool:
         """End a request at once, whatever its state; False if there is none with this id."""
         request = self.requests.get(id)
         if request is None:
             return False
+        self._end(request, reason, error)
+        self._record(Aborted(request))
+        return True
+
+    def _end(self, request: Request, reason: str, error: str | None) -> None:
         request.error = error
         self.state.finish(request, reason)
         events = self.state.events
@@ -101,22 +130,26 @@ class Scheduler:
             self.in_flight[-1].events.aborted_in_flight.append(request)
         else:  # its arrival is not reported yet, so its end must not be reported earlier
             events.aborted.append(request)
-        return True
 
     def schedule(self) -> Plan:
         """Make the next plan. With work present it is empty only while another is in flight."""
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         state, events = self.state, self.state.events
         state.plan = plan = Plan(self._num_steps, events=events)
+        state.preempted, self._is_planning = plan.preempted, True
         state.queue.counters.start_step()
         events.num_in_flight = len(self.in_flight)
         StepBuilder(state, plan).build()
+        self._is_planning = False
+        plan.num_free = self.kv.num_free
+        plan.num_running, plan.num_waiting = len(self.running), len(self.queue)
         events.num_free = self.kv.num_free
         events.num_running, events.num_waiting = len(self.running), len(self.queue)
         if not plan.is_empty:
             self._launch(plan)
         elif self.in_flight:  # arrivals up to now were considered before the result in flight
             events.num_early = len(events.added), len(events.aborted)
+        self._record(Planned(plan))
         return plan
 
     def complete(self, plan: Plan, result: StepResult) -> StepReport:
@@ -126,7 +159,10 @@ class Scheduler:
         self.in_flight.popleft()
         self.state.preempted_in_flight.clear()
         ended = apply_result(plan, result, self.state)
+        if result.failed:
+            ended += end_failed(plan, result, ended, self.state)
         self.state.decode_batch.left_in_flight.clear()
+        self._record(Completed(plan, result, ended))
         aborted = (*plan.events.aborted, *plan.events.aborted_in_flight)
         return StepReport(plan, result, [*aborted, *ended])
 
@@ -152,6 +188,9 @@ class Scheduler:
     def fail(self, reason: str) -> None:
         """A step failed: end the requests in flight with the reason, recompute all others."""
         plans, state, pending = list(self.in_flight), self.state, self.state.events
+        ended: list[Request] = []
+        if not self._is_planning:
+            state.preempted = []
         self.in_flight.clear()
         for plan in reversed(plans):  # what they would have reported is pending again
             events = plan.events
@@ -161,31 +200,40 @@ class Scheduler:
             pending.aborted[:0] = [*events.aborted, *events.aborted_in_flight]
         failed = {r for p in plans for r in (*p.decodes, *(c.request for c in p.chunks))}
         for request in [r for r in self.requests.values() if r in failed]:
-            self.abort(request.id, "error", reason)
+            self._end(request, "error", reason)
+            ended.append(request)
         for request in self.swapped:
             self.kv.discard_host_copy(request)
         for request in reversed(self.running.copy()):
             try:
                 state.preempt(request, may_swap=False)
             except Exception:  # a user's queue key raises: the request cannot be queued again
-                self.abort(request.id, "error", reason)
-        self.reset_cache(force=True)
+                self._end(request, "error", reason)
+                ended.append(request)
+        self._forget_cache()
         self.kv.free_host_blocks()
         pending.reset = CacheReset(len(pending.preempted), is_all=True)
         state.decode_batch = DecodeBatch(self.config.block_size, self.config.max_num_seqs)
+        self._record(Failed(reason, self._is_planning, ended, state.preempted))
+        self._is_planning = False
 
     def reset_cache(self, *, force: bool = False) -> bool:
         """Forget all cached prefixes; False while requests run, unless `force` preempts them."""
         if self.in_flight or (self.running and not force):
             return False
+        self.state.preempted = []
         for request in reversed(self.running.copy()):
             self.state.preempt(request, may_swap=False)
+        self._forget_cache()
+        self._record(Reset(force, self.state.preempted))
+        return True
+
+    def _forget_cache(self) -> None:
         self.state.preempted_in_flight.clear()
         self.kv.forget_all()
         events, before = self.state.events, self.state.events.reset
         is_all = before is not None and before.is_all
         events.reset = CacheReset(len(events.preempted), is_all)
-        return True
 
     def reconfigure(self, config: Config) -> None:
         """Use other policies and another token budget from the next plan on.
@@ -201,6 +249,7 @@ class Scheduler:
         if config.queue is not self.config.queue:
             self.queue.change_rule(config.queue, self.running)
         self.config = self.state.config = config
+        self._record(Reconfigured(describe(config), config))
 
     def _launch(self, plan: Plan) -> None:
         """The plan has work: it reports the pending events and is in flight from now on."""

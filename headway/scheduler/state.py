@@ -44,6 +44,7 @@ class SchedulerState:
         self.preempted_in_flight: set[Request] = set()  # requests that may have a token in flight
         self.in_flight: deque[Plan] = deque()
         self.events = StepEvents()  # since the last plan that was not empty
+        self.preempted: list[Preemption] = []  # by the present call
         self.outputs = OutputStatistics()
         self.tokens_left = config.max_num_batched_tokens  # of the step under construction
         self.prefill_streak = 0  # consecutive plans without decodes
@@ -114,11 +115,11 @@ class SchedulerState:
         is_discard = answer == "discard" and request.history.num_preemptions <= MAX_DISCARDS
         if is_discard:
             self._discard_output(request)
-        self.events.preempted.append(
-            Preemption(
-                request, copies is not None, num_computed, is_priority, num_due, num_free, is_discard
-            )
-        )  # fmt: skip
+        preemption = Preemption(
+            request, copies is not None, num_computed, is_priority, num_due, num_free, is_discard
+        )
+        self.events.preempted.append(preemption)
+        self.preempted.append(preemption)
 
     def _discard_output(self, request: Request) -> None:
         """Forget the output of a request, tokens in flight included."""

@@ -27,7 +27,7 @@ from headway.lab.workload.request import (
     WorkloadRequest,
 )
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.trace import num_packed
+from headway.record.packing import num_packed
 from headway.scheduler import preset
 
 OWN = {"arrival": 0, "prompt": 3, "output": 2}

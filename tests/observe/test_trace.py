@@ -22,19 +22,15 @@ from headway.observe.trace import (
     VERSION,
     Line,
     TraceWriter,
-    _pack_few,
-    _pack_many,
     decisions,
     describe_request,
     describe_step,
     header,
-    num_packed,
-    pack_tokens,
     read_trace,
     request_of,
-    unpack_tokens,
 )
 from headway.plan import Plan, StepEvents, StepReport, StepResult
+from headway.record.packing import _pack_few, _pack_many, num_packed, pack_tokens, unpack_tokens
 from headway.request import Request, RequestParams
 from headway.scheduler import PRESETS, preset
 from headway.scheduler.presets import describe

@@ -15,11 +15,12 @@ from tests.conftest import SLOW
 ROOT = Path(__file__).parents[2]
 # Data types, which every other part may use.
 TYPES = (
-    "errors", "checks", "request", "plan", "step_cost", "config", "grammar", "sampling_params",
+    "errors", "checks", "request", "plan", "step_cost", "config", "events", "grammar",
+    "sampling_params",
 )  # fmt: skip
 # The parts that each part may import. A module belongs to the longest prefix listed here.
 MAY_SEE: dict[str, tuple[str, ...]] = {
-    "": (*TYPES, "kv", "scheduler", "executor", "engine", "observe", "lab", "llm"),  # the exports
+    "": (*TYPES, "kv", "scheduler", "executor", "engine", "observe", "lab", "llm", "record"),  # the exports
     "errors": (),
     "checks": ("errors",),
     "version": (),
@@ -30,6 +31,8 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "sampling_params": ("errors", "checks", "grammar"),
     "plan": ("request",),
     "config": ("errors", "checks", "request", "plan"),
+    "events": ("request", "plan", "config"),
+    "record": (*TYPES, "scheduler", "record"),
     "step_cost": ("plan",),
     "kv": (*TYPES, "kv"),
     "scheduler": (*TYPES, "kv", "scheduler"),
@@ -38,14 +41,14 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "executor": (*TYPES, "executor", "model"),
     "executor.base": TYPES,
     "executor.simulated": TYPES,
-    "observe": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe"),
-    "observe.explain": (*TYPES, "scheduler", "observe"),
-    "observe.trace": (*TYPES, "scheduler", "observe"),
-    "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "observe", "engine"),
+    "observe": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "record"),
+    "observe.explain": (*TYPES, "scheduler", "observe", "record"),
+    "observe.trace": (*TYPES, "scheduler", "observe", "record"),
+    "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "observe", "engine", "record"),
     "parallel": (*TYPES, "executor", "model", "parallel"),
     "loading": (*TYPES, "kv", "scheduler", "model", "text", "engine", "parallel"),
     "llm": (
-        *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading",
+        *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "record", "loading",
         "parallel", "unsupported",
     ),
     "fleet": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "fleet"),
@@ -54,19 +57,19 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "fleet.router": (*TYPES, "fleet.routing", "fleet.prefix_tracker"),
     "lab": (
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
-        "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab",
+        "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab", "record",
     ),
     "fleet.transport.sockets": (*TYPES, "engine", "fleet", "server"),
     "fleet.on_ray.cluster": (*TYPES, "fleet", "server"),
     "fleet.on_ray.serve": (
-        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
-        "lab", "server", "fleet",
+        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "record", "loading",
+        "llm", "lab", "server", "fleet",
     ),
     "server": (
-        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "lab", "server",
+        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "record", "lab", "server",
     ),
     "cli": (
-        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
+        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "record", "loading", "llm",
         "fleet", "lab", "server", "cli", "version", "unsupported",
     ),
     "__main__": ("cli",),

@@ -356,6 +356,8 @@ class ScenarioRun:
 
     def _arrive(self, step: int) -> None:
         for request in self.scenario.arrivals.get(step, ()):
+            if request.parent is not None and request.parent not in self.outputs:
+                continue  # the samples of a request are added together, all or none
             before = dict(self.scheduler.requests)
             try:
                 self.scheduler.add(request)

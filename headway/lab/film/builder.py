@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from headway.lab.film.state import FilmState, Op, Status
-from headway.observe.trace import Line, num_packed, unpack_tokens
+from headway.observe.trace import Line
 from headway.plan import Reason
+from headway.record.packing import num_packed, unpack_tokens
 
 REASONS: tuple[str, ...] = get_args(Reason)
 FINISH_REASONS = ("stop", "length", "abort", "error")

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from headway.lab.film.recorder import Answers
 from headway.observe import explain
-from headway.observe.trace import Line, num_packed
+from headway.observe.trace import Line
+from headway.record.packing import num_packed
 
 Sentence = tuple[str, str, str]  # kind, request id or "", text
 

@@ -15,7 +15,8 @@ from typing import Any
 from headway.errors import FormatError
 from headway.lab.workload.request import MAX_TOKENS
 from headway.lab.workload.rows import Row
-from headway.observe.trace import Line, num_packed, read_trace
+from headway.observe.trace import Line, read_trace
+from headway.record.packing import num_packed
 
 OPTIONAL = ("client", "priority", "deadline")
 

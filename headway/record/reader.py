@@ -1,0 +1,287 @@
+"""Reads the lines of a journal file as events.
+
+The events refer to requests and plans as those of a live scheduler do. A line has the number of
+requests that decode and not the requests; which ones they are follows from the earlier lines, as in
+the scheduler. A request that reuses an id is a new request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from pathlib import Path
+
+import msgspec
+
+from headway.errors import FormatError
+from headway.events import (
+    Aborted,
+    Added,
+    Completed,
+    Event,
+    Failed,
+    Planned,
+    Reconfigured,
+    Reset,
+)
+from headway.plan import (
+    Admission,
+    Blocked,
+    Chunk,
+    Copy,
+    Failure,
+    NotConsidered,
+    Plan,
+    Preemption,
+    StepResult,
+)
+from headway.record.lines import (
+    VERSION,
+    AbortedLine,
+    AddedLine,
+    CompletedLine,
+    EndLine,
+    FailedLine,
+    HeaderLine,
+    Line,
+    Packed,
+    PlannedLine,
+    PreemptionLine,
+    ReconfiguredLine,
+    RequestLine,
+    ResetLine,
+)
+from headway.record.packing import unpack_tokens
+from headway.request import Request, RequestParams
+from headway.scheduler.decode_batch import DecodeBatch
+
+HIDDEN = -1  # in place of each token id of a redacted journal
+NO_BLOCK = -1  # in place of the numbers of blocks that were not recorded
+
+
+class EventReader:
+    """Makes events of the lines of one journal, which it must get in order."""
+
+    def __init__(self, head: HeaderLine) -> None:
+        self._block_size = head.config["block_size"]
+        self.open: dict[str, Request] = {}  # added and not ended
+        self._known: dict[str, Request] = {}  # the latest with each id
+        self._batch = self._new_batch()
+        self._in_flight: deque[Plan] = deque()
+
+    def _new_batch(self) -> DecodeBatch:
+        return DecodeBatch(self._block_size, 0)
+
+    def event(self, line: Line) -> Event:
+        """The event of the next line; KeyError if it names a request that is not open."""
+        match line:
+            case PlannedLine():
+                return self._planned(line)
+            case CompletedLine():
+                return self._completed(line)
+            case AddedLine():
+                return Added([self._add(each) for each in line.requests], line.t)
+            case AbortedLine():
+                return Aborted(self._end(line.end), line.t)
+            case ResetLine():
+                return Reset(line.is_forced, self._preempt(line.preempted), line.t)
+            case FailedLine():
+                return self._failed(line)
+            case ReconfiguredLine():
+                return Reconfigured(line.config, time=line.t)
+
+    def _add(self, line: RequestLine) -> Request:
+        params = RequestParams(
+            max_tokens=line.max_tokens, max_total_tokens=line.max_total_tokens,
+            min_tokens=line.min_tokens, stop_ids=frozenset(line.stop_ids), priority=line.priority,
+            client=line.client, deadline=line.deadline, salt=line.salt,
+            reads_cache=line.reads_cache, pooling=line.pooling,  # type: ignore[arg-type]
+        )  # fmt: skip
+        parent = None if line.parent is None else self._known.get(line.parent)
+        request = self.open[line.id] = self._known[line.id] = Request(
+            line.id, _tokens(line.prompt), params, arrival=line.arrival, parent=parent,
+            sample=line.sample, output=_tokens(line.output),
+        )  # fmt: skip
+        request.limit = line.limit
+        return request
+
+    def _end(self, line: EndLine) -> Request:
+        request = self.open.pop(line.id)
+        if request in self._batch.members:
+            self._batch.leave(request)
+        for plan in self._in_flight:
+            plan.tokens_kept.setdefault(request, 0)
+        history = request.history
+        request.finish_reason, request.stop_token = line.finish_reason, line.stop_token
+        request.error, request.error_code = line.error, line.error_code
+        history.num_cached, history.num_recomputed = line.cached, line.recomputed
+        history.num_preemptions = line.preemptions
+        request.flushed_tokens = _tokens(line.output)
+        return request
+
+    def _planned(self, line: PlannedLine) -> Planned:
+        plan = Plan(line.step, num_steps=line.num_steps, decode_context=line.decode_context)
+        plan.num_running, plan.num_waiting, plan.num_free = line.running, line.waiting, line.free
+        plan.deferred = [self.open[id] for id in line.deferred]
+        deferred = [request for request in plan.deferred if request in self._batch.members]
+        for request in deferred:
+            self._batch.leave(request)
+        plan.preempted = self._preempt(line.preempted)
+        self._admit(plan, line)
+        self._decode(plan, line)
+        for request in deferred:
+            if not any(request is each.request for each in plan.preempted):
+                self._batch.join(request)
+        for id, start, end, is_last in line.chunks:
+            self._compute(plan, Chunk(self.open[id], start, end, start, is_last))
+        plan.blocked = [
+            Blocked(self.open[id], why, need, have) for id, why, need, have in line.blocked
+        ]
+        if line.not_considered:
+            plan.not_considered = NotConsidered(*line.not_considered)
+        if not plan.is_empty:
+            self._in_flight.append(plan)
+        return Planned(plan, line.t, line.t)
+
+    def _admit(self, plan: Plan, line: PlannedLine) -> None:
+        blocks = line.blocks
+        for place, (id, num_cached, num_swapped, is_resume) in enumerate(line.admitted):
+            request = self.open[id]
+            request.computed_base = num_cached + num_swapped
+            num_hits, table = 0, tuple[int, ...]()
+            if blocks is not None:
+                num_hits, table = blocks.hits[place], tuple(_tokens(blocks.admitted[place]))
+            plan.admitted.append(
+                Admission(request, num_cached, num_swapped, is_resume, num_hits, table)
+            )
+        out, back = (blocks.out, blocks.in_) if blocks is not None else ([], [])
+        unknown = (NO_BLOCK, NO_BLOCK)
+        plan.copies_out = [Copy(*each) for each in out or repeat(unknown, line.copied_out)]
+        plan.copies_in = [Copy(*each) for each in back or repeat(unknown, line.copied_in)]
+
+    def _decode(self, plan: Plan, line: PlannedLine) -> None:
+        """Advance the requests that decode; those that reach their limit leave."""
+        if not line.decodes:
+            return
+        batch = self._batch
+        plan.decodes = batch.batch.requests
+        if len(plan.decodes) != line.decodes:
+            raise ValueError(f"{len(plan.decodes)} requests decode, not {line.decodes}")
+        numbers = iter(line.blocks.new if line.blocks is not None else ())
+        for _ in range(line.num_steps):
+            plan.new_blocks += [(request, next(numbers, NO_BLOCK)) for request in batch.due()]
+            plan.reaching_limit.append(batch.advance())
+
+    def _compute(self, plan: Plan, chunk: Chunk) -> None:
+        plan.chunks.append(chunk)
+        request, request.computed_base = chunk.request, chunk.end
+        if chunk.is_last and chunk.end + 1 < request.limit:
+            self._batch.join(request)
+
+    def _preempt(self, lines: Iterable[PreemptionLine]) -> list[Preemption]:
+        found = []
+        for line in lines:
+            request, is_discard = self.open[line.id], line.kind == "discard"
+            if request in self._batch.members:
+                self._batch.leave(request)
+            request.computed_base = 0
+            if is_discard:
+                for plan in self._in_flight:
+                    plan.tokens_kept.setdefault(request, 0)
+            found.append(
+                Preemption(
+                    request, line.kind == "swap", line.num_lost, line.is_priority, line.num_due,
+                    line.num_free, is_discard,
+                )
+            )  # fmt: skip
+        return found
+
+    def _completed(self, line: CompletedLine) -> Completed:
+        plan = self._in_flight.popleft()
+        if plan.step != line.step:
+            raise ValueError(f"step {line.step} is completed, but step {plan.step} is in flight")
+        failed = {
+            self.open[id]: Failure(step, reason, code)
+            for id, step, reason, code in line.failed if id in self.open
+        }  # fmt: skip
+        for end in line.finished:
+            if end.kept or plan.num_steps == 1:
+                plan.tokens_kept[self.open[end.id]] = end.kept or 1
+        finished = [self._end(end) for end in line.finished]
+        self._batch.left_in_flight.clear()
+        result = StepResult(
+            started=line.start, ended=line.end, swap_in=line.swap_in, num_builds=line.builds,
+            failed=failed,
+        )  # fmt: skip
+        return Completed(plan, result, finished, line.end)
+
+    def _failed(self, line: FailedLine) -> Failed:
+        self._in_flight.clear()
+        ended = [self._end(end) for end in line.ended]
+        by_id = {request.id: request for request in ended}
+        self.open.update(by_id)  # a plan may have preempted requests that ended with it
+        preempted = self._preempt(line.preempted)
+        for request in ended:
+            del self.open[request.id]
+        self._batch = self._new_batch()
+        return Failed(line.reason, line.while_planning, ended, preempted, line.t)
+
+
+def _tokens(packed: Packed) -> array[int]:
+    return array("i", [HIDDEN]) * packed if isinstance(packed, int) else unpack_tokens(packed)
+
+
+def read_journal(path: Path) -> Iterator[HeaderLine | Line]:
+    """Yield the header, then the lines. FormatError names the file and the line that is wrong."""
+    try:
+        with path.open("rb") as file:
+            yield from parse_journal(path, file)
+    except OSError as error:
+        raise FormatError(path, None, error.strerror or str(error)) from None
+
+
+def parse_journal(name: object, texts: Iterable[bytes]) -> Iterator[HeaderLine | Line]:
+    """Yield the header, then the lines, of lines of text. FormatError has the name and the line."""
+    decoder, number = msgspec.json.Decoder(Line), 0
+    for number, text in enumerate(texts, start=1):
+        if number == 1:
+            yield _header(name, text.removeprefix(b"\xef\xbb\xbf"))
+            continue
+        try:
+            yield decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            is_cut = not text.endswith(b"\n")
+            problem = "the file ends within this line" if is_cut else f"not an event: {error}"
+            raise FormatError(name, number, problem) from None
+    if not number:
+        raise FormatError(name, 1, "not a Headway trace: the file is empty")
+
+
+def _header(name: object, text: bytes) -> HeaderLine:
+    try:
+        head = msgspec.json.decode(text)
+        version = head.get("headway_trace") if isinstance(head, dict) else None
+        if version is None:
+            raise FormatError(name, 1, "not a Headway trace: the header line is missing")
+        if version != VERSION:
+            problem = (
+                f"trace version {version} cannot be read, only version {VERSION}; "
+                "record the run again"
+            )
+            raise FormatError(name, 1, problem)
+        return msgspec.convert(head, HeaderLine)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(name, 1, f"not a Headway trace: {error}") from None
+
+
+def events_of(lines: Iterable[HeaderLine | Line]) -> Iterator[Event]:
+    """The events of a header and the lines after it."""
+    rest = iter(lines)
+    head = next(rest)
+    assert isinstance(head, HeaderLine), "the first line is the header"
+    reader = EventReader(head)
+    for line in rest:
+        assert not isinstance(line, HeaderLine)
+        yield reader.event(line)

@@ -1,0 +1,153 @@
+"""Repeats a journal: the same calls of another scheduler must give the same events.
+
+Times and sampled tokens come from the journal; the scheduler decides everything again. If all
+events are equal, the scheduling error of the simulator is exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Iterator
+
+from headway.config import Config
+from headway.errors import PolicyError, ReplayMismatch
+from headway.events import (
+    Aborted,
+    Added,
+    Completed,
+    Event,
+    Failed,
+    Planned,
+    Reconfigured,
+    Reset,
+)
+from headway.plan import Column, Plan, StepResult
+from headway.request import Request
+from headway.scheduler import Scheduler
+from headway.scheduler.policy_text import READY_MADE
+from headway.scheduler.presets import read_preset
+
+AFTER_END = -1  # the token after the recorded output of a request, where none is kept
+Tokens = tuple[list[Column], list[int]]  # of the decodes, by step, and of last chunks
+
+
+class RecordedTokens:
+    """Samples the tokens that requests had when they were recorded, at their places."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[Request, list[int]] = {}
+        self._num_sampled: dict[Request, int] = {}
+
+    def add(self, request: Request, output: Iterable[int]) -> None:
+        self._outputs[request] = list(output)
+
+    def sample(self, plan: Plan) -> Tokens:
+        """The tokens of a plan; call it for every plan with work, in order."""
+        for chunk in plan.chunks:
+            self._num_sampled[chunk.request] = chunk.end - chunk.request.num_prompt
+        num_columns = plan.num_steps if plan.decodes else 0
+        columns: list[Column] = [list(map(self._next, plan.decodes)) for _ in range(num_columns)]
+        return columns, [self._next(chunk.request) for chunk in plan.chunks if chunk.is_last]
+
+    def _next(self, request: Request) -> int:
+        place = self._num_sampled[request]
+        self._num_sampled[request] = place + 1
+        output = self._outputs[request]
+        return output[place] if place < len(output) else AFTER_END
+
+
+class Replay:
+    """A scheduler whose calls follow recorded events. All of these must have been read before."""
+
+    def __init__(self, config: Config, own: Container[str] = READY_MADE) -> None:
+        self.scheduler, self._own = Scheduler(config), own
+        self.tokens = RecordedTokens()
+        self.requests: dict[Request, Request] = {}  # by the recorded request
+        self._sampled: deque[Tokens] = deque()  # of the plans in flight
+        self._event: Event | None = None
+        self.scheduler.observe(self._note)
+
+    def _note(self, event: Event) -> None:
+        self._event = event
+
+    def repeat(self, recorded: Event) -> Event:
+        """Make the call of an event again; ReplayMismatch if it is not possible or has no effect."""
+        self._event = None
+        try:
+            self._call(recorded)
+        except PolicyError as error:
+            raise ReplayMismatch(
+                f"a policy failed that did not when it was recorded: {error}"
+            ) from error
+        if self._event is None:
+            raise ReplayMismatch(f"{type(recorded).__name__} changes nothing in the replay")
+        event, self._event = self._event, None
+        event.time = recorded.time
+        if isinstance(event, Planned) and isinstance(recorded, Planned):
+            event.began = recorded.began
+        return event
+
+    def _call(self, recorded: Event) -> None:
+        scheduler = self.scheduler
+        match recorded:
+            case Planned():
+                plan = scheduler.schedule()
+                if not plan.is_empty:
+                    self._sampled.append(self.tokens.sample(plan))
+            case Completed():
+                self._complete(recorded)
+            case Added():
+                scheduler.add(*map(self._copy, recorded.requests))
+            case Aborted(request):
+                scheduler.abort(request.id, request.finish_reason or "abort", request.error)
+            case Reset():
+                scheduler.reset_cache(force=recorded.is_forced)
+            case Reconfigured(settings, config):
+                scheduler.reconfigure(config or read_preset(dict(settings), own=self._own))
+            case Failed():
+                self._fail(recorded)
+
+    def _copy(self, recorded: Request) -> Request:
+        """The recorded request as it was when it was added."""
+        parent = recorded.parent and self.requests.get(recorded.parent, recorded.parent)
+        request = Request(
+            recorded.id, recorded.prompt, recorded.params, arrival=recorded.arrival, parent=parent,
+            sample=recorded.sample, output=recorded.history.resumed,
+        )  # fmt: skip
+        self.requests[recorded] = request
+        self.tokens.add(request, recorded.output)
+        return request
+
+    def _complete(self, recorded: Completed) -> None:
+        if not self.scheduler.in_flight:
+            raise ReplayMismatch(f"the replay has no step {recorded.plan.step}")
+        columns, first_tokens = self._sampled.popleft()
+        old = recorded.result
+        result = StepResult(
+            columns, first_tokens, old.started, old.ended, old.swap_in, num_builds=old.num_builds,
+            failed={self.requests[r]: failure for r, failure in old.failed.items()},
+        )  # fmt: skip
+        self.scheduler.complete(self.scheduler.in_flight[0], result)
+
+    def _fail(self, recorded: Failed) -> None:
+        if recorded.while_planning:
+            try:
+                self.scheduler.schedule()
+            except PolicyError:
+                pass
+            else:
+                raise ReplayMismatch("no policy fails in the replay")
+        self._sampled.clear()
+        self.scheduler.fail(recorded.reason)
+
+
+def replay(
+    events: Iterable[Event], config: Config, own: Container[str] = READY_MADE
+) -> Iterator[Event]:
+    """The events of a scheduler with this config that repeats the recorded calls.
+
+    OwnPolicyError if a new configuration names a `module:function` that is not in `own`.
+    """
+    again = Replay(config, own)
+    for event in list(events):  # all are read: only the end of a request has its tokens
+        yield again.repeat(event)
