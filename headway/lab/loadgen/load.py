@@ -16,8 +16,14 @@ from time import perf_counter
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.lab.loadgen.http_client import Address, Client, HttpResponse
-from headway.lab.loadgen.http_stream import BadResponse, ConnectionLost, EventReader
+from headway.lab.loadgen.http_client import (
+    Address,
+    BadResponse,
+    Client,
+    ConnectionLost,
+    EventReader,
+    HttpResponse,
+)
 from headway.lab.loadgen.requests import RequestFormat
 from headway.lab.workload.request import WorkloadRequest
 
