@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import mean, median
 from typing import Any
 
-from headway.lab.doctor import Finding, diagnose
+from headway.lab.doctor.diagnose import Finding, diagnose
 from headway.lab.summary import Summary
 
 MAX_BALANCE = 1.25  # largest load of a replica divided by the mean
