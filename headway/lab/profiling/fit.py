@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from headway.lab.corrections import Corrections, factors, fit_corrections
 from headway.lab.cost import Machine, Model, Profile
 from headway.lab.profiling.minimize import Loss, Numbers, minimize
 from headway.observe.trace import Line
-from headway.step_cost import UnitCosts
+from headway.step_cost import StepWork
 
 MIN_STEPS = 24
 MIN_OF_KIND = 3  # steps that compute prompts, and steps that only decode
@@ -63,13 +63,6 @@ class Observations:
         return np.ascontiguousarray(self.passes.T)
 
     @cached_property
-    def has_prompts(self) -> npt.NDArray[np.bool_]:
-        """[pass]: whether it computes more tokens than it samples."""
-        tokens, samples, *_ = self.columns
-        found: npt.NDArray[np.bool_] = tokens > samples
-        return found
-
-    @cached_property
     def is_one_to_one(self) -> bool:
         """Whether every step is one pass."""
         return np.array_equal(self.step_of, np.arange(len(self.seconds)))
@@ -105,18 +98,14 @@ def observations(lines: Iterable[Line]) -> Observations:
     )
 
 
-def _passes(line: Line) -> list[tuple[float, ...]]:
+def _passes(line: Line) -> list[StepWork]:
     rows, context = line["decodes"], line.get("decode_context", 0)
-    tokens, samples, reads, pairs = rows, rows, context, float(context)
+    work = StepWork(rows, rows, context, float(context))
     for _, start, end, is_last in line.get("chunks", ()):
-        tokens += end - start
-        samples += is_last
-        reads += end
-        pairs += (end - start) * (start + (end - start + 1) / 2)
-    passes: list[tuple[float, ...]] = [(tokens, samples, reads, pairs)] if tokens else []
-    for step in range(1, line.get("num_steps", 1) if rows else 1):
-        passes.append((rows, rows, context + step * rows, context + step * rows))
-    return passes
+        work = work.with_chunk(start, end, is_last=is_last)
+    num_steps = line.get("num_steps", 1) if rows else 1
+    later = [StepWork(rows, rows, n, n) for n in (context + rows * i for i in range(1, num_steps))]
+    return [work, *later] if work.tokens else []
 
 
 def _gaps(steps: list[Line]) -> list[float]:
@@ -135,26 +124,13 @@ def _gaps(steps: list[Line]) -> list[float]:
 
 def predict(profile: Profile, seen: Observations) -> Numbers:
     """Seconds of every step without copies, as `Profile.step_seconds` but for a whole log."""
-    seconds = _pass_seconds(profile.unit_costs, seen)
+    formula: Any = profile.unit_costs.seconds  # typed for one pass
+    seconds: Numbers = formula(*seen.columns, np.maximum, np.minimum)
     if profile.machine.corrections:
-        tokens, corrections = seen.columns[0], profile.machine.corrections
-        seconds *= np.where(seen.has_prompts, 1.0, factors(corrections, tokens))
+        tokens, samples, *_ = seen.columns
+        decoded = factors(profile.machine.corrections, tokens)
+        seconds *= np.where(tokens > samples, 1.0, decoded)
     return _sums(seen, seconds)
-
-
-def _pass_seconds(costs: UnitCosts, seen: Observations) -> Numbers:
-    """[pass], without corrections."""
-    tokens, samples, reads, pairs = seen.columns
-    dense = tokens * costs.token + samples * costs.sample
-    read, pair, exposed = reads * costs.read, pairs * costs.pair, 1 - costs.overlap
-    linear = np.maximum(dense, costs.weights) + exposed * np.minimum(dense, costs.weights)
-    attention = np.maximum(read, pair) + exposed * np.minimum(read, pair)
-    found: Numbers = costs.fixed + linear + np.maximum(attention, costs.min_attention)
-    if costs.prompt:
-        found += seen.has_prompts * costs.prompt
-    if costs.exchange:
-        found += tokens * costs.exchange
-    return found
 
 
 def _sums(seen: Observations, of_passes: Numbers) -> Numbers:
