@@ -21,22 +21,27 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 Steps = Callable[[int, int], None]  # (done, total)
 
 
-def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
-    """Open the weights of a folder or file; dummy needs only a config.json or a GGUF header."""
+def open_checkpoint(
+    path: Path, load_format: str = "auto", device: Device | str = "cpu"
+) -> Checkpoint:
+    """Open the weights of a folder or file; dummy needs only a config.json or a GGUF header.
+
+    Random weights are created on the device, the others are read on the CPU.
+    """
     if load_format not in LOAD_FORMATS:
         formats = ", ".join(LOAD_FORMATS)
         raise ModelError(f"unknown load format {load_format!r}; use one of {formats}")
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder")
     if load_format == "dummy" and (path.name == "config.json" or (path / "config.json").exists()):
-        return DummyCheckpoint(load_hf(path))
+        return DummyCheckpoint(load_hf(path), device)
     if load_format in ("auto", "safetensors"):
         if (path / "config.json").exists() and safetensors_files(path):
             return SafetensorsCheckpoint(path)
         if load_format == "safetensors":
             raise ModelError(f"{path} is not a folder with config.json and *.safetensors")
     opened = GgufCheckpoint(_gguf_file(path, load_format))
-    return DummyCheckpoint(opened.config) if load_format == "dummy" else opened
+    return DummyCheckpoint(opened.config, device) if load_format == "dummy" else opened
 
 
 def _gguf_file(path: Path, load_format: str) -> Path:
@@ -54,12 +59,6 @@ def _gguf_file(path: Path, load_format: str) -> Path:
     wanted = {"gguf": "a .gguf file", "dummy": "config.json or a .gguf file"}
     needs = wanted.get(load_format, "config.json with *.safetensors, or a .gguf file")
     raise ModelError(f"{path} contains no model; expected {needs}")
-
-
-def open_weights(path: Path, load_format: str, device: Device) -> Checkpoint:
-    """Open a checkpoint; random weights are created on the device itself."""
-    opened = open_checkpoint(path, load_format)
-    return DummyCheckpoint(opened.config, device) if load_format == "dummy" else opened
 
 
 def load_decoder(

@@ -36,9 +36,7 @@ def diagnose(summary: Summary, config: dict[str, Any]) -> list[Finding]:
                 "read the reasons listed with the rejected requests",
             )
         ]
-    checks = (
-        _thrash, _waiting, _idle, _budget, _prefill, _swap, _swap_in, _stalls, _late, _unfair,
-    )  # fmt: skip
+    checks = (_thrash, _waiting, _idle, _budget, _prefill, _swap, _swap_in, _stalls, _late, _unfair)
     return [finding for check in checks if (finding := check(summary, config))]
 
 
