@@ -8,6 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+from headway.fleet.transport import discovery, sockets
+from headway.fleet.transport.discovery import DiscoveredFleet
+from headway.fleet.transport.sockets import Identity, ReplicaServer
 
 from headway import Engine, Scheduler, preset
 from headway.engine import load_reporter
@@ -15,9 +18,6 @@ from headway.engine import loop as engine_loop
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport import discovery, sockets
-from headway.fleet.transport.discovery import DiscoveredFleet
-from headway.fleet.transport.sockets import Identity, ReplicaServer
 from headway.plan import Plan
 from headway.request import RequestParams
 from headway.server.process.serve import bind

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headway.fleet.transport.links import OnBatch, OnLost, ThreadLink
 
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
@@ -17,7 +18,6 @@ from headway.fleet.client import FleetClient
 from headway.fleet.replica import TICK_SECONDS
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetCounters, FleetSettings
-from headway.fleet.transport.links import OnBatch, OnLost, ThreadLink
 from tests.support.faults import Faults
 from tests.support.held import Held, Hold
 from tests.support.scripted import END, make_engine, script

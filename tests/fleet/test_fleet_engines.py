@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from headway.fleet.transport.links import ThreadLink
 
 from headway import LLM
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.outputs import RequestOutput
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.links import ThreadLink
 from headway.sampling_params import SamplingParams
 from tests.support import real
 from tests.support.faults import Faults

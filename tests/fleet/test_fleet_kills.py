@@ -8,6 +8,8 @@ from itertools import cycle, islice
 from typing import Any
 
 import pytest
+from headway.fleet.transport import discovery
+from headway.fleet.transport.discovery import DiscoveredFleet
 
 from headway import LLM
 from headway.engine.async_engine import AsyncEngine
@@ -15,8 +17,6 @@ from headway.engine.outputs import RequestOutput
 from headway.fleet.client import FleetClient
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport import discovery
-from headway.fleet.transport.discovery import DiscoveredFleet
 from headway.sampling_params import SamplingParams
 from tests.support import real
 from tests.support.features import FEATURES, PROMPT

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from headway.fleet.transport.links import ClientLink
+from headway.server.process.ipc import SocketClient
 
 from headway.engine.async_engine import AsyncEngine
 from headway.fleet.client import FleetClient
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.links import ClientLink
-from headway.server.process.ipc import SocketClient
 from tests.support.held import Hold
 from tests.support.scripted import END, script
 from tests.support.waiting import LIMIT, until

@@ -12,6 +12,7 @@ from itertools import count, pairwise
 from typing import Any, ClassVar
 
 import pytest
+from headway.server.process.ipc import FrameDecoder, frame
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -27,7 +28,6 @@ from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun
 from headway.server.generation.prompts import tokens_of
 from headway.server.http.offload import MAX_INLINE_SIZE
 from headway.server.openai.protocol import CompletionRequest
-from headway.server.process.ipc import FrameDecoder, frame
 from tests.support.served import Server, on_loop, server
 from tests.support.waiting import LIMIT, until
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headway.server.process.ipc import FrameDecoder, frame
 
 from headway import Engine, Scheduler, preset
 from headway.engine.input_processor import embedding_params
@@ -16,7 +17,6 @@ from headway.engine.loop import EngineLoop
 from headway.engine.messages import FromLoop, SampleUpdate, Submit, TokenBatch
 from headway.engine.queue_limits import QueueLimits
 from headway.request import RequestParams
-from headway.server.process.ipc import FrameDecoder, frame
 from tests.server.test_http import error
 from tests.support.served import (
     HIDDEN_SIZE,

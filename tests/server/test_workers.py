@@ -16,13 +16,13 @@ from select import select
 
 import httpx
 import pytest
+from headway.server.process.engine_service import EngineService
+from headway.server.process.ipc import SocketClient
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded, RequestTooLong
-from headway.server.process.engine_service import EngineService
-from headway.server.process.ipc import SocketClient
 from headway.server.process.serve import ServerFactory, bind, listen, serve_single_process
 from headway.server.process.workers import SharedListener, Supervisor
 from tests.engine.test_async_engine import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from headway.engine.async_engine import ThreadClient
 from headway.server.process.engine_service import EngineService
+
+from headway.engine.async_engine import ThreadClient
 from tests.support.held import Held, Hold
 from tests.support.scripted import make_engine
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway.fleet.transport.sockets import Identity, ReplicaServer
+
 from headway import LLM
 from headway.engine.async_engine import ThreadClient
-from headway.fleet.transport.sockets import Identity, ReplicaServer
 from headway.plan import Plan
 from tests.support.held import Held, Hold
 

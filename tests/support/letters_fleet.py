@@ -19,16 +19,16 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
+from headway.fleet.transport.discovery import DiscoveredFleet
 
 from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.fleet import client
-from headway.fleet.on_ray.options import FleetOptions
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.discovery import DiscoveredFleet
 from headway.observe.server_metrics import ServerMetrics
+from headway.on_ray.options import FleetOptions
 from headway.server import live
 from headway.server.app import create_app
 from headway.server.context import Context
@@ -110,8 +110,8 @@ def main() -> None:
     import ray
     from ray import serve
 
-    from headway.fleet.on_ray.cluster import connected, serve_connected
-    from headway.fleet.on_ray.serve import QUIET, replica_deployment
+    from headway.on_ray.cluster import connected, serve_connected
+    from headway.on_ray.serve import QUIET, replica_deployment
 
     be_patient()
     make = partial(make_engine, Hold(sys.argv[1]))

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from headway.fleet.transport.links import OnBatch, OnLost
+
 from headway.engine.clock import VirtualClock
 from headway.engine.messages import (
     CacheDelta,
@@ -30,7 +32,6 @@ from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.links import OnBatch, OnLost
 from headway.request import RequestParams
 
 SETTINGS = FleetSettings()

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from headway.fleet.transport import sockets, wire
+from headway.fleet.transport.sockets import Identity, ReplicaServer, SocketLink
 
 from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import ThreadClient
@@ -21,8 +23,6 @@ from headway.engine.messages import (
     TokenBatch,
 )
 from headway.errors import ExecutorError
-from headway.fleet.transport import sockets, wire
-from headway.fleet.transport.sockets import Identity, ReplicaServer, SocketLink
 from headway.request import RequestParams
 from tests.support.served import Capitals, on_loop
 from tests.support.waiting import LIMIT, until
