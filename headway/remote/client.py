@@ -21,7 +21,7 @@ class SocketClient:
     def __init__(
         self, address: auth.Address, expected: auth.Identity = NO_IDENTITY, key: bytes = b""
     ) -> None:
-        self._address, self._expected, self._key = address, expected, key
+        self.address, self._expected, self._key = address, expected, key
         self._queries: dict[int, type[Query[Any]]] = {}  # without an answer, by number
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -57,14 +57,14 @@ class SocketClient:
 
     @property
     def _peer(self) -> str:
-        if isinstance(self._address, Path):
-            return f"the engine at {self._address}"
-        return f"replica {self._expected.name} at {self._address[0]}:{self._address[1]}"
+        if isinstance(self.address, Path):
+            return f"the engine at {self.address}"
+        return f"replica {self._expected.name} at {self.address[0]}:{self.address[1]}"
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if isinstance(self._address, Path):
-            return await asyncio.open_unix_connection(self._address)
-        return await asyncio.open_connection(*self._address)
+        if isinstance(self.address, Path):
+            return await asyncio.open_unix_connection(self.address)
+        return await asyncio.open_connection(*self.address)
 
     def _abort(self) -> None:
         if self._writer is not None:

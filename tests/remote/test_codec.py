@@ -127,14 +127,9 @@ def test_a_handshake_arrives_as_it_was_sent(hello: Hello, proof: Proof) -> None:
     assert PROOF.decode(codec.encode(proof)) == proof
 
 
-@pytest.mark.parametrize("tokens", [[1, 2, 3], array("q", [1])])
-def test_a_prompt_may_be_any_sequence(tokens: Any) -> None:
-    if isinstance(tokens, array):  # token_array makes 32-bit numbers of it
-        with pytest.raises(TypeError, match="array"):
-            codec.encode(messages.Submit("r", tokens, PARAMS))
-        return
-    (got,) = codec.to_engine().decode(codec.encode([messages.Submit("r", tokens, PARAMS)]))
-    assert isinstance(got, messages.Submit) and got.prompt == array("i", tokens)
+def test_a_prompt_may_be_a_list() -> None:
+    (got,) = codec.to_engine().decode(codec.encode([messages.Submit("r", [1, 2, 3], PARAMS)]))
+    assert isinstance(got, messages.Submit) and got.prompt == array("i", [1, 2, 3])
 
 
 def refused_or_decoded(decode: Callable[[bytes], Any], data: bytes) -> None:
@@ -230,8 +225,9 @@ def test_an_answer_has_the_type_that_its_query_names() -> None:
 
 
 def test_a_type_that_no_message_has_cannot_be_sent() -> None:
-    with pytest.raises(TypeError, match="complex"):
-        codec.encode([1, 2j])
+    for value, word in ((2j, "complex"), (array("q", [1]), "array")):
+        with pytest.raises(TypeError, match=word):
+            codec.encode([1, value])
 
 
 def test_the_tokens_of_256_requests_take_less_than_40_bytes_each() -> None:

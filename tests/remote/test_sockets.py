@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from headway.fleet.transport import sockets, wire
-from headway.fleet.transport.sockets import Identity, ReplicaServer, SocketLink
 
 from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import ThreadClient
 from headway.engine.messages import (
     Cancel,
+    Drain,
+    EngineStopped,
     FromLoop,
     Query,
     QueryResult,
@@ -22,7 +22,12 @@ from headway.engine.messages import (
     Submit,
     TokenBatch,
 )
+from headway.engine.queries import GetTime
 from headway.errors import ExecutorError
+from headway.remote import auth, codec, service
+from headway.remote.auth import Identity
+from headway.remote.client import SocketClient
+from headway.remote.service import EngineService
 from headway.request import RequestParams
 from tests.support.served import Capitals, on_loop
 from tests.support.waiting import LIMIT, until
@@ -33,17 +38,22 @@ MODEL = Identity(name="one", model="letters (float32 on cpu)", block_size=16)
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", LIMIT)
-    monkeypatch.setattr(sockets, "DRAIN_SECONDS", 10 * LIMIT)  # longer than a test waits for it
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", LIMIT)
+    monkeypatch.setattr(service, "DRAIN_SECONDS", 10 * LIMIT)  # longer than a test waits for it
+
+
+class GetOdd(Query[complex]):
+    """Its answer cannot be sent."""
 
 
 class Received:
-    """What a gateway gets from one link."""
+    """What one client gets."""
 
     def __init__(self) -> None:
         self.messages: list[FromLoop] = []
-        self.lost: list[str] = []
-        self.drained: list[str] = []
+
+    def of(self, kind: type[FromLoop]) -> list[FromLoop]:
+        return [message for message in self.messages if isinstance(message, kind)]
 
     def tokens(self, id: str) -> bytes:
         found: list[int] = []
@@ -60,25 +70,23 @@ class Received:
 
 
 @asynccontextmanager
-async def replica() -> AsyncIterator[tuple[ReplicaServer, Capitals]]:
+async def replica() -> AsyncIterator[tuple[EngineService, auth.Address, Capitals]]:
     config = preset("headway", max_model_len=256, num_blocks=256, block_size=16)
     executor = Capitals()
     client = ThreadClient(Engine(Scheduler(config), executor))
-    client.loop.concurrent_queries["odd"] = lambda _: 2j
-    server = ReplicaServer(client, MODEL, KEY)
-    await server.start("127.0.0.1")
-    yield server, executor
+    client.loop.handle(GetOdd, lambda _: 2j)
+    server = EngineService(client, MODEL, KEY)
+    yield server, await server.start(("127.0.0.1", 0)), executor
     executor.gate.set()
     await server.close()
 
 
-async def link_to(
-    server: ReplicaServer, key: bytes = KEY, model: Identity = MODEL
-) -> tuple[SocketLink, Received]:
-    received = Received()
-    link = SocketLink(model, server.address, key, received.drained.append)
-    await link.open(received.messages.extend, received.lost.append)
-    return link, received
+async def connect(
+    address: auth.Address, key: bytes = KEY, model: Identity = MODEL
+) -> tuple[SocketClient, Received]:
+    client, received = SocketClient(address, model, key), Received()
+    await client.open(received.messages.extend)
+    return client, received
 
 
 def submit(id: str, text: bytes = b"hello") -> Submit:
@@ -87,9 +95,9 @@ def submit(id: str, text: bytes = b"hello") -> Submit:
 
 @on_loop
 async def test_two_gateways_share_a_replica_and_may_use_the_same_ids() -> None:
-    async with replica() as (server, _):
-        one, first = await link_to(server)
-        two, second = await link_to(server)
+    async with replica() as (server, address, _):
+        one, first = await connect(address)
+        two, second = await connect(address)
         one.send([submit("r", b"hello")])
         two.send([submit("r", b"other")])
         await until(lambda: first.has_ended("r"))
@@ -101,54 +109,67 @@ async def test_two_gateways_share_a_replica_and_may_use_the_same_ids() -> None:
 
 
 @on_loop
-async def test_a_closed_link_cancels_its_requests_and_is_not_reported_as_lost() -> None:
-    async with replica() as (server, executor):
+async def test_a_closed_client_cancels_its_requests() -> None:
+    async with replica() as (server, address, executor):
         executor.gate.clear()
-        link, received = await link_to(server)
-        link.send([submit("r")])
+        client, received = await connect(address)
+        client.send([submit("r")])
         await until(lambda: server.num_open == 1)
-        await link.close()
+        await client.close()
         executor.gate.set()
-        await until(lambda: not server.service.workers)
-        link.send([Cancel("r")])  # does nothing
-        assert received.lost == [] and not link.is_open
+        await until(lambda: not server.clients)
+        client.send([Cancel("r")])  # does nothing
+        assert isinstance(received.messages[-1], EngineStopped)
 
 
 @on_loop
 async def test_an_answer_that_cannot_be_sent_becomes_an_error() -> None:
-    async with replica() as (server, _):
-        link, received = await link_to(server)
-        link.send([Query(1, "odd"), Query(2, "now")])
+    async with replica() as (_, address, _):
+        client, received = await connect(address)
+        client.send([GetOdd(number=1), GetTime(number=2)])
         await until(lambda: len(received.messages) >= 2)
-        odd, now = sorted(m for m in received.messages if isinstance(m, QueryResult))
+        odd, now = sorted(received.of(QueryResult), key=lambda result: result.number)
         assert odd.error is not None and "complex" in odd.error
         assert isinstance(now.value, float)
-        await link.close()
+        await client.close()
 
 
 @on_loop
-async def test_a_link_reports_the_end_of_its_replica_once() -> None:
-    async with replica() as (server, _):
-        link, received = await link_to(server)
-        for worker in server.service.workers.values():
-            worker.writer.transport.abort()
-        await until(lambda: received.lost)
-        assert len(received.lost) == 1 and not link.is_open
-        await link.close()
-        assert len(received.lost) == 1
+async def test_a_client_reports_the_end_of_its_replica_once() -> None:
+    async with replica() as (server, address, _):
+        client, received = await connect(address)
+        for connection in server.clients.values():
+            connection.writer.transport.abort()
+        (lost,) = await until(lambda: received.of(EngineStopped))
+        assert "replica one" in lost.reason
+        await client.close()
+        assert received.messages[-1] is lost and len(received.of(EngineStopped)) == 1
+
+
+@on_loop
+async def test_a_frame_that_is_invalid_ends_only_its_connection() -> None:
+    async with replica() as (_, address, _):
+        bad, ended = await connect(address)
+        good, received = await connect(address)
+        assert bad._writer is not None
+        bad._writer.write(codec.frame(["odd"]))
+        await until(lambda: ended.of(EngineStopped))
+        good.send([submit("r")])
+        await until(lambda: received.has_ended("r"))
+        await good.close()
 
 
 @on_loop
 async def test_a_drain_asks_the_gateways_and_waits_until_the_requests_are_gone() -> None:
-    async with replica() as (server, executor):
+    async with replica() as (server, address, executor):
         executor.gate.clear()
-        link, received = await link_to(server)
-        link.send([submit("r")])
+        client, received = await connect(address)
+        client.send([submit("r")])
         await until(lambda: server.num_open == 1)
         draining = asyncio.create_task(server.drain("scaled down"))
-        await until(lambda: received.drained == ["one"])
+        await until(lambda: received.of(Drain) == [Drain("scaled down")])
         assert not draining.done()
-        await link.close()
+        await client.close()
         executor.gate.set()
         await asyncio.wait_for(draining, LIMIT)
 
@@ -166,11 +187,11 @@ def test_a_replica_of_another_fleet_is_refused(
 ) -> None:
     @on_loop
     async def run() -> None:
-        async with replica() as (server, _):
+        async with replica() as (server, address, _):
             with pytest.raises(ExecutorError) as raised:
-                await link_to(server, **change)
+                await connect(address, **change)
             assert all(word in str(raised.value) for word in ("replica one", *words))
-            assert server.service.workers == {}
+            assert server.clients == {}
 
     run()
 
@@ -178,29 +199,40 @@ def test_a_replica_of_another_fleet_is_refused(
 def test_another_version_or_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     @on_loop
     async def run(word: str) -> None:
-        async with replica() as (server, _):
+        async with replica() as (_, address, _):
             with pytest.raises(ExecutorError, match=word):
-                await link_to(server)
+                await connect(address)
 
-    hello = wire.Hello("one", "0.0.1", MODEL.model, 16, b"n")
+    hello = auth.Hello("one", "0.0.1", MODEL.model, 16, b"n")
     for start, word in (
-        (wire.START.pack(wire.MAGIC, 1), "version '0.0.1'"),
-        (wire.START.pack(wire.MAGIC, 99), "protocol 99"),
-        (wire.START.pack(b"HTTP/1.1", 1), "not part of a Headway fleet"),
+        (auth.START.pack(auth.MAGIC, auth.PROTOCOL), "version '0.0.1'"),
+        (auth.START.pack(auth.MAGIC, 99), "protocol 99"),
+        (auth.START.pack(b"HTTP/1.1", 1), "not a Headway process"),
     ):
-        said = start + wire.frame(hello)
-        monkeypatch.setattr(sockets, "_hello", lambda identity, nonce, said=said: said)
+        sent = start + codec.frame(hello)
+        monkeypatch.setattr(auth, "_hello", lambda identity, nonce, sent=sent: sent)
         run(word)
 
 
 @on_loop
 async def test_a_client_without_the_key_reaches_nothing() -> None:
-    async with replica() as (server, _):
-        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, wire.frame([submit("r")])):
-            reader, writer = await asyncio.open_connection(*server.address)
+    async with replica() as (server, address, _):
+        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, codec.frame([submit("r")])):
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(sent)
             writer.write_eof()
             answer = await reader.read()
-            assert answer.startswith(wire.MAGIC) and len(answer) < 200  # only the greeting
+            assert answer.startswith(auth.MAGIC) and len(answer) < 200  # only the greeting
             writer.close()
-        assert server.service.workers == {} and server.num_open == 0
+        assert server.clients == {} and server.num_open == 0
+
+
+def test_tcp_needs_a_key() -> None:
+    @on_loop
+    async def run() -> None:
+        server = EngineService(ThreadClient(Engine(Scheduler(preset("headway")), Capitals())))
+        with pytest.raises(AssertionError, match="key"):
+            await server.start(("127.0.0.1", 0))
+        await server.close()
+
+    run()

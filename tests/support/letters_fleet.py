@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
-from headway.fleet.transport.discovery import DiscoveredFleet
 
 from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.fleet import client
+from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.settings import FleetSettings
 from headway.observe.server_metrics import ServerMetrics
 from headway.on_ray.options import FleetOptions
@@ -87,14 +87,14 @@ def make_app(engine: AsyncEngine, info: Info) -> Any:
     async def open() -> list[tuple[int, str | None]]:
         """Length of the prompt, and replica, of every open request."""
         assert isinstance(engine.client, DiscoveredFleet)
-        requests = engine.client.client.dispatcher.requests.values()
+        requests = engine.client.dispatcher.requests.values()
         return [(len(request.submit.prompt), request.replica) for request in requests]
 
     @routes.get("/replicas")
     async def replicas() -> int:
         """How many replicas the gateway can use. It asks none of them, as it does for metrics."""
         assert isinstance(engine.client, DiscoveredFleet)
-        return len(engine.client.client.dispatcher.replicas)
+        return len(engine.client.dispatcher.replicas)
 
     return create_app(context, [live.router(context), routes])
 
