@@ -6,7 +6,9 @@ fleet combines the answers of its replicas. A document is plain JSON data.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Union
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -126,7 +128,7 @@ class DescribeFleet(Query[Document]):
 if TYPE_CHECKING:
     EngineQuery = Query[Any]
 else:
-    EngineQuery = Union[tuple(Query.__subclasses__())]  # those above
+    EngineQuery = reduce(or_, Query.__subclasses__())  # those above
 
 
 class AskEach(Query[Document]):

@@ -88,7 +88,7 @@ class OpenRequest:
         """Why it cannot move once more; None if it can. `reason` is why it cannot stay."""
         if self.num_deaths >= settings.max_deaths:
             return (
-                f"it ran on {self.num_deaths} replicas that failed (limit {settings.max_deaths}: the "
+                f"its replicas failed {self.num_deaths} times (limit {settings.max_deaths}: the "
                 f"request may be the cause); the latest failure: {reason}"
             )
         if self.num_moves >= settings.max_moves:

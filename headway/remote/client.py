@@ -72,7 +72,7 @@ class SocketClient:
             self._writer.transport.abort()
 
     async def _read(self, reader: asyncio.StreamReader, on_messages: OnMessages) -> None:
-        problem: object = "its process has ended or has closed the connection"
+        problem: object = "its process has ended; restart it"
         try:
             async for messages in read_items(reader, from_engine()):
                 on_messages(self._with_answers(messages) if self._queries else messages)

@@ -11,8 +11,9 @@ import struct
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import fields
-from functools import cache
-from typing import Any, Generic, TypeVar, Union, get_args
+from functools import cache, reduce
+from operator import or_
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -129,7 +130,7 @@ def checked_length(length: int, limit: int = MAX_FRAME) -> int:
 @cache
 def to_engine() -> Decoder[list[ToLoop]]:
     """Decodes messages to an engine, with all types of queries that this process has imported."""
-    kinds: Any = Union[Submit, Cancel, *Query.__subclasses__()]
+    kinds: Any = reduce(or_, [Submit, Cancel, *Query.__subclasses__()])
     return Decoder(list[kinds])
 
 
