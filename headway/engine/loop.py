@@ -18,7 +18,6 @@ from headway.engine.engine import Engine, Observer
 from headway.engine.load_reporter import LoadReporter
 from headway.engine.messages import (
     CacheDelta,
-    Cancel,
     EngineStopped,
     FromLoop,
     Query,
@@ -208,16 +207,23 @@ class EngineLoop:
     def _take(self, message: ToLoop) -> None:
         if isinstance(message, Submit):
             self._submit(message)
-        elif isinstance(message, Cancel):
-            self._cancel(message)
-        else:
+        elif isinstance(message, Query):
             self._outbox.append(self.reply(message))
+        elif message.sample is None:
+            self.engine.abort(message.id)
+        else:
+            self.engine.stop_sample(message.id, message.sample)
 
     def _submit(self, message: Submit) -> None:
         try:
             if not message.outputs:  # the fleet has accepted a continued request before
                 self._limiter.check(message)
-            requests = self._add(message)
+            # Times that are relative to now become absolute.
+            now, params = self.engine.clock.now(), message.params
+            if message.deadline_in is not None:
+                params = replace(params, deadline=now + message.deadline_in)
+            arrival = now - message.age if message.age else None
+            requests = self.engine.add(message.id, message.prompt, params, arrival, message.outputs)
         except (RequestError, PolicyError, ExecutorError) as error:
             self._outbox.append(refusal_of(message.id, error))
             return
@@ -225,20 +231,6 @@ class EngineLoop:
         for notify in self.on_submit:
             notify(message, requests)
         self._limiter.count(requests)
-
-    def _add(self, message: Submit) -> list[Request]:
-        """Add a request to the engine; times that are relative to now become absolute."""
-        now, params = self.engine.clock.now(), message.params
-        if message.deadline_in is not None:
-            params = replace(params, deadline=now + message.deadline_in)
-        arrival = now - message.age if message.age else None
-        return self.engine.add(message.id, message.prompt, params, arrival, message.outputs)
-
-    def _cancel(self, message: Cancel) -> None:
-        if message.sample is None:
-            self.engine.abort(message.id)
-        else:
-            self.engine.stop_sample(message.id, message.sample)
 
     def _load(self) -> EngineLoad:
         scheduler, age = self.engine.scheduler, self.engine.step_seconds or 0.0

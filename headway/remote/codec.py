@@ -27,18 +27,14 @@ from headway.sampling_params import Sampling
 MAX_FRAME = 1 << 28  # bytes
 MAX_READ = 1 << 20  # bytes
 LENGTH = struct.Struct("<I")
+NOT_SENDABLE = (TypeError, ValueError, OverflowError)
 SAMPLING = {frozenset(f.name for f in fields(kind)): kind for kind in (Sampling, Script)}
 Item = TypeVar("Item")
 
 
-def encode(value: Any) -> bytes:
-    """The bytes of a value; TypeError, ValueError or OverflowError if there are none."""
-    return ENCODER.encode(value)
-
-
 def frame(value: Any) -> bytes:
-    """An encoded value, preceded by its length."""
-    data = ENCODER.encode(value)
+    """An encoded value, preceded by its length; one of NOT_SENDABLE if it cannot be encoded."""
+    data = encode(value)
     return LENGTH.pack(len(data)) + data
 
 
@@ -46,14 +42,14 @@ def frame_results(messages: list[FromLoop]) -> bytes:
     """A frame of messages from an engine; answers that cannot be sent become errors."""
     try:
         return frame(messages)
-    except (TypeError, ValueError, OverflowError):
+    except NOT_SENDABLE:
         return frame([_sendable(message) for message in messages])
 
 
 def _sendable(message: FromLoop) -> FromLoop:
     try:
         encode(message)
-    except (TypeError, ValueError, OverflowError) as error:
+    except NOT_SENDABLE as error:
         if not isinstance(message, QueryResult):
             raise
         return QueryResult(message.number, None, f"the answer cannot be sent: {error}")
@@ -173,4 +169,4 @@ def _made(kind: Any, value: Any) -> Any:
     return np.frombuffer(value, np.float32)
 
 
-ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode

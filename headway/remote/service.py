@@ -64,7 +64,7 @@ class EngineService:
     def __init__(
         self, client: EngineClient, identity: auth.Identity | None = None, key: bytes = b""
     ) -> None:
-        """`key` is needed for TCP: a Unix socket in a directory of mode 0700 has no other users."""
+        """`key` is needed for TCP. A Unix socket should be in a directory of mode 0700.."""
         self.stopped: EngineStopped | None = None
         self.clients: dict[str, ClientConnection] = {}  # by number
         self.identity, self._key = identity or auth.Identity(), key
@@ -80,7 +80,7 @@ class EngineService:
         if isinstance(address, Path):
             self._server = await asyncio.start_unix_server(self._serve, address)
             return address
-        assert self._key, "without a key, anyone could connect"
+        assert self._key, "without a key, any process could connect"
         self._server = await asyncio.start_server(self._serve, *address)
         return address[0], self._server.sockets[0].getsockname()[1]
 
