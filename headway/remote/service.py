@@ -64,7 +64,7 @@ class EngineService:
     def __init__(
         self, client: EngineClient, identity: auth.Identity | None = None, key: bytes = b""
     ) -> None:
-        """`key` is needed for TCP. A Unix socket should be in a directory of mode 0700.."""
+        """`key` is needed for TCP. A Unix socket should be in a directory of mode 0700."""
         self.stopped: EngineStopped | None = None
         self.clients: dict[str, ClientConnection] = {}  # by number
         self.identity, self._key = identity or auth.Identity(), key
