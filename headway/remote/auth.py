@@ -38,6 +38,9 @@ class Identity:
     block_size: int = 0
 
 
+LOCAL = Identity()  # of an engine behind a Unix socket
+
+
 class Hello(Struct, frozen=True, tag=True, array_like=True):
     """Handshake: sender, version and model."""
 

@@ -12,14 +12,12 @@ from headway.errors import ExecutorError
 from headway.remote import auth
 from headway.remote.codec import frame, from_engine, read_items, typed_answer
 
-NO_IDENTITY = auth.Identity()
-
 
 class SocketClient:
     """Connects to an `EngineService`, which must have the expected identity and the same key."""
 
     def __init__(
-        self, address: auth.Address, expected: auth.Identity = NO_IDENTITY, key: bytes = b""
+        self, address: auth.Address, expected: auth.Identity = auth.LOCAL, key: bytes = b""
     ) -> None:
         self.address, self._expected, self._key = address, expected, key
         self._queries: dict[int, type[Query[Any]]] = {}  # without an answer, by number

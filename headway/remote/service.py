@@ -32,7 +32,7 @@ from headway.engine.messages import (
     TokenBatch,
     ToLoop,
 )
-from headway.errors import ExecutorError
+from headway.errors import ConfigError, ExecutorError
 from headway.remote import auth
 from headway.remote.codec import frame_results, read_items, to_engine
 
@@ -62,25 +62,28 @@ class EngineService:
     """Forwards messages between an engine's client and the clients of this service."""
 
     def __init__(
-        self, client: EngineClient, identity: auth.Identity | None = None, key: bytes = b""
+        self, client: EngineClient, identity: auth.Identity = auth.LOCAL, key: bytes = b""
     ) -> None:
-        """`key` is needed for TCP. A Unix socket should be in a directory of mode 0700."""
+        """TCP needs a key. A Unix socket should be in a directory of mode 0700."""
         self.stopped: EngineStopped | None = None
         self.clients: dict[str, ClientConnection] = {}  # by number
-        self.identity, self._key = identity or auth.Identity(), key
-        self._client = client
+        self.identity, self._key, self._client = identity, key, client
         # By the engine's query number: the client and its own number of the query.
         self._queries: dict[int, tuple[ClientConnection, int]] = {}
         self._serials, self._numbers = count(), count()
         self._server: asyncio.Server | None = None
 
     async def start(self, address: auth.Address) -> auth.Address:
-        """Start the engine and listen; returns the address, with the port that 0 stands for."""
+        """Start the engine and listen; returns the address, with the port that 0 stands for.
+
+        ConfigError for TCP without a key.
+        """
+        if not (self._key or isinstance(address, Path)):
+            raise ConfigError(f"an engine at {address[0]} needs a key: any process can connect")
         await self._client.open(self._receive)
         if isinstance(address, Path):
             self._server = await asyncio.start_unix_server(self._serve, address)
             return address
-        assert self._key, "without a key, any process could connect"
         self._server = await asyncio.start_server(self._serve, *address)
         return address[0], self._server.sockets[0].getsockname()[1]
 
