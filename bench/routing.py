@@ -137,9 +137,9 @@ def _decision_us(prompt: Request, block_size: int, held: list[bytes]) -> dict[st
     """With all replicas holding these keys."""
     router = Router(parse_route("prefix_load"), block_size)
     clock, dropped = VirtualClock(), lambda *_: None
-    dispatcher = Dispatcher(router, FleetSettings(), clock, dropped, dropped)
+    dispatcher = Dispatcher(router, FleetSettings(), clock, dropped, dropped, dropped)
     for place in range(NUM_REPLICAS):
-        replica = Replica(NullLink(str(place)))
+        replica = Replica(str(place), NullClient())
         dispatcher.add(replica)
         other = [place.to_bytes(8, "big") + number.to_bytes(8, "big") for number in range(27_000)]
         replica.report(LoadReport(1, 100 * place, place, place, 1000, 28_000))
@@ -170,13 +170,10 @@ def _decision_us(prompt: Request, block_size: int, held: list[bytes]) -> dict[st
     }
 
 
-class NullLink:
-    """A link to a replica that does not exist."""
+class NullClient:
+    """A client of a replica that does not exist."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    async def open(self, on_messages: object, on_lost: object) -> None: ...
+    async def open(self, on_messages: object) -> None: ...
     def send(self, messages: list[Any]) -> None: ...
     async def close(self) -> None: ...
 

@@ -29,7 +29,7 @@ class PrefixTracker:
         removed: Iterable[bytes],
         cleared: bool = False,
     ) -> None:
-        """Apply a CacheDelta: `apply(name, *delta)`."""
+        """Apply the fields of a CacheDelta."""
         held = set() if cleared else self._held.get(replica, set())
         held.difference_update(removed)
         held.update(added)

@@ -202,7 +202,7 @@ class Cluster:
         """The prompt is in the cache of a decode replica; the first token is part of it there."""
         assert self._decode, "only a prefill pool sends"
         replica, num_new = self._decode.choose_for_output(request, now)
-        first_token = array("i", [request.params().sampling.filler])  # type: ignore[attr-defined]
+        first_token = array("i", [request.params().sampling.filler])  # type: ignore[union-attr]
         rest = replace(
             request, pieces=(*request.pieces, first_token), num_output=request.num_output - 1,
             max_tokens=request.max_tokens - 1,

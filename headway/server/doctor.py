@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
 
 from headway.engine.async_engine import AsyncEngine
+from headway.engine.queries import EndTrial, GetDiagnosis, GetTrialSteps, StartTrial
 from headway.errors import ConfigError, ExecutorError
 from headway.lab.cost import known_profiles
 from headway.lab.doctor.live import NUM_PER_QUERY, TRIAL_SECONDS
@@ -54,7 +55,7 @@ class TryRequest(RequestModel):
 def router(context: Context) -> APIRouter:
     """The routes of the doctor."""
     routes, with_body = APIRouter(), APIRouter(route_class=JsonRoute)
-    diagnoses = Snapshots(context.engine, "doctor", SECONDS_KEPT)
+    diagnoses = Snapshots(context.engine, GetDiagnosis(), SECONDS_KEPT)
 
     @routes.get("/doctor", responses=ERRORS)
     async def get_doctor(request: Request) -> Response:
@@ -90,7 +91,7 @@ async def run_trial(
 ) -> dict[str, Any]:
     """The result of a trial in another process; ApiError if it cannot be made."""
     try:
-        first = await engine.ask("trial_start")
+        first = await engine.ask(StartTrial())
     except ExecutorError as error:
         raise ApiError(503, str(error), code="engine_gone") from None
     if first is None:
@@ -105,7 +106,7 @@ async def run_trial(
         problem = f"the trial took more than {TRIAL_SECONDS:g} s"
         raise ApiError(504, problem, code="timeout") from None
     finally:
-        await asyncio.shield(engine.ask("trial_end"))
+        await asyncio.shield(engine.ask(EndTrial()))
 
 
 def _check(config: dict[str, Any], changes: dict[str, str], profile: str | None) -> None:
@@ -133,7 +134,7 @@ async def _in_process(engine: AsyncEngine, first: dict[str, Any]) -> dict[str, A
     try:
         process.stdin.write(pickle.dumps(first))
         for number in range(first["first"], first["end"], NUM_PER_QUERY):
-            lines = await engine.ask("trial_lines", number)
+            lines = await engine.ask(GetTrialSteps(number))
             process.stdin.write(pickle.dumps(lines) if lines else b"")
             await process.stdin.drain()
         out, errors = await process.communicate(pickle.dumps(None))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from headway.engine.async_engine import AsyncEngine
+from headway.engine.queries import GetSteps, StartFollowing, StopFollowing
 from headway.errors import ExecutorError
 from headway.lab.film.format import FilmWriter, Record, header_record, record
 from headway.lab.film.texts import FilmTexts
@@ -30,17 +31,16 @@ MAX_SILENT = 10  # times that nothing is sent if nothing happens
 
 async def live_film(engine: AsyncEngine) -> AsyncIterator[bytes]:
     """The film of a running engine, from now on; ExecutorError if the engine stops."""
-    start: dict[str, Any] = await engine.ask("film_start")
-    viewer, head = start["viewer"], start["header"]
-    writer, texts = FilmWriter(head["config"]), FilmTexts(head)
-    writer.load(start["state"])
+    start = await engine.ask(StartFollowing())
+    writer, texts = FilmWriter(start.header["config"]), FilmTexts(start.header)
+    writer.load(start.state)
     try:
-        yield header_record({**head, "has_blocks": True}, source="live")
+        yield header_record({**start.header, "has_blocks": True}, source="live")
         num_silent = 0
         while True:
-            lines, is_idle = await engine.ask("film_lines", viewer)
-            data = b"".join(writer.add(line, texts.follow(line)) for line in lines)
-            if is_idle:
+            steps = await engine.ask(GetSteps(start.viewer))
+            data = b"".join(writer.add(line, texts.follow(line)) for line in steps.lines)
+            if steps.is_idle:
                 writer.settle()
             data += writer.flush()
             num_silent = 0 if data else num_silent + 1
@@ -48,7 +48,7 @@ async def live_film(engine: AsyncEngine) -> AsyncIterator[bytes]:
                 yield data or record(Record.IDLE, b"")
             await asyncio.sleep(SECONDS)
     finally:
-        await asyncio.shield(engine.ask("film_stop", viewer))
+        await asyncio.shield(engine.ask(StopFollowing(start.viewer)))
 
 
 def router(context: Context) -> APIRouter:

@@ -11,6 +11,13 @@ from typing import Any
 
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
+from headway.engine.queries import (
+    EngineState,
+    GetSteps,
+    StartFollowing,
+    StepLines,
+    StopFollowing,
+)
 from headway.errors import ConfigError
 from headway.observe.trace import Line, describe_request, describe_step, header
 from headway.plan import StepReport
@@ -30,9 +37,9 @@ class _Viewer:
 def install(loop: EngineLoop) -> None:
     """Let the engine of a loop be watched, by queries between its steps."""
     live = LiveLines(loop.engine)
-    loop.step_queries |= {
-        "film_start": live.start, "film_lines": live.take, "film_stop": live.stop,
-    }  # fmt: skip
+    loop.handle(StartFollowing, lambda _: live.start())
+    loop.handle(GetSteps, lambda query: live.take(query.viewer))
+    loop.handle(StopFollowing, lambda query: live.stop(query.viewer))
 
 
 class LiveLines:
@@ -43,8 +50,8 @@ class LiveLines:
         self._viewers: dict[int, _Viewer] = {}
         self._num_viewers = 0
 
-    def start(self, _: Any = None) -> dict[str, Any]:
-        """Start to watch; returns the number of the viewer, the header and the present state."""
+    def start(self) -> EngineState:
+        """Follow the engine from its present state on."""
         now, engine = self._engine.clock.now(), self._engine
         self._drop_silent(now)
         if len(self._viewers) >= MAX_VIEWERS:
@@ -56,14 +63,11 @@ class LiveLines:
         self._num_viewers += 1
         self._viewers[self._num_viewers] = _Viewer(now)
         config = engine.scheduler.config
-        return {
-            "viewer": self._num_viewers,
-            "header": header(config, engine.async_scheduling, is_redacted=True),
-            "state": state_of(engine),
-        }
+        head = header(config, engine.async_scheduling, is_redacted=True)
+        return EngineState(self._num_viewers, head, state_of(engine))
 
-    def take(self, viewer: int) -> tuple[list[Line], bool]:
-        """The lines since the last call, and whether the engine has no work now.
+    def take(self, viewer: int) -> StepLines:
+        """The lines since the last call.
 
         ConfigError if the viewer was dropped.
         """
@@ -71,10 +75,10 @@ class LiveLines:
             raise ConfigError("the page was too slow and is no longer followed; load it again")
         found = self._viewers[viewer]
         lines, found.lines, found.seen = found.lines, [], self._engine.clock.now()
-        return lines, not self._engine.has_work
+        return StepLines(lines, not self._engine.has_work)
 
     def stop(self, viewer: int) -> None:
-        """Stop to watch."""
+        """Stop following."""
         self._viewers.pop(viewer, None)
         if not self._viewers and self._observe in self._engine.observers:
             self._engine.observers.remove(self._observe)
