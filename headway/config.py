@@ -1,8 +1,8 @@
 """The configuration of a scheduler: six slots that hold policies, and a few numbers.
 
 This file says what a policy may read (`SchedulerView`), what a batching rule may do (`StepActions`)
-and which signature each slot has. The policies are in scheduler/policies.py, headroom.py and
-queues.py; ready combinations are in scheduler/presets.py.
+and which signature each slot has. The ready-made policies are in scheduler/policies/, one file for
+each slot.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ class StepActions(Protocol):
     def prefill_streak(self) -> int: ...  # consecutive steps, up to now, without decodes
 
 
+ALL = "all"  # the group of queue rules that have only one
+
+
 class QueueRule(Protocol):
     """The order of the waiting queue: the lowest key is served first."""
 
@@ -78,7 +81,7 @@ class QueueRule(Protocol):
 
 BatchingRule = Callable[[StepActions], None]
 # (tokens wanted, tokens left, first of its step). A rule may also have a method `most_tokens`, which
-# limits the tokens left by the time of a step; see policies.hold_tbt.
+# limits the tokens left by the time of a step; see policies/chunk.py.
 ChunkRule = Callable[[int, int, bool], int]
 HeadroomRule = Callable[[Request, SchedulerView], int]  # blocks that an admission leaves free
 VictimRule = Callable[[Request, SchedulerView], Any]  # a key; the largest is preempted first

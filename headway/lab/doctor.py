@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from headway.lab.summary import Summary
-from headway.scheduler.presets import slot
+from headway.scheduler.policies.presets import slot
 
 
 class Finding(NamedTuple):

@@ -20,8 +20,8 @@ from headway.observe.trace import Line, decisions, describe_step, request_of, un
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request
 from headway.scheduler import Scheduler
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import read_preset
+from headway.scheduler.policies.presets import read_preset
+from headway.scheduler.policies.text import READY_MADE
 
 Outputs = dict[Request, list[int]]
 

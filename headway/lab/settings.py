@@ -8,9 +8,9 @@ from typing import Any
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
-from headway.scheduler.policies import recompute
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import read_preset
+from headway.scheduler.policies.presets import read_preset
+from headway.scheduler.policies.swap import recompute
+from headway.scheduler.policies.text import READY_MADE
 
 
 def config_for(

@@ -21,7 +21,8 @@ from headway.observe.run_stats import RunStats
 from headway.observe.trace import TraceWriter, header
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import hold_tbt, swap_if_cheaper
+from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.swap import swap_if_cheaper
 
 Progress = Callable[[int], None]  # called with the number of requests that have just ended
 Stop = Callable[[RunStats], bool]

@@ -21,7 +21,7 @@ from headway.config import Config
 from headway.errors import FormatError
 from headway.plan import Plan, Preemption, StepReport
 from headway.request import Request, RequestParams
-from headway.scheduler.presets import describe
+from headway.scheduler.policies.presets import describe
 
 VERSION = 2
 Line = dict[str, Any]

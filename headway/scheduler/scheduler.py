@@ -20,7 +20,7 @@ from headway.kv.cache import KVCache
 from headway.plan import CacheReset, Plan, StepEvents, StepReport, StepResult
 from headway.request import Request
 from headway.scheduler.decode_batch import DecodeBatch
-from headway.scheduler.queues import WaitingQueue
+from headway.scheduler.queue import WaitingQueue
 from headway.scheduler.results import apply_result, check_result
 from headway.scheduler.state import SchedulerState
 from headway.scheduler.step_builder import StepBuilder

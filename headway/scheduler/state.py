@@ -18,9 +18,9 @@ from headway.plan import Admission, Plan, Preemption, StepEvents, WindowBlocks
 from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.fairness import group_of
-from headway.scheduler.output_lengths import OutputStatistics
+from headway.scheduler.policies.lengths import OutputStatistics
 from headway.scheduler.policy_calls import call_swap
-from headway.scheduler.queues import WaitingQueue
+from headway.scheduler.queue import WaitingQueue
 
 MAX_DISCARDS = 8  # of one request; then it keeps its output, so that every request ends
 

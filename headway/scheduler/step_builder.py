@@ -14,7 +14,7 @@ from headway.kv.cache import AdmissionCost
 from headway.plan import Blocked, Chunk, NotConsidered, Plan, Reason
 from headway.request import Request, RequestState
 from headway.scheduler.fairness import check_reserved_rows, overtaking_limit
-from headway.scheduler.headroom import back_off
+from headway.scheduler.policies.headroom import back_off
 from headway.scheduler.policy_calls import (
     call_batching,
     call_chunk,
@@ -22,7 +22,7 @@ from headway.scheduler.policy_calls import (
     call_most_tokens,
     call_victim,
 )
-from headway.scheduler.priority_preemption import choose_victims
+from headway.scheduler.preemption import choose_victims
 from headway.scheduler.state import SchedulerState
 from headway.step_cost import work_of
 

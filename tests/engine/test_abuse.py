@@ -33,9 +33,10 @@ from headway.errors import (
 )
 from headway.observe.trace import TraceWriter
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset, queues
+from headway.scheduler import Scheduler, preset
+from headway.scheduler.policies import queue as queues
+from headway.scheduler.policies.presets import NUMBERS
 from headway.scheduler.policy_calls import call_chunk, call_headroom, call_swap
-from headway.scheduler.presets import NUMBERS
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
 from tests.support import real
 from tests.support.drive import check_no_leaks

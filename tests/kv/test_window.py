@@ -14,7 +14,7 @@ from headway.kv.window import WindowCache, most_useful_window_blocks, most_windo
 from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
-from headway.scheduler.presets import describe
+from headway.scheduler.policies.presets import describe
 from tests.support.drive import Driver
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError

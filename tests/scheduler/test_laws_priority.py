@@ -9,9 +9,9 @@ import pytest
 
 from headway.config import StepActions
 from headway.request import Request
-from headway.scheduler import policies
-from headway.scheduler.presets import SLOTS
-from headway.scheduler.priority_preemption import MAX_PREEMPTIONS, DryRun
+from headway.scheduler.policies.batching import mixed
+from headway.scheduler.policies.presets import SLOTS
+from headway.scheduler.preemption import MAX_PREEMPTIONS, DryRun
 from headway.scheduler.step_builder import StepBuilder
 from tests.support.drive import Driver
 
@@ -170,7 +170,7 @@ def test_a_batching_rule_that_changes_its_mind_causes_no_needless_preemption(
 
     def batching(step: StepActions) -> None:
         if isinstance(step, StepBuilder):
-            policies.mixed(step)
+            mixed(step)
         elif left and left.pop(0):
             step.admit()
 

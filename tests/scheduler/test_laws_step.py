@@ -14,8 +14,8 @@ import pytest
 from headway.config import StepActions
 from headway.plan import Plan, StepEvents, StepReport, StepResult
 from headway.request import Request, RequestParams
-from headway.scheduler import policies
-from headway.scheduler.headroom import back_off
+from headway.scheduler.policies.batching import mixed
+from headway.scheduler.policies.headroom import back_off
 from tests.support.drive import Driver
 
 SIZE = 4
@@ -55,7 +55,7 @@ def swapping(seed: int, seen: Counter[str], headroom: int) -> Driver:
             seen["refused"] += 1
             assert needs[0] + (due + num_kept) * (num_running > 0) > free, "it would have fitted"
             seen["refused for decodes"] += needs[0] <= free
-        policies.mixed(step)
+        mixed(step)
 
     world = Driver(
         "vllm", batching=batching, queue="fcfs(3)", swap="swap", headroom=keeping(headroom),

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from headway.errors import PolicyError
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset, queues
+from headway.scheduler import Scheduler, preset
+from headway.scheduler.policies import queue as queues
 from headway.scheduler.policy_calls import is_orderable
-from headway.scheduler.queues import WaitingQueue
+from headway.scheduler.queue import WaitingQueue
 
 
 class Inconsistent:

@@ -14,8 +14,8 @@ from headway.config import Config, HeadroomRule, SchedulerView, SwapRule, Victim
 from headway.plan import Plan
 from headway.request import Request
 from headway.scheduler import Scheduler
-from headway.scheduler.headroom import back_off
-from headway.scheduler.policies import swap_if_cheaper
+from headway.scheduler.policies.headroom import back_off
+from headway.scheduler.policies.swap import swap_if_cheaper
 
 MAX_STEPS = 4  # that are remembered until they are taken
 

@@ -25,8 +25,8 @@ from headway.lab.settings import config_for
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.observe.timeline import RequestTimeline
-from headway.scheduler.policy_text import ANY
-from headway.scheduler.presets import DEFAULT, describe
+from headway.scheduler.policies.presets import DEFAULT, describe
+from headway.scheduler.policies.text import ANY
 
 Settings = dict[str, Any]  # preset, slots as text, numbers
 PACKAGE = Path(__file__).parents[2]

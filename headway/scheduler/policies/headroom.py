@@ -20,7 +20,7 @@ import numpy.typing as npt
 from headway.config import Checked, HeadroomRule, SchedulerView, number
 from headway.errors import ConfigError
 from headway.request import Request
-from headway.scheduler.output_lengths import is_open_ended, survival_curve
+from headway.scheduler.policies.lengths import is_open_ended, survival_curve
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
