@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from headway.checks import number_problem
@@ -79,11 +80,23 @@ class QueueRule(Protocol):
     def outranks(self, waiting: Request, running: Request) -> bool: ...  # may it preempt?
 
 
+class Headroom(int):
+    """Blocks to leave free; if `base` of them would allow the admission, it is blocked by back_off."""
+
+    base: float  # without the blocks for recent preemptions; infinite: there are none of these
+
+    def __new__(cls, blocks: float, base: float = math.inf) -> Headroom:
+        self = super().__new__(cls, blocks)
+        self.base = base
+        return self
+
+
 BatchingRule = Callable[[StepActions], None]
-# (tokens wanted, tokens left, first of its step). A rule may also have a method `most_tokens`, which
-# limits the tokens left by the time of a step; see policies/chunk.py.
+# (tokens wanted, tokens left, first of its step). A rule that limits the time of a step has a method
+# `most_tokens` as well: (tokens wanted, work of the step so far, first token) -> tokens that fit.
 ChunkRule = Callable[[int, int, bool], int]
-HeadroomRule = Callable[[Request, SchedulerView], int]  # blocks that an admission leaves free
+# Blocks that an admission leaves free; see Headroom.
+HeadroomRule = Callable[[Request, SchedulerView], int]
 VictimRule = Callable[[Request, SchedulerView], Any]  # a key; the largest is preempted first
 # True: keep the computed tokens on the host; "discard": drop the output as well.
 SwapRule = Callable[[Request, SchedulerView], bool | Literal["discard"]]
@@ -132,6 +145,11 @@ class Config(Checked):
     # layers), and its blocks, which are a pool of their own.
     sliding_window: int = count(0, 0, (1 << 31) - 1)
     num_window_blocks: int = count(0, 0, 1 << 26)
+
+    @cached_property
+    def limits_time(self) -> bool:
+        """Whether the chunk rule limits the time of a step; a plain function does not."""
+        return hasattr(self.chunk, "most_tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -185,6 +185,6 @@ def call_route(rule: RouteRule, request: RouteRequest, replicas: Sequence[Replic
     except TypeError:
         number = -1
     if not 0 <= number < len(replicas):
-        purpose, most = f"for request {request.id!r}", len(replicas) - 1
-        raise bad_result("route", rule, place, purpose, f"return an index from 0 to {most}")
+        wanted = f"for request {request.id!r}; return an index from 0 to {len(replicas) - 1}"
+        raise bad_result("route", rule, place, wanted)
     return number

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headway.kv.pool import BlockPool
 from headway.kv.prefix_index import extend_keys
 from headway.kv.window import WindowCache
-from headway.plan import Copy
+from headway.plan import Blocked, Copy, Plan
 from headway.request import HostCopy, Request
 
 
@@ -60,6 +60,11 @@ class KVCache:
                 return False
         return all(pool.num_free == pool.num_blocks for pool in pools)
 
+    def start_plan(self, plan: Plan) -> None:
+        """From now on this plan gets new entries of block tables for sliding-window layers."""
+        if self.window is not None:
+            self.window.new_entries = plan.window_blocks
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -101,6 +106,29 @@ class KVCache:
         keys = request.kv.keys[: cost.num_hits]
         return cost.num_blocks - sum(refs[block_of[key]] > 0 for key in keys)
 
+    def check_admission(self, request: Request, cost: AdmissionCost) -> Blocked | None:
+        """Blocked if blocks that the admission takes are not free."""
+        need, free = cost.num_blocks - cost.num_hits, self.num_free
+        if need <= free < cost.num_blocks:  # it depends on how many hits have holders
+            need = self.num_blocks_needed(request, cost)
+        if need > free:
+            return Blocked(request, "blocks", need, free)
+        if cost.num_window_blocks > self.num_window_free:
+            have = self.num_window_free
+            return Blocked(request, "window_blocks", cost.num_window_blocks, have)
+        return None
+
+    def num_missing(self, request: Request, num_more: int) -> tuple[int, int]:
+        """Blocks, and blocks of sliding-window layers, to free for an admission and `num_more`."""
+        cost = self.admission_cost(request)
+        num_blocks = self.num_blocks_needed(request, cost) + num_more
+        return num_blocks - self.num_free, cost.num_window_blocks - self.num_window_free
+
+    def num_freed(self, request: Request) -> tuple[int, int]:
+        """Blocks, and blocks of sliding-window layers, that become free if the request leaves."""
+        window = request.kv.window
+        return self.num_private_blocks(request), 0 if window is None else window.num_reserved
+
     def allocate(self, request: Request, cost: AdmissionCost) -> list[Copy]:
         """Give the request blocks for all known tokens; returns the copies from the host."""
         kv, pool = request.kv, self.pool
@@ -124,7 +152,28 @@ class KVCache:
         added = list(zip(requests, self.pool.take(len(requests)), strict=True))
         for request, block in added:
             request.kv.blocks.append(block)
+        if self.window is not None:
+            for request in requests:
+                self.window.extend(request, request.num_computed, request.num_computed + 1)
         return added
+
+    def store(self, request: Request, start: int, end: int) -> int:
+        """Hold and publish the blocks of tokens [start, end), which the plan computes.
+
+        Returns the first token to store: only a full hit starts in a published block, which must
+        not be written.
+        """
+        first = request.kv.blocks[start // self.block_size]
+        is_stored = self.pool.index.key_of[first] is not None
+        if self.window is not None:
+            self.window.extend(request, start, end)
+        self.publish(request, start // self.block_size, end // self.block_size)
+        return end if is_stored else start
+
+    def end_prefill(self, request: Request) -> None:
+        """From now on the request decodes; called when the plan has been built."""
+        if self.window is not None:
+            self.window.end_prefill(request)
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make blocks [start, end) of a request matchable; they are full once the plan has run."""

@@ -7,27 +7,57 @@ nothing: the caller decides what a failure ends.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from math import inf
 from operator import index
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from headway.config import (
-    BatchingRule,
-    ChunkRule,
-    HeadroomRule,
-    QueueRule,
-    SchedulerView,
-    StepActions,
-    SwapRule,
-    VictimRule,
-)
+from headway.config import BatchingRule, Headroom, StepActions
 from headway.errors import PolicyError, shorten
 from headway.request import Request
-from headway.step_cost import StepWork
 
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-KEYS = "return a number, a string or a tuple of these, without NaN or None"
+
+
+T = TypeVar("T")
+
+
+class Call(NamedTuple, Generic[T]):
+    """A kind of policy call: how its result is read, and what errors say. `where` and `wanted` are
+    formats of the arguments."""
+
+    slot: str
+    where: str
+    read: Callable[..., T]  # takes the result and the arguments; raises if the result is no good
+    wanted: str
+    method: str | None = None  # of the rule; None: the rule itself is called
+
+
+def call(kind: Call[T], rule: Any, *arguments: Any) -> T:
+    """The result of a policy; PolicyError if it raises, or returns what its slot does not take."""
+    policy = rule if kind.method is None else getattr(rule, kind.method)
+    try:
+        result = policy(*arguments)
+    except Exception as error:
+        where, id = kind.where.format(*arguments), _request_id(arguments)
+        raise policy_failed(kind.slot, rule, where, error, id) from error
+    try:
+        return kind.read(result, *arguments)
+    except Exception:
+        wanted, id = kind.wanted.format(*arguments), _request_id(arguments)
+        raise bad_result(kind.slot, rule, result, wanted, id) from None
+
+
+def call_batching(rule: BatchingRule, step: StepActions) -> None:
+    """Let the batching rule build the step; PolicyError if a user's rule raises."""
+    try:
+        rule(step)
+    except Exception as error:
+        if _line_of_policy(error) is None:
+            raise
+        raise policy_failed("batching", rule, "to build a step", error) from error
 
 
 def policy_failed(
@@ -42,16 +72,15 @@ def policy_failed(
 
 
 def bad_result(
-    slot: str,
-    rule: object,
-    result: object,
-    purpose: str,
-    advice: str,
-    request_id: str | None = None,
+    slot: str, rule: object, result: object, wanted: str, request_id: str | None = None
 ) -> PolicyError:
     """The PolicyError for a value that a policy must not return."""
-    text = f"{slot} policy {_name(rule)} returned {shorten(result)} {purpose}; {advice}"
+    text = f"{slot} policy {_name(rule)} returned {shorten(result)} {wanted}"
     return PolicyError(text, slot=slot, request_id=request_id)
+
+
+def _request_id(arguments: tuple[Any, ...]) -> str | None:
+    return getattr(arguments[0], "id", None)  # chunk rules get numbers only
 
 
 def _name(rule: object) -> str:
@@ -69,109 +98,6 @@ def _line_of_policy(error: Exception) -> str | None:
     return f"{outside[0][0]}:{own[-1]}" if own else None
 
 
-def call_batching(rule: BatchingRule, step: StepActions) -> None:
-    """Let the batching rule build the step; PolicyError if a user's rule raises."""
-    try:
-        rule(step)
-    except Exception as error:
-        if _line_of_policy(error) is None:
-            raise
-        raise policy_failed("batching", rule, "to build a step", error) from error
-
-
-def call_key(rule: QueueRule, request: Request, view: SchedulerView) -> Any:
-    """The sort key of a request; PolicyError unless it has an order."""
-    try:
-        key = rule.key(request, view)
-    except Exception as error:
-        where = f"for request {request.id!r}"
-        raise policy_failed("queue", rule, where, error, request.id) from error
-    if not is_orderable(key):
-        purpose = f"as the sort key of request {request.id!r}"
-        raise bad_result("queue", rule, key, purpose, KEYS, request.id)
-    return key
-
-
-def call_group(rule: QueueRule, request: Request) -> str:
-    """The group of a request; PolicyError unless it is a string."""
-    try:
-        group = rule.group(request)
-    except Exception as error:
-        where = f"in group() for request {request.id!r}"
-        raise policy_failed("queue", rule, where, error, request.id) from error
-    if not isinstance(group, str):
-        purpose = f"as the group of request {request.id!r}"
-        raise bad_result("queue", rule, group, purpose, "return a string", request.id)
-    return group
-
-
-def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
-    """Tokens of `want` that the chunk rule grants, in [0, min(want, left)]; floats round down."""
-    try:
-        granted: Any = rule(want, left, is_first)
-    except Exception as error:
-        where = f"for {want} tokens wanted and {left} left"
-        raise policy_failed("chunk", rule, where, error) from error
-    try:
-        granted = granted if isinstance(granted, float) else index(granted)
-        # In this order, NaN reaches int(), which raises.
-        return int(max(min(granted, want, left), 0))
-    except Exception:
-        where = f"for {want} tokens wanted and {left} left"
-        raise bad_result("chunk", rule, granted, where, "return a number") from None
-
-
-def call_most_tokens(rule: ChunkRule, want: int, work: StepWork, start: int) -> int:
-    """Tokens of `want` that a rule with a limit of time allows; PolicyError unless a whole number."""
-    where = f"in most_tokens() for {want} tokens wanted"
-    try:
-        most: int = rule.most_tokens(want, work, start)  # type: ignore[attr-defined]
-        return index(most)
-    except Exception as error:
-        raise policy_failed("chunk", rule, where, error) from error
-
-
-def call_victim(rule: VictimRule, request: Request, view: SchedulerView) -> Any:
-    """The key of a running request; PolicyError unless it has an order."""
-    try:
-        key = rule(request, view)
-    except Exception as error:
-        where = f"for request {request.id!r}"
-        raise policy_failed("victim", rule, where, error, request.id) from error
-    if not is_orderable(key):
-        purpose = f"as the key of request {request.id!r}"
-        raise bad_result("victim", rule, key, purpose, KEYS, request.id)
-    return key
-
-
-def call_headroom(rule: HeadroomRule, request: Request, view: SchedulerView) -> int:
-    """Blocks to leave free when the request is admitted, at least 0; PolicyError if not a number."""
-    where = f"for request {request.id!r}"
-    try:
-        blocks: Any = rule(request, view)
-    except Exception as error:
-        raise policy_failed("headroom", rule, where, error, request.id) from error
-    try:
-        return max(0, int(blocks + 0))  # int() alone would take a text
-    except Exception:
-        raise bad_result("headroom", rule, blocks, where, "return a number", request.id) from None
-
-
-def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool | Literal["discard"]:
-    """Whether to swap the request out rather than recompute it, or to discard its output too."""
-    where = f"for request {request.id!r}"
-    try:
-        answer: Any = rule(request, view)
-        if not isinstance(answer, str):
-            return bool(answer)
-    except Exception as error:
-        raise policy_failed("swap", rule, where, error, request.id) from error
-    if answer != "discard":  # "recompute" would count as true, and swap
-        advice = 'return True, False or "discard"'
-        raise bad_result("swap", rule, answer, where, advice, request.id)
-    return "discard"
-
-
 def is_orderable(key: Any) -> bool:
     """Whether a key, with all its items, equals itself and is not less than itself."""
     if isinstance(key, float | int | str):
@@ -182,3 +108,55 @@ def is_orderable(key: Any) -> bool:
         return bool(key == key) and not key < key
     except Exception:  # no order, or a list that contains itself
         return False
+
+
+def _read_key(key: Any, *arguments: Any) -> Any:
+    if not is_orderable(key):
+        raise ValueError
+    return key
+
+
+def _read_group(group: Any, request: Request) -> str:
+    if not isinstance(group, str):
+        raise TypeError
+    return group
+
+
+def _read_chunk(tokens: Any, want: int, left: int, is_first: bool) -> int:
+    """In [0, min(want, left)]; floats round down."""
+    tokens = tokens if isinstance(tokens, float) else index(tokens)
+    return int(max(min(tokens, want, left), 0))  # in this order, NaN reaches int(), which raises
+
+
+def _read_headroom(blocks: Any, *arguments: Any) -> Headroom:
+    """At least 0."""
+    base = blocks.base if isinstance(blocks, Headroom) else inf
+    return Headroom(max(0, int(blocks + 0)), base)  # int() alone would take a text
+
+
+def _read_swap(answer: Any, *arguments: Any) -> bool | Literal["discard"]:
+    if not isinstance(answer, str):
+        return bool(answer)
+    if answer != "discard":  # "recompute" would count as true, and swap
+        raise ValueError
+    return "discard"
+
+
+REQUEST, TOKENS = "request {0.id!r}", "for {0} tokens wanted and {1} left"
+ORDERED = "return a number, a string or a tuple of these, without NaN or None"
+
+QUEUE_KEY = Call(
+    "queue", f"for {REQUEST}", _read_key, f"as the sort key of {REQUEST}; {ORDERED}", "key"
+)
+QUEUE_GROUP = Call(
+    "queue", f"in group() for {REQUEST}", _read_group,
+    f"as the group of {REQUEST}; return a string", "group",
+)  # fmt: skip
+CHUNK = Call("chunk", TOKENS, _read_chunk, f"{TOKENS}; return a number")
+TIME_LIMIT = Call(
+    "chunk", "in most_tokens() for {0} tokens wanted", lambda tokens, *_: index(tokens),
+    "in most_tokens() for {0} tokens wanted; return a whole number", "most_tokens",
+)  # fmt: skip
+HEADROOM = Call("headroom", f"for {REQUEST}", _read_headroom, f"for {REQUEST}; return a number")
+VICTIM = Call("victim", f"for {REQUEST}", _read_key, f"as the key of {REQUEST}; {ORDERED}")
+SWAP = Call("swap", f"for {REQUEST}", _read_swap, f'for {REQUEST}; return True, False or "discard"')

@@ -1,107 +1,73 @@
 """Chooses running requests to preempt so that a waiting one of a higher priority runs in this step.
 
-A waiting request needs a row, blocks and tokens of the step's budget. How many tokens are left for
-it depends on the batching rule: some put decodes and prompts into one step, some do not, and one
-admits nothing while a batch decodes. So `DryRun` runs the rule against counters instead of the real
-state. This module does not change the state.
+A waiting request needs a row, blocks and tokens of the step's budget; the victims are counted until
+they free enough of each. This module does not change the state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from headway.request import Request
-from headway.scheduler.policy_calls import call_batching, call_chunk, call_victim
+from headway.scheduler.policy_calls import CHUNK, VICTIM, call, call_batching
 from headway.scheduler.state import SchedulerState
 
 MAX_PREEMPTIONS = 16  # of one request for a higher priority, whatever the queue's rule allows
 
 
-class DryRun:
-    """Runs the batching rule over counters, as if the requests `without` were preempted."""
+class TokenCount:
+    """Counts the tokens that a batching rule leaves for a request if others are preempted.
+
+    The rule decides whether decodes and prompts come first, and whether it admits anything: some
+    admit nothing while a batch decodes.
+    """
 
     def __init__(
-        self, request: Request, state: SchedulerState, without: set[Request], prefill_streak: int
+        self, request: Request, state: SchedulerState, preempted: Collection[Request], streak: int
     ) -> None:
-        members = state.decode_batch.members
-        self.num_decoding = len(members) - sum(other in members for other in without)
-        self.tokens_left = state.config.max_num_batched_tokens
-        self.prefill_streak = prefill_streak
+        self.num_decoding = sum(r not in preempted for r in state.decode_batch.members)
+        self.tokens_left, self.prefill_streak = state.config.max_num_batched_tokens, streak
         self.num_granted: int | None = None  # tokens for the request; None: nothing is admitted
-        self._request, self._state = request, state
-        self._partial = [other for other in state.prefilling if other not in without]
+        self.is_idle = True
+        self._request, self._config = request, state.config
+        self._num_uncached = state.view.num_uncached
+        self._partial = [r for r in state.prefilling if r not in preempted]
         self._has_decodes = self._has_chunks = False
         call_batching(state.config.batching, self)
 
-    @property
-    def is_idle(self) -> bool:
-        return not (self._has_decodes or self._has_chunks)
-
     def decode(self, at_most: int | None = None) -> None:
-        if self._has_decodes:
-            return
-        limits = (
-            self.num_decoding,
-            self.tokens_left,
-            self.num_decoding if at_most is None else at_most,
-        )
-        num_tokens = max(0, min(limits))
-        self.tokens_left -= num_tokens
-        self._has_decodes = num_tokens > 0
+        if not self._has_decodes:
+            most = self.num_decoding if at_most is None else min(at_most, self.num_decoding)
+            num_tokens = max(0, min(most, self.tokens_left))
+            self._has_decodes = self._spend(num_tokens)
 
     def prefill(self) -> None:
-        for other in self._partial:
-            self._grant(self._state.view.num_uncached(other))
+        for request in self._partial:
+            self._grant(self._num_uncached(request))
         self._partial = []
 
     def admit(self, *, charge_cached: bool = False) -> None:
         if not self.num_granted:
             request = self._request
-            uncached = self._state.view.num_uncached
-            self.num_granted = self._grant(
-                request.num_known if charge_cached else uncached(request)
-            )
+            num_wanted = request.num_known if charge_cached else self._num_uncached(request)
+            self.num_granted = self._grant(num_wanted)
 
     def admit_swapped(self) -> None:
         """Nothing: the request that room is made for goes before swapped ones."""
 
     def _grant(self, num_wanted: int) -> int:
-        if self.tokens_left <= 0:
+        # A limit of time promises tokens only to the first prompt of a step.
+        if self.tokens_left <= 0 or (self._has_chunks and self._config.limits_time):
             return 0
-        rule, is_first = self._state.config.chunk, not self._has_chunks
-        if self._has_chunks and hasattr(rule, "most_tokens"):
-            return 0  # a limit of time promises tokens only to the first prompt of a step
-        num_tokens = call_chunk(rule, num_wanted, self.tokens_left, is_first)
-        self.tokens_left -= num_tokens
-        self._has_chunks = self._has_chunks or num_tokens > 0
+        is_first = not self._has_chunks
+        num_tokens = call(CHUNK, self._config.chunk, num_wanted, self.tokens_left, is_first)
+        self._has_chunks |= self._spend(num_tokens)
         return num_tokens
 
-
-class Shortage:
-    """What a waiting request lacks of rows, blocks and tokens."""
-
-    def __init__(self, request: Request, state: SchedulerState) -> None:
-        kv, batch = state.kv, state.decode_batch
-        self._request, self._state = request, state
-        cost = kv.admission_cost(request)
-        needed = kv.num_blocks_needed(request, cost) + len(batch.due())
-        self._num_blocks = needed - kv.num_free
-        self._num_window_blocks = cost.num_window_blocks - kv.num_window_free
-        self._num_rows = 1 + len(state.running) - state.config.max_num_seqs
-        self._freed: dict[Request, int] = {}  # blocks that preempting a request would free
-
-    def is_met(self, preempted: list[Request]) -> bool:
-        """Whether the request could be admitted in this step if these were preempted first."""
-        if len(preempted) < self._num_rows:
-            return False
-        for request in preempted:
-            if request not in self._freed:
-                self._freed[request] = self._state.kv.num_private_blocks(request)
-        if sum(self._freed[request] for request in preempted) < self._num_blocks:
-            return False
-        reserved = sum(r.kv.window.num_reserved for r in preempted if r.kv.window is not None)
-        if reserved < self._num_window_blocks:
-            return False
-        streak = self._state.prefill_streak
-        return bool(DryRun(self._request, self._state, set(preempted), streak).num_granted)
+    def _spend(self, num_tokens: int) -> bool:
+        self.tokens_left -= num_tokens
+        self.is_idle &= not num_tokens
+        return num_tokens > 0
 
 
 def choose_victims(first: Request, state: SchedulerState) -> list[Request]:
@@ -110,30 +76,35 @@ def choose_victims(first: Request, state: SchedulerState) -> list[Request]:
     Empty if it needs none, if all requests that it outranks would not be enough, or if the batching
     rule admits nothing in this step but will after the next decodes.
     """
-    outranks, victim = state.config.queue.outranks, state.config.victim
+    config, kv, streak = state.config, state.kv, state.prefill_streak
     outranked = [
         request
         for request in (*state.prefilling, *state.decode_batch.members)
-        if request.history.num_priority_preemptions < MAX_PREEMPTIONS and outranks(first, request)
+        if request.history.num_priority_preemptions < MAX_PREEMPTIONS
+        and config.queue.outranks(first, request)
     ]
     if not outranked:
         return []
-    shortage = Shortage(first, state)
-    if shortage.is_met([]) or not shortage.is_met(outranked) or _is_turn_of_decodes(first, state):
+    num_rows = 1 + len(state.running) - config.max_num_seqs
+    missing = (num_rows, *kv.num_missing(first, len(state.decode_batch.due())))
+    freed = {request: (1, *kv.num_freed(request)) for request in outranked}
+
+    def is_enough(chosen: list[Request]) -> bool:
+        """Whether the first could be admitted in this step if these were preempted."""
+        total = map(sum, zip((0, 0, 0), *(freed[request] for request in chosen), strict=True))
+        has_room = all(have >= need for have, need in zip(total, missing, strict=True))
+        return has_room and bool(TokenCount(first, state, chosen, streak).num_granted)
+
+    if is_enough([]) or not is_enough(outranked) or _is_turn_of_decodes(first, state):
         return []
     # The largest key is preempted first; on ties, partially prefilled requests.
-    outranked.sort(key=lambda request: call_victim(victim, request, state.view), reverse=True)
+    outranked.sort(key=lambda r: call(VICTIM, config.victim, r, state.view), reverse=True)
     counts = range(1, len(outranked) + 1)
     # A random batching rule may admit nothing at any count; then nothing is preempted.
-    num_chosen = next((count for count in counts if shortage.is_met(outranked[:count])), 0)
-    return _without_spare(outranked[:num_chosen], shortage)
-
-
-def _without_spare(chosen: list[Request], shortage: Shortage) -> list[Request]:
-    """The victims without those that are not needed; the last one chosen always is."""
-    for request in chosen[-2::-1]:
+    chosen = outranked[: next((n for n in counts if is_enough(outranked[:n])), 0)]
+    for request in chosen[-2::-1]:  # spare those that are not needed; the last one always is
         others = [other for other in chosen if other is not request]
-        if shortage.is_met(others):
+        if is_enough(others):
             chosen = others
     return chosen
 
@@ -143,6 +114,6 @@ def _is_turn_of_decodes(first: Request, state: SchedulerState) -> bool:
     if not state.prefill_streak or not state.decode_batch.members:
         return False
     now, later = (
-        DryRun(first, state, set(), streak).num_granted for streak in (state.prefill_streak, 0)
+        TokenCount(first, state, (), streak).num_granted for streak in (state.prefill_streak, 0)
     )
     return now is None and later is not None

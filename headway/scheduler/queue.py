@@ -16,7 +16,7 @@ from typing import Any
 from headway.config import ALL, QueueRule, SchedulerView
 from headway.request import Request
 from headway.scheduler.fairness import ServiceCounters, group_of
-from headway.scheduler.policy_calls import call_group, call_key, policy_failed
+from headway.scheduler.policy_calls import QUEUE_GROUP, QUEUE_KEY, call, policy_failed
 
 NUM_REFRESHED = 16  # requests at the front, and as many in turn, whose keys are refreshed per step
 Entry = tuple[Any, Request]  # a sort key and its request
@@ -49,7 +49,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Insert a request; PolicyError, and no change, if its key or group cannot be used."""
         if request.history.group is None:  # the rule is asked once: groups never change
-            request.history.group = call_group(self.rule, request)
+            request.history.group = call(QUEUE_GROUP, self.rule, request)
         name, key = request.history.group, self._key(request)
         group = self._groups.get(name, deque())
         try:
@@ -81,7 +81,7 @@ class WaitingQueue:
         groups, before = [request.history.group for request in requests], (self.rule, self.counters)
         try:
             for request in requests:
-                request.history.group = call_group(rule, request)
+                request.history.group = call(QUEUE_GROUP, rule, request)
                 other.counters.arrive(group_of(request))
             self.rule, self.counters = rule, other.counters  # now, as keys may read the service
             for request in self:
@@ -130,7 +130,7 @@ class WaitingQueue:
                 heappush(heap, (service().get(name, 0.0), group[passed][0], name, passed))
 
     def _key(self, request: Request) -> Any:
-        return call_key(self.rule, request, self._view), request.history.serial
+        return call(QUEUE_KEY, self.rule, request, self._view), request.history.serial
 
     def _refresh_keys(self) -> None:
         """Ask for drifting keys again: at the front in every step, elsewhere in turn."""

@@ -14,12 +14,12 @@ from typing import Any
 from headway.config import Config
 from headway.kv.cache import AdmissionCost, KVCache
 from headway.kv.window import WindowCache
-from headway.plan import Admission, Plan, Preemption, StepEvents, WindowBlocks
+from headway.plan import Admission, Chunk, Plan, Preemption, StepEvents
 from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.fairness import group_of
 from headway.scheduler.policies.lengths import OutputStatistics
-from headway.scheduler.policy_calls import call_swap
+from headway.scheduler.policy_calls import SWAP, call
 from headway.scheduler.queue import WaitingQueue
 
 MAX_DISCARDS = 8  # of one request; then it keeps its output, so that every request ends
@@ -62,10 +62,6 @@ class SchedulerState:
         self.queue.remove(request)
         self.swapped.pop(request, None)
         self.plan.copies_in += self.kv.allocate(request, cost)
-        window = request.kv.window
-        if window is not None and window.blocks:
-            entries = WindowBlocks(request, window.first, tuple(window.blocks))
-            self.plan.window_blocks.append(entries)
         request.move(RequestState.PREFILL)
         request.computed_base, request.prefill_end = cost.num_computed, request.num_known
         request.row = self.free_rows.pop()
@@ -84,6 +80,17 @@ class SchedulerState:
             )
         )
 
+    def compute(self, request: Request, num_tokens: int) -> None:
+        """Put the next tokens of a prompt into the plan."""
+        history, start = request.history, request.num_computed
+        end = request.computed_base = start + num_tokens
+        is_last = end == request.prefill_end
+        store_from = self.kv.store(request, start, end)
+        self.plan.chunks.append(Chunk(request, start, end, store_from, is_last))
+        history.num_recomputed += max(0, min(end, history.max_num_computed) - start)
+        if is_last:
+            del self.prefilling[request]
+
     def preempt(
         self,
         request: Request,
@@ -95,7 +102,7 @@ class SchedulerState:
         """Put a running request back into the queue; it keeps its output unless the rule discards it."""
         num_free = self.kv.num_free if num_due else 0
         num_computed = request.num_computed
-        answer = may_swap and call_swap(self.config.swap, request, self.view)
+        answer = may_swap and call(SWAP, self.config.swap, request, self.view)
         self.queue.push(request)  # first, so that a user's key that raises changes nothing
         self._stop_running(request)
         copies = self.kv.swap_out(request) if answer is True else None
@@ -166,8 +173,7 @@ class SchedulerState:
     def start_decoding(self, request: Request) -> None:
         """All known tokens are planned: the next plan may decode."""
         request.move(RequestState.DECODING)
-        if self.kv.window is not None:
-            self.kv.window.end_prefill(request)
+        self.kv.end_prefill(request)
         if request.num_computed + 1 < request.limit:
             self.decode_batch.join(request)
         else:  # the token that this plan samples is its last

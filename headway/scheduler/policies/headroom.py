@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.config import Checked, HeadroomRule, SchedulerView, number
+from headway.config import Checked, Headroom, HeadroomRule, SchedulerView, number
 from headway.errors import ConfigError
 from headway.request import Request
 from headway.scheduler.policies.lengths import is_open_ended, survival_curve
@@ -72,8 +72,9 @@ class back_off(Checked):
         if not callable(self.base):
             raise ConfigError(f"back_off: base must be a headroom rule, not {self.base!r}")
 
-    def __call__(self, request: Request, view: SchedulerView) -> int:
-        return self.base(request, view) + int(self.share * view.num_blocks * view.pressure)
+    def __call__(self, request: Request, view: SchedulerView) -> Headroom:
+        base = self.base(request, view)
+        return Headroom(base + int(self.share * view.num_blocks * view.pressure), base)
 
 
 @dataclass(frozen=True)
