@@ -14,7 +14,6 @@ from headway.kv.cache import AdmissionCost
 from headway.plan import Blocked, NotConsidered, Reason
 from headway.request import Request, RequestState
 from headway.scheduler.fairness import check_reserved_rows, overtaking_limit
-from headway.scheduler.policy_calls import CHUNK, HEADROOM, TIME_LIMIT, call
 from headway.scheduler.preemption import choose_victims
 from headway.scheduler.state import SchedulerState
 from headway.step_cost import work_of
@@ -28,29 +27,29 @@ def grant(state: SchedulerState, num_wanted: int, start: int) -> tuple[int, int]
     The tokens left are those of the budget and, while requests decode, of the step's time. The first
     prompt may always compute a block, so that a limit of time delays no prompt for ever.
     """
-    plan, config, left = state.plan, state.config, state.tokens_left
-    if left > 0 and config.limits_time and (plan.decodes or state.decode_batch.members):
-        most = call(TIME_LIMIT, config.chunk, num_wanted, work_of(plan), start)
-        left = min(left, max(most, 0 if plan.chunks else config.block_size))
+    plan, policies, left = state.plan, state.policies, state.tokens_left
+    if left > 0 and policies.most_tokens and (plan.decodes or state.decode_batch.members):
+        most = policies.most_tokens(num_wanted, work_of(plan), start)
+        left = min(left, max(most, 0 if plan.chunks else state.config.block_size))
     if left <= 0:
         return 0, left
-    return call(CHUNK, config.chunk, num_wanted, left, not plan.chunks), left
+    return policies.chunk(num_wanted, left, not plan.chunks), left
 
 
 class Admissions:
     """The admissions of one step."""
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._state, self._config, self._plan = state, state.config, state.plan
-        self.had_to_preempt = False  # set if blocks were missing for decodes
-        self._closed: Reason | None = None  # why no more requests can be admitted
-        self._blocks_for_decodes = 0
-        self._preempted_for: Request | None = None  # needs no headroom
+    had_to_preempt = False  # set if blocks were missing for decodes
+    _closed: Reason | None = None  # why no more requests can be admitted
+    _blocks_for_decodes = 0  # reserved while swapped requests are admitted
+    _preempted_for: Request | None = None  # others were preempted for it: it needs no headroom
 
-    @property
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
     def not_considered(self) -> NotConsidered | None:
         """The waiting requests that were not considered, and why."""
-        blocked = self._plan.blocked
+        blocked = self._state.plan.blocked
         num_rest = len(self._state.queue) - len(blocked)
         if not num_rest:
             return None
@@ -70,7 +69,7 @@ class Admissions:
     def admit_swapped(self) -> None:
         """Admit swapped requests, except from what the decodes need."""
         state = self._state
-        if not state.swapped or self._preempted_for:
+        if self._preempted_for:
             return
         tokens_for_decodes = min(len(state.decode_batch.members), state.tokens_left)
         state.tokens_left -= tokens_for_decodes
@@ -92,8 +91,8 @@ class Admissions:
 
     def admit(self, candidates: Iterable[Request], charge_cached: bool = False) -> None:
         """Admit the candidates in their order until one does not fit."""
-        max_overtakes, passed = self._config.queue.max_overtakes, list[Request]()
-        self._plan.blocked = []
+        max_overtakes, passed = self._state.config.queue.max_overtakes, list[Request]()
+        self._state.plan.blocked = []
         self._closed = self._reason_to_close()
         if self._closed:
             return
@@ -104,7 +103,7 @@ class Admissions:
                     other.history.num_overtaken += 1
                 self._closed = self._reason_to_close()
             else:
-                self._plan.blocked.append(blocked)
+                self._state.plan.blocked.append(blocked)
                 if blocked.reason == "parent":  # it does not wait for room
                     continue
                 passed.append(request)
@@ -118,7 +117,7 @@ class Admissions:
         """Why no more requests can be admitted in this step."""
         if self.had_to_preempt:
             return "after_preemption"  # admitted requests would compete with those just preempted
-        if len(self._state.running) >= self._config.max_num_seqs:
+        if len(self._state.running) >= self._state.config.max_num_seqs:
             return "max_num_seqs"
         return "token_budget" if self._state.tokens_left <= 0 else None
 
@@ -126,7 +125,7 @@ class Admissions:
         """Admit a request if rows, tokens and blocks allow; otherwise return what is missing."""
         state = self._state
         blocked = self._check_dependencies(request) or check_reserved_rows(
-            request, state.running, self._config.max_num_seqs, state.queue.counters
+            request, state.running, self._state.config.max_num_seqs, state.queue.counters
         )
         if blocked:
             return blocked
@@ -160,7 +159,7 @@ class Admissions:
         is_alone = not (state.running or state.in_flight)
         if is_alone or request is self._preempted_for:
             return None
-        headroom = call(HEADROOM, self._config.headroom, request, state.view)
+        headroom = state.policies.headroom(request, state.view)
         room = self._blocks_for_decodes + headroom
         if cost.num_blocks + room <= free:
             return None

@@ -14,13 +14,12 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from headway.config import BatchingRule, Headroom, StepActions
+from headway.config import BatchingRule, Config, Headroom, StepActions
 from headway.errors import PolicyError, shorten
 from headway.request import Request
 
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-
-
+SEQUENCES, SCALARS = (tuple, list), (float, int, str)  # quicker than unions
 T = TypeVar("T")
 
 
@@ -30,24 +29,29 @@ class Call(NamedTuple, Generic[T]):
 
     slot: str
     where: str
-    read: Callable[..., T]  # takes the result and the arguments; raises if the result is no good
+    read: Callable[[Any], T]  # raises if the result is no good
     wanted: str
     method: str | None = None  # of the rule; None: the rule itself is called
 
 
-def call(kind: Call[T], rule: Any, *arguments: Any) -> T:
-    """The result of a policy; PolicyError if it raises, or returns what its slot does not take."""
+def checked(kind: Call[T], rule: Any) -> Callable[..., T]:
+    """The policy as a function that raises PolicyError for what it must not raise or return."""
     policy = rule if kind.method is None else getattr(rule, kind.method)
-    try:
-        result = policy(*arguments)
-    except Exception as error:
-        where, id = kind.where.format(*arguments), _request_id(arguments)
-        raise policy_failed(kind.slot, rule, where, error, id) from error
-    try:
-        return kind.read(result, *arguments)
-    except Exception:
-        wanted, id = kind.wanted.format(*arguments), _request_id(arguments)
-        raise bad_result(kind.slot, rule, result, wanted, id) from None
+    read = kind.read
+
+    def call(*arguments: Any) -> T:
+        try:
+            result = policy(*arguments)
+        except Exception as error:
+            where, id = kind.where.format(*arguments), _request_id(arguments)
+            raise policy_failed(kind.slot, rule, where, error, id) from error
+        try:
+            return read(result)
+        except Exception:
+            wanted, id = kind.wanted.format(*arguments), _request_id(arguments)
+            raise bad_result(kind.slot, rule, result, wanted, id) from None
+
+    return call
 
 
 def call_batching(rule: BatchingRule, step: StepActions) -> None:
@@ -98,43 +102,35 @@ def _line_of_policy(error: Exception) -> str | None:
     return f"{outside[0][0]}:{own[-1]}" if own else None
 
 
-def is_orderable(key: Any) -> bool:
-    """Whether a key, with all its items, equals itself and is not less than itself."""
-    if isinstance(key, float | int | str):
-        return bool(key == key)  # NaN does not equal itself
-    try:
-        if isinstance(key, tuple | list):
-            return all(map(is_orderable, key))
-        return bool(key == key) and not key < key
-    except Exception:  # no order, or a list that contains itself
-        return False
+def ordered(key: Any) -> Any:
+    """The key, if it and all its items equal themselves and are not less than themselves."""
+    if isinstance(key, SEQUENCES):
+        for item in key:
+            ordered(item)
+        return key
+    if key == key and (isinstance(key, SCALARS) or not key < key):  # NaN does not equal itself
+        return key
+    raise ValueError(f"{key!r} has no order")
 
 
-def _read_key(key: Any, *arguments: Any) -> Any:
-    if not is_orderable(key):
-        raise ValueError
-    return key
-
-
-def _read_group(group: Any, request: Request) -> str:
+def _read_group(group: Any) -> str:
     if not isinstance(group, str):
         raise TypeError
     return group
 
 
-def _read_chunk(tokens: Any, want: int, left: int, is_first: bool) -> int:
-    """In [0, min(want, left)]; floats round down."""
-    tokens = tokens if isinstance(tokens, float) else index(tokens)
-    return int(max(min(tokens, want, left), 0))  # in this order, NaN reaches int(), which raises
+def _read_chunk(tokens: Any) -> float:
+    is_float = isinstance(tokens, float) and tokens == tokens  # NaN does not equal itself
+    return tokens if is_float else index(tokens)
 
 
-def _read_headroom(blocks: Any, *arguments: Any) -> Headroom:
+def _read_headroom(blocks: Any) -> Headroom:
     """At least 0."""
     base = blocks.base if isinstance(blocks, Headroom) else inf
     return Headroom(max(0, int(blocks + 0)), base)  # int() alone would take a text
 
 
-def _read_swap(answer: Any, *arguments: Any) -> bool | Literal["discard"]:
+def _read_swap(answer: Any) -> bool | Literal["discard"]:
     if not isinstance(answer, str):
         return bool(answer)
     if answer != "discard":  # "recompute" would count as true, and swap
@@ -146,7 +142,7 @@ REQUEST, TOKENS = "request {0.id!r}", "for {0} tokens wanted and {1} left"
 ORDERED = "return a number, a string or a tuple of these, without NaN or None"
 
 QUEUE_KEY = Call(
-    "queue", f"for {REQUEST}", _read_key, f"as the sort key of {REQUEST}; {ORDERED}", "key"
+    "queue", f"for {REQUEST}", ordered, f"as the sort key of {REQUEST}; {ORDERED}", "key"
 )
 QUEUE_GROUP = Call(
     "queue", f"in group() for {REQUEST}", _read_group,
@@ -154,9 +150,24 @@ QUEUE_GROUP = Call(
 )  # fmt: skip
 CHUNK = Call("chunk", TOKENS, _read_chunk, f"{TOKENS}; return a number")
 TIME_LIMIT = Call(
-    "chunk", "in most_tokens() for {0} tokens wanted", lambda tokens, *_: index(tokens),
+    "chunk", "in most_tokens() for {0} tokens wanted", index,
     "in most_tokens() for {0} tokens wanted; return a whole number", "most_tokens",
 )  # fmt: skip
 HEADROOM = Call("headroom", f"for {REQUEST}", _read_headroom, f"for {REQUEST}; return a number")
-VICTIM = Call("victim", f"for {REQUEST}", _read_key, f"as the key of {REQUEST}; {ORDERED}")
+VICTIM = Call("victim", f"for {REQUEST}", ordered, f"as the key of {REQUEST}; {ORDERED}")
 SWAP = Call("swap", f"for {REQUEST}", _read_swap, f'for {REQUEST}; return True, False or "discard"')
+
+
+class Policies:
+    """The policies of a config as functions whose results are checked."""
+
+    def __init__(self, config: Config) -> None:
+        self._chunk = checked(CHUNK, config.chunk)
+        self.most_tokens = checked(TIME_LIMIT, config.chunk) if config.limits_time else None
+        self.headroom = checked(HEADROOM, config.headroom)
+        self.victim = checked(VICTIM, config.victim)
+        self.swap = checked(SWAP, config.swap)
+
+    def chunk(self, want: int, left: int, is_first: bool) -> int:
+        """Tokens that the chunk rule grants, in [0, min(want, left)]; floats round down."""
+        return int(max(min(self._chunk(want, left, is_first), want, left), 0))

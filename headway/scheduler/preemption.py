@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from headway.request import Request
-from headway.scheduler.policy_calls import CHUNK, VICTIM, call, call_batching
+from headway.scheduler.policy_calls import call_batching
 from headway.scheduler.state import SchedulerState
 
 MAX_PREEMPTIONS = 16  # of one request for a higher priority, whatever the queue's rule allows
@@ -29,7 +29,7 @@ class TokenCount:
         self.tokens_left, self.prefill_streak = state.config.max_num_batched_tokens, streak
         self.num_granted: int | None = None  # tokens for the request; None: nothing is admitted
         self.is_idle = True
-        self._request, self._config = request, state.config
+        self._request, self._policies = request, state.policies
         self._num_uncached = state.view.num_uncached
         self._partial = [r for r in state.prefilling if r not in preempted]
         self._has_decodes = self._has_chunks = False
@@ -57,10 +57,10 @@ class TokenCount:
 
     def _grant(self, num_wanted: int) -> int:
         # A limit of time promises tokens only to the first prompt of a step.
-        if self.tokens_left <= 0 or (self._has_chunks and self._config.limits_time):
+        if self.tokens_left <= 0 or (self._has_chunks and self._policies.most_tokens):
             return 0
         is_first = not self._has_chunks
-        num_tokens = call(CHUNK, self._config.chunk, num_wanted, self.tokens_left, is_first)
+        num_tokens = self._policies.chunk(num_wanted, self.tokens_left, is_first)
         self._has_chunks |= self._spend(num_tokens)
         return num_tokens
 
@@ -98,7 +98,8 @@ def choose_victims(first: Request, state: SchedulerState) -> list[Request]:
     if is_enough([]) or not is_enough(outranked) or _is_turn_of_decodes(first, state):
         return []
     # The largest key is preempted first; on ties, partially prefilled requests.
-    outranked.sort(key=lambda r: call(VICTIM, config.victim, r, state.view), reverse=True)
+    key = state.policies.victim
+    outranked.sort(key=lambda request: key(request, state.view), reverse=True)
     counts = range(1, len(outranked) + 1)
     # A random batching rule may admit nothing at any count; then nothing is preempted.
     chosen = outranked[: next((n for n in counts if is_enough(outranked[:n])), 0)]

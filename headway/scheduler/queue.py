@@ -16,7 +16,7 @@ from typing import Any
 from headway.config import ALL, QueueRule, SchedulerView
 from headway.request import Request
 from headway.scheduler.fairness import ServiceCounters, group_of
-from headway.scheduler.policy_calls import QUEUE_GROUP, QUEUE_KEY, call, policy_failed
+from headway.scheduler.policy_calls import QUEUE_GROUP, QUEUE_KEY, checked, policy_failed
 
 NUM_REFRESHED = 16  # requests at the front, and as many in turn, whose keys are refreshed per step
 Entry = tuple[Any, Request]  # a sort key and its request
@@ -29,6 +29,7 @@ class WaitingQueue:
         self.rule = rule
         self.counters = ServiceCounters()
         self._view = view
+        self._key_of, self._group_of = checked(QUEUE_KEY, rule), checked(QUEUE_GROUP, rule)
         # Deques: insertion and removal near both ends take constant time.
         self._groups: dict[str, deque[Entry]] = {}
         self._keys: dict[Request, Any] = {}
@@ -49,12 +50,12 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Insert a request; PolicyError, and no change, if its key or group cannot be used."""
         if request.history.group is None:  # the rule is asked once: groups never change
-            request.history.group = call(QUEUE_GROUP, self.rule, request)
+            request.history.group = self._group_of(request)
         name, key = request.history.group, self._key(request)
         group = self._groups.get(name, deque())
         try:
             if group and key < group[-1][0]:
-                insort(group, (key, request), key=_key_of)
+                insort(group, (key, request), key=_first)
             else:
                 group.append((key, request))
         except Exception as error:
@@ -78,20 +79,20 @@ class WaitingQueue:
         PolicyError, and no change, if the rule cannot be used.
         """
         other, requests = WaitingQueue(rule, self._view), [*self, *running]
-        groups, before = [request.history.group for request in requests], (self.rule, self.counters)
+        before, groups = self.counters, [request.history.group for request in requests]
         try:
             for request in requests:
-                request.history.group = call(QUEUE_GROUP, rule, request)
+                request.history.group = other._group_of(request)
                 other.counters.arrive(group_of(request))
-            self.rule, self.counters = rule, other.counters  # now, as keys may read the service
+            self.counters = other.counters  # now, as keys may read the service
             for request in self:
                 other.push(request)
         except BaseException:
-            self.rule, self.counters = before
+            self.counters = before
             for request, group in zip(requests, groups, strict=True):
                 request.history.group = group
             raise
-        self._groups, self._keys, self._next_refresh = other._groups, other._keys, {}
+        vars(self).update(vars(other))
 
     def walk(self, max_service: float = inf) -> Iterator[Request]:
         """The order of service; the request just yielded may be removed before the next.
@@ -130,7 +131,7 @@ class WaitingQueue:
                 heappush(heap, (service().get(name, 0.0), group[passed][0], name, passed))
 
     def _key(self, request: Request) -> Any:
-        return call(QUEUE_KEY, self.rule, request, self._view), request.history.serial
+        return self._key_of(request, self._view), request.history.serial
 
     def _refresh_keys(self) -> None:
         """Ask for drifting keys again: at the front in every step, elsewhere in turn."""
@@ -159,7 +160,7 @@ class WaitingQueue:
         inserted: list[Entry] = []
         try:
             for _, entry in moved:
-                insort(group, entry, key=_key_of)
+                insort(group, entry, key=_first)
                 inserted.append(entry)
         except Exception:
             for entry in inserted:
@@ -170,7 +171,7 @@ class WaitingQueue:
         self._keys.update((request, key) for key, request in inserted)
 
 
-def _key_of(entry: Entry) -> Any:
+def _first(entry: Entry) -> Any:
     return entry[0]
 
 
@@ -179,7 +180,7 @@ def _position(group: deque[Entry], key: Any, request: Request) -> int:
     if group[0][1] is request:
         return 0
     try:
-        place = bisect_left(group, key, key=_key_of)
+        place = bisect_left(group, key, key=_first)
     except Exception:  # keys that do not compare
         place = len(group)
     if place < len(group) and group[place][1] is request:

@@ -200,7 +200,8 @@ class Scheduler:
                 raise ConfigError(f"{name} cannot change while the scheduler runs")
         if config.queue is not self.config.queue:
             self.queue.change_rule(config.queue, self.running)
-        self.config = self.state.config = config
+        self.config = config
+        self.state.use(config)
 
     def _launch(self, plan: Plan) -> None:
         """The plan has work: it reports the pending events and is in flight from now on."""

@@ -19,7 +19,7 @@ from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.fairness import group_of
 from headway.scheduler.policies.lengths import OutputStatistics
-from headway.scheduler.policy_calls import SWAP, call
+from headway.scheduler.policy_calls import Policies
 from headway.scheduler.queue import WaitingQueue
 
 MAX_DISCARDS = 8  # of one request; then it keeps its output, so that every request ends
@@ -29,7 +29,7 @@ class SchedulerState:
     """All requests that are not finished, where they are, and the KV cache."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.use(config)
         self.kv = KVCache(
             config.num_blocks, config.block_size, config.num_host_blocks, _window_cache(config)
         )
@@ -50,6 +50,10 @@ class SchedulerState:
         self.stop_tokens: Counter[int] = Counter()  # of all requests
         self.free_rows = list(range(config.max_num_seqs))[::-1]
         self._num_admitted = 0
+
+    def use(self, config: Config) -> None:
+        """Use the policies and numbers of a config; the waiting queue changes its rule itself."""
+        self.config, self.policies = config, Policies(config)
 
     def arrive(self, request: Request) -> None:
         """Count a new request that is in the queue."""
@@ -102,7 +106,7 @@ class SchedulerState:
         """Put a running request back into the queue; it keeps its output unless the rule discards it."""
         num_free = self.kv.num_free if num_due else 0
         num_computed = request.num_computed
-        answer = may_swap and call(SWAP, self.config.swap, request, self.view)
+        answer = may_swap and self.policies.swap(request, self.view)
         self.queue.push(request)  # first, so that a user's key that raises changes nothing
         self._stop_running(request)
         copies = self.kv.swap_out(request) if answer is True else None

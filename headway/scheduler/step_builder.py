@@ -9,7 +9,7 @@ from __future__ import annotations
 from headway.plan import Plan
 from headway.request import Request
 from headway.scheduler.admission import Admissions, grant
-from headway.scheduler.policy_calls import VICTIM, call, call_batching
+from headway.scheduler.policy_calls import call_batching
 from headway.scheduler.state import SchedulerState
 
 
@@ -17,9 +17,7 @@ class StepBuilder:
     """The actions that a batching rule may call (config.StepActions), and what they do."""
 
     def __init__(self, state: SchedulerState, plan: Plan) -> None:
-        self.plan = plan
-        self._state, self._config = state, state.config
-        self._admissions = Admissions(state)
+        self.plan, self._state, self._admissions = plan, state, Admissions(state)
 
     @property
     def tokens_left(self) -> int:
@@ -40,14 +38,15 @@ class StepBuilder:
     def build(self) -> None:
         """Fill the plan; with work at hand it stays empty only if another plan is in flight."""
         state, plan = self._state, self.plan
-        state.tokens_left = self._config.max_num_batched_tokens
+        state.tokens_left = state.config.max_num_batched_tokens
         state.kv.start_plan(plan)
-        if self._config.queue.preempts and state.queue:
+        if state.config.queue.preempts and state.queue:
             self._admissions.preempt_for_priority()
-        call_batching(self._config.batching, self)
+        call_batching(state.config.batching, self)
         if plan.is_empty and state.requests and not state.in_flight:
             self._force()
-        plan.not_considered = self._admissions.not_considered
+        if state.queue:
+            plan.not_considered = self._admissions.not_considered()
         state.kv.free_host_blocks()
         for chunk in plan.chunks:
             if chunk.is_last:
@@ -61,7 +60,7 @@ class StepBuilder:
         if plan.decodes or not batch.members:
             return
         limit = state.tokens_left if at_most is None else min(at_most, state.tokens_left)
-        plan.deferred = self._defer(max(0, limit))
+        plan.deferred = self._defer(max(0, limit)) if limit < len(batch.members) else []
         due = batch.due()
         while len(due) > state.kv.num_free:
             self._admissions.had_to_preempt = True
@@ -73,7 +72,7 @@ class StepBuilder:
             plan.decode_context = batch.context
             state.tokens_left -= len(plan.decodes)
             self._advance(due)
-            if self._config.num_scheduler_steps > 1:
+            if state.config.num_scheduler_steps > 1:
                 self._advance_further()
         for request in plan.deferred:
             if request in state.running:
@@ -104,15 +103,14 @@ class StepBuilder:
 
     def admit_swapped(self) -> None:
         """Admit swapped requests first, reserving blocks and tokens for the decodes."""
-        self._admissions.admit_swapped()
+        if self._state.swapped:
+            self._admissions.admit_swapped()
 
     # What the actions consist of.
 
     def _defer(self, limit: int) -> list[Request]:
         """Take all but the `limit` requests that were admitted first out of the decode batch."""
         batch = self._state.decode_batch
-        if limit >= len(batch.members):
-            return []
         deferred = sorted(batch.members, key=lambda r: r.history.admission)[limit:]
         for request in deferred:
             batch.leave(request)
@@ -129,7 +127,7 @@ class StepBuilder:
         state, plan, batch = self._state, self.plan, self._state.decode_batch
         if state.queue or state.prefilling or plan.chunks or plan.deferred:
             return
-        while plan.num_steps < self._config.num_scheduler_steps and batch.members:
+        while plan.num_steps < state.config.num_scheduler_steps and batch.members:
             due = batch.due()
             if len(due) > state.kv.num_free:
                 break
@@ -139,15 +137,13 @@ class StepBuilder:
     def _choose_victim(self) -> Request:
         """The running request to preempt, among those without work in this plan."""
         state, planned = self._state, {chunk.request for chunk in self.plan.chunks}
-        candidates = (*state.prefilling, *state.decode_batch.members, *self.plan.deferred)
-        return max(
-            (r for r in candidates if r not in planned and r in state.running),
-            key=lambda r: call(VICTIM, self._config.victim, r, state.view),
-        )
+        requests = (*state.prefilling, *state.decode_batch.members, *self.plan.deferred)
+        candidates = [r for r in requests if r not in planned and r in state.running]
+        return max(candidates, key=lambda request: state.policies.victim(request, state.view))
 
     def _force(self) -> None:
         """The policies left the step empty although there is work: do the first piece of it."""
-        state, budget = self._state, self._config.max_num_batched_tokens
+        state, budget = self._state, self._state.config.max_num_batched_tokens
         self.decode()
         if not self.plan.is_empty:
             return

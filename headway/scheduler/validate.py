@@ -11,7 +11,7 @@ from headway.config import Config
 from headway.errors import InvalidRequest, RequestTooLong, shorten
 from headway.kv.window import most_window_blocks
 from headway.request import Request, RequestState, check_pooling
-from headway.scheduler.policy_calls import CHUNK, call
+from headway.scheduler.policy_calls import CHUNK, checked
 
 MAX_WHOLE = (1 << 63) - 1
 TOKEN = np.dtype(np.intc)
@@ -74,7 +74,7 @@ def _final_length(request: Request, config: Config, name: str) -> int:
     length = min(longest, request.num_prompt + (max_tokens or longest))
     if max_tokens is None:  # as far as blocks and budget allow
         length = min(length, config.num_blocks * config.block_size + 1)
-        if call(CHUNK, config.chunk, length, budget, True) < 1:
+        if checked(CHUNK, config.chunk)(length, budget, True) < 1:
             length = min(length, budget + 1)
         length = max(length, request.num_prompt + 1)
     num_stored = length - 1  # the last token is sampled but never computed
@@ -92,7 +92,7 @@ def _final_length(request: Request, config: Config, name: str) -> int:
         )
     _check_window(config, name, length, advice)
     # A preempted request is computed again at any length up to the full one, so check that length.
-    if call(CHUNK, config.chunk, num_stored, budget, True) < 1:
+    if checked(CHUNK, config.chunk)(num_stored, budget, True) < 1:
         settings_advice = ", raise max_num_batched_tokens, or use chunk split_any"
         raise RequestTooLong(
             f"{name} may grow to {length} tokens and the chunk rule does not split prompts; "

@@ -36,7 +36,7 @@ from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies import queue as queues
 from headway.scheduler.policies.presets import NUMBERS
-from headway.scheduler.policy_calls import CHUNK, HEADROOM, SWAP, call
+from headway.scheduler.policy_calls import CHUNK, HEADROOM, SWAP, checked
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
 from tests.support import real
 from tests.support.drive import check_no_leaks
@@ -180,7 +180,7 @@ def test_a_result_that_is_no_number_is_shown(slot: str, result: object) -> None:
     with pytest.raises(
         PolicyError, match=f"{slot} policy .*wrong returned .*; return a number"
     ) as e:
-        call(kind, wrong, *arguments)
+        checked(kind, wrong)(*arguments)
     assert repr(result) in str(e.value)
 
 
@@ -189,9 +189,9 @@ def test_a_swap_rule_may_return_no_text_but_discard(answer: str) -> None:
     """Every text but the empty one counts as true: "recompute" would swap."""
     request = Request("a", [1], params())
     with pytest.raises(PolicyError, match=f"swap policy .*{answer!r} for request 'a'; return True"):
-        call(SWAP, lambda request, view: answer, request, None)
+        checked(SWAP, lambda request, view: answer)(request, None)
     accepted: list[Any] = ["discard", np.str_("discard"), True, 1, np.True_, False, 0, None]
-    answers = [call(SWAP, lambda request, view, a=a: a, request, None) for a in accepted]
+    answers = [checked(SWAP, lambda request, view, a=a: a)(request, None) for a in accepted]
     assert answers == ["discard"] * 2 + [True] * 3 + [False] * 3
 
 
