@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from headway.config import Checked, count, number
-from headway.errors import ConfigError, shorten
+from headway.errors import ConfigError, bad_result, policy_failed, shorten
 from headway.scheduler.policies import text as policy_text
-from headway.scheduler.policy_calls import bad_result, policy_failed
 
 
 class RouteRequest(NamedTuple):

@@ -6,19 +6,14 @@ nothing: the caller decides what a failure ends.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from math import inf
 from operator import index
-from pathlib import Path
-from traceback import walk_tb
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from headway.config import BatchingRule, Config, Headroom, StepActions
-from headway.errors import PolicyError, shorten
-from headway.request import Request
+from headway.errors import bad_result, line_of_policy, policy_failed
 
-PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 SEQUENCES, SCALARS = (tuple, list), (float, int, str)  # quicker than unions
 T = TypeVar("T")
 
@@ -59,47 +54,13 @@ def call_batching(rule: BatchingRule, step: StepActions) -> None:
     try:
         rule(step)
     except Exception as error:
-        if _line_of_policy(error) is None:
+        if line_of_policy(error) is None:
             raise
         raise policy_failed("batching", rule, "to build a step", error) from error
 
 
-def policy_failed(
-    slot: str, rule: object, where: str, error: Exception, request_id: str | None = None
-) -> PolicyError:
-    """The PolicyError for an exception that a policy raised."""
-    if isinstance(error, PolicyError):
-        return error
-    cause, line = f"{type(error).__name__}: {error}", _line_of_policy(error)
-    text = f"{slot} policy {_name(rule)} failed {where}: {cause}"
-    return PolicyError(f"{text} ({line})" if line else text, slot=slot, request_id=request_id)
-
-
-def bad_result(
-    slot: str, rule: object, result: object, wanted: str, request_id: str | None = None
-) -> PolicyError:
-    """The PolicyError for a value that a policy must not return."""
-    text = f"{slot} policy {_name(rule)} returned {shorten(result)} {wanted}"
-    return PolicyError(text, slot=slot, request_id=request_id)
-
-
 def _request_id(arguments: tuple[Any, ...]) -> str | None:
     return getattr(arguments[0], "id", None)  # chunk rules get numbers only
-
-
-def _name(rule: object) -> str:
-    """module:function; module:class for an object."""
-    rule = getattr(rule, "function", rule)  # of a queue rule that wraps a user's function
-    named: Any = rule if hasattr(rule, "__qualname__") else type(rule)
-    return f"{named.__module__}:{named.__qualname__}"
-
-
-def _line_of_policy(error: Exception) -> str | None:
-    """file:line, the latest in the file of the user's policy; None if no such file took part."""
-    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    outside = [(file, line) for file, line in lines if not file.startswith(PACKAGE)]
-    own = [line for file, line in outside if file == outside[0][0]]
-    return f"{outside[0][0]}:{own[-1]}" if own else None
 
 
 def ordered(key: Any) -> Any:

@@ -14,9 +14,10 @@ from math import inf
 from typing import Any
 
 from headway.config import ALL, QueueRule, SchedulerView
+from headway.errors import policy_failed
 from headway.request import Request
 from headway.scheduler.fairness import ServiceCounters, group_of
-from headway.scheduler.policy_calls import QUEUE_GROUP, QUEUE_KEY, checked, policy_failed
+from headway.scheduler.policy_calls import QUEUE_GROUP, QUEUE_KEY, checked
 
 NUM_REFRESHED = 16  # requests at the front, and as many in turn, whose keys are refreshed per step
 Entry = tuple[Any, Request]  # a sort key and its request

@@ -46,39 +46,30 @@ NUMBERS = tuple(
     f.name for f in fields(Config) if f.default is not MISSING and f.name not in OF_MODEL
 )
 
+PLAIN: dict[str, str | int] = {
+    "batching": "mixed", "queue": "fcfs", "chunk": "split_any",
+    "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
+}  # fmt: skip
 PRESETS: dict[str, dict[str, str | int]] = {
-    "headway": {
-        "batching": "swapped_first", "queue": "shortest_first", "chunk": "split_any",
-        "headroom": "future_peak(learned)", "victim": "newest", "swap": "swap_if_cheaper",
+    "headway": PLAIN | {
+        "batching": "swapped_first", "queue": "shortest_first",
+        "headroom": "future_peak(learned)", "swap": "swap_if_cheaper",
     },
-    "nano_vllm": {
-        "batching": "prefill_first", "queue": "fcfs", "chunk": "split_first",
-        "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
+    "nano_vllm": PLAIN | {
+        "batching": "prefill_first", "chunk": "split_first",
         "max_num_seqs": 512, "max_num_batched_tokens": 16384,
     },
-    "deep_dive": {
-        "batching": "mixed", "queue": "fcfs", "chunk": "split_any",
-        "headroom": "reserve_outputs(1.0)", "victim": "newest", "swap": "recompute",
+    "deep_dive": PLAIN | {"headroom": "reserve_outputs(1.0)"},
+    "vllm": PLAIN | {
+        "batching": "swapped_first", "headroom": "back_off(watermark(0.01))",
+        "swap": "swap_if_cheaper", "max_num_seqs": 256, "max_num_batched_tokens": 8192,
     },
-    "vllm": {
-        "batching": "swapped_first", "queue": "fcfs", "chunk": "split_any",
-        "headroom": "back_off(watermark(0.01))", "victim": "newest", "swap": "swap_if_cheaper",
-        "max_num_seqs": 256, "max_num_batched_tokens": 8192,
-    },
-    "vllm_v1": {
-        "batching": "mixed", "queue": "fcfs", "chunk": "split_any",
-        "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
-        "max_num_seqs": 256, "max_num_batched_tokens": 8192,
-    },
-    "minivllm": {
-        "batching": "prefill_first_charge_cached", "queue": "fcfs", "chunk": "whole",
-        "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
+    "vllm_v1": PLAIN | {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
+    "minivllm": PLAIN | {
+        "batching": "prefill_first_charge_cached", "chunk": "whole",
         "max_num_seqs": 512, "max_num_batched_tokens": 16384,
     },
-    "static": {
-        "batching": "static", "queue": "fcfs", "chunk": "split_any",
-        "headroom": "reserve_outputs(1.0)", "victim": "newest", "swap": "recompute",
-    },
+    "static": PLAIN | {"batching": "static", "headroom": "reserve_outputs(1.0)"},
 }  # fmt: skip
 DEFAULT = "headway"
 NUM_REMEMBERED = 256  # texts of policies
@@ -141,13 +132,7 @@ def slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
     return _read_slot(name, value, own)
 
 
-@lru_cache(NUM_REMEMBERED)
-def _ready_made(name: str, written: str) -> Any:
-    """The policy of a text; it keeps no state, so that many schedulers can use one."""
-    return _read_slot(name, written, READY_MADE)
-
-
-def _read_slot(name: str, value: Any, own: Container[str]) -> Any:
+def _read_slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
     ready_made = text.lookup("slot", name, SLOTS)
     if isinstance(value, str):
         parts = {"future_peak": _by_name(PARTS)} if name == "headroom" else {}
@@ -163,6 +148,10 @@ def _read_slot(name: str, value: Any, own: Container[str]) -> Any:
         )
     text.check_arguments(name, value, ARGUMENTS[name])
     return queue.custom(function=value) if name == "queue" else value
+
+
+# Policies keep no state, so that many schedulers can use one.
+_ready_made = lru_cache(NUM_REMEMBERED)(_read_slot)
 
 
 def _by_name(policies: Iterable[Any]) -> dict[str, Any]:
