@@ -81,14 +81,12 @@ class QueueRule(Protocol):
 
 
 class Headroom(int):
-    """Blocks to leave free; if `base` of them would allow the admission, it is blocked by back_off."""
+    """Blocks to leave free, and how many of them are not for recent preemptions: `base`.
 
-    base: float  # without the blocks for recent preemptions; infinite: there are none of these
+    A request that could be admitted with `base` alone waits for the reason "back_off".
+    """
 
-    def __new__(cls, blocks: float, base: float = math.inf) -> Headroom:
-        self = super().__new__(cls, blocks)
-        self.base = base
-        return self
+    base: float = math.inf  # none of them is for recent preemptions
 
 
 BatchingRule = Callable[[StepActions], None]

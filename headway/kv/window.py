@@ -36,12 +36,10 @@ def most_useful_window_blocks(window: int, config: Config) -> int:
 class WindowCache:
     """The pool of the sliding-window layers, and what running requests have reserved of it."""
 
-    def __init__(
-        self, window: int, num_blocks: int, block_size: int, max_num_batched_tokens: int
-    ) -> None:
-        self.pool = BlockPool(num_blocks)
-        self._window, self._block_size = window, block_size
-        self._max_num_batched_tokens = max_num_batched_tokens
+    def __init__(self, config: Config) -> None:
+        self.pool = BlockPool(config.num_window_blocks)
+        self._window, self._block_size = config.sliding_window, config.block_size
+        self._max_num_batched_tokens = config.max_num_batched_tokens
         self._num_reserved = 0
         self.new_entries: list[WindowBlocks] = []  # of the plan that is being built
 

@@ -33,7 +33,8 @@ def grant(state: SchedulerState, num_wanted: int, start: int) -> tuple[int, int]
         left = min(left, max(most, 0 if plan.chunks else state.config.block_size))
     if left <= 0:
         return 0, left
-    return policies.chunk(num_wanted, left, not plan.chunks), left
+    num_tokens = policies.chunk(num_wanted, left, not plan.chunks)
+    return int(max(min(num_tokens, num_wanted, left), 0)), left
 
 
 class Admissions:
@@ -91,8 +92,9 @@ class Admissions:
 
     def admit(self, candidates: Iterable[Request], charge_cached: bool = False) -> None:
         """Admit the candidates in their order until one does not fit."""
-        max_overtakes, passed = self._state.config.queue.max_overtakes, list[Request]()
-        self._state.plan.blocked = []
+        state, passed = self._state, list[Request]()
+        plan, max_overtakes = state.plan, state.config.queue.max_overtakes
+        plan.blocked = []
         self._closed = self._reason_to_close()
         if self._closed:
             return
@@ -103,7 +105,7 @@ class Admissions:
                     other.history.num_overtaken += 1
                 self._closed = self._reason_to_close()
             else:
-                self._state.plan.blocked.append(blocked)
+                plan.blocked.append(blocked)
                 if blocked.reason == "parent":  # it does not wait for room
                     continue
                 passed.append(request)
@@ -115,17 +117,18 @@ class Admissions:
 
     def _reason_to_close(self) -> Reason | None:
         """Why no more requests can be admitted in this step."""
+        state = self._state
         if self.had_to_preempt:
             return "after_preemption"  # admitted requests would compete with those just preempted
-        if len(self._state.running) >= self._state.config.max_num_seqs:
+        if len(state.running) >= state.config.max_num_seqs:
             return "max_num_seqs"
-        return "token_budget" if self._state.tokens_left <= 0 else None
+        return "token_budget" if state.tokens_left <= 0 else None
 
     def _try_admit(self, request: Request, charge_cached: bool) -> Blocked | None:
         """Admit a request if rows, tokens and blocks allow; otherwise return what is missing."""
         state = self._state
         blocked = self._check_dependencies(request) or check_reserved_rows(
-            request, state.running, self._state.config.max_num_seqs, state.queue.counters
+            request, state.running, state.config.max_num_seqs, state.queue.counters
         )
         if blocked:
             return blocked

@@ -7,7 +7,6 @@ nothing: the caller decides what a failure ends.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from operator import index
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -81,14 +80,16 @@ def _read_group(group: Any) -> str:
 
 
 def _read_chunk(tokens: Any) -> float:
+    """Any number; the caller rounds it down, and takes no more than is wanted and left."""
     is_float = isinstance(tokens, float) and tokens == tokens  # NaN does not equal itself
     return tokens if is_float else index(tokens)
 
 
 def _read_headroom(blocks: Any) -> Headroom:
-    """At least 0."""
-    base = blocks.base if isinstance(blocks, Headroom) else inf
-    return Headroom(max(0, int(blocks + 0)), base)  # int() alone would take a text
+    headroom = Headroom(max(0, int(blocks + 0)))  # int() alone would take a text
+    if isinstance(blocks, Headroom):
+        headroom.base = blocks.base
+    return headroom
 
 
 def _read_swap(answer: Any) -> bool | Literal["discard"]:
@@ -123,12 +124,8 @@ class Policies:
     """The policies of a config as functions whose results are checked."""
 
     def __init__(self, config: Config) -> None:
-        self._chunk = checked(CHUNK, config.chunk)
+        self.chunk = checked(CHUNK, config.chunk)
         self.most_tokens = checked(TIME_LIMIT, config.chunk) if config.limits_time else None
         self.headroom = checked(HEADROOM, config.headroom)
         self.victim = checked(VICTIM, config.victim)
         self.swap = checked(SWAP, config.swap)
-
-    def chunk(self, want: int, left: int, is_first: bool) -> int:
-        """Tokens that the chunk rule grants, in [0, min(want, left)]; floats round down."""
-        return int(max(min(self._chunk(want, left, is_first), want, left), 0))

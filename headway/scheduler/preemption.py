@@ -59,8 +59,8 @@ class TokenCount:
         # A limit of time promises tokens only to the first prompt of a step.
         if self.tokens_left <= 0 or (self._has_chunks and self._policies.most_tokens):
             return 0
-        is_first = not self._has_chunks
-        num_tokens = self._policies.chunk(num_wanted, self.tokens_left, is_first)
+        allowed = self._policies.chunk(num_wanted, self.tokens_left, not self._has_chunks)
+        num_tokens = int(max(min(allowed, num_wanted, self.tokens_left), 0))
         self._has_chunks |= self._spend(num_tokens)
         return num_tokens
 

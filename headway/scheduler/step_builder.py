@@ -62,7 +62,7 @@ class StepBuilder:
         limit = state.tokens_left if at_most is None else min(at_most, state.tokens_left)
         plan.deferred = self._defer(max(0, limit)) if limit < len(batch.members) else []
         due = batch.due()
-        while len(due) > state.kv.num_free:
+        while due and len(due) > state.kv.num_free:
             self._admissions.had_to_preempt = True
             state.preempt(self._choose_victim(), num_due=len(due))
             due = batch.due()

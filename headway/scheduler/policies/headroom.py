@@ -74,7 +74,9 @@ class back_off(Checked):
 
     def __call__(self, request: Request, view: SchedulerView) -> Headroom:
         base = self.base(request, view)
-        return Headroom(base + int(self.share * view.num_blocks * view.pressure), base)
+        headroom = Headroom(base + int(self.share * view.num_blocks * view.pressure))
+        headroom.base = base
+        return headroom
 
 
 @dataclass(frozen=True)
