@@ -25,7 +25,7 @@ def grant(state: SchedulerState, num_wanted: int, start: int) -> tuple[int, int]
     """Tokens of a prompt that the chunk rule allows, from `start` on, and how many were left.
 
     The tokens left are those of the budget and, while requests decode, of the step's time. The first
-    prompt may always compute a block, so that a limit of time delays no prompt for ever.
+    prompt may always compute a block, so that a limit of time never stops a prompt.
     """
     plan, policies, left = state.plan, state.policies, state.tokens_left
     if left > 0 and policies.most_tokens and (plan.decodes or state.decode_batch.members):
