@@ -65,13 +65,10 @@ class KVCache:
         if self.window is not None:
             self.window.new_entries = plan.window_blocks
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def admission_cost(self, request: Request) -> AdmissionCost:
         """Look up the longest prefix in the device's cache, and what the host copy adds to it."""
         kv, num_tokens = request.kv, request.num_known
-        num_hits = self._num_hits(request)
+        num_hits = self._num_hits(request, num_tokens)
         num_computed, host = num_hits * self.block_size, kv.host
         uses_host = host is not None and host.first <= num_hits and host.num_tokens > num_computed
         if host is not None and uses_host:
@@ -79,22 +76,16 @@ class KVCache:
         # The last token is computed even after a full hit: the next one is sampled from it.
         num_computed = min(num_computed, num_tokens - 1)
         num_window = self.window.num_needed(request, num_computed) if self.window else 0
-        return AdmissionCost(
-            num_hits, self.blocks_for(num_tokens), num_computed, uses_host, num_window
-        )
+        num_blocks = -(-num_tokens // self.block_size)
+        return AdmissionCost(num_hits, num_blocks, num_computed, uses_host, num_window)
 
-    def _keys_to_match(self, request: Request) -> list[bytes]:
-        """The keys of all full blocks, or up to one that is not cached: then no later one is."""
-        keys, num_full = request.kv.keys, request.num_known // self.block_size
+    def _num_hits(self, request: Request, num_tokens: int) -> int:
+        """Leading blocks that all layers have in the device's cache and the request may read."""
+        keys = request.kv.keys  # of all full blocks, or up to one without a hit: no later one has
         if not keys:
             extend_keys(keys, request, self.block_size, 1)
-        if len(keys) < num_full and keys[-1] in self.pool.index.block_of:
+        if len(keys) < num_tokens // self.block_size and keys[-1] in self.pool.index.block_of:
             extend_keys(keys, request, self.block_size)
-        return keys
-
-    def _num_hits(self, request: Request) -> int:
-        """Leading blocks that all layers have in the device's cache and the request may read."""
-        keys = self._keys_to_match(request)
         if not request.params.reads_cache:  # tokens that it computed itself may still be read
             keys = keys[: request.history.max_num_computed // self.block_size]
         num_hits = self.pool.index.match(keys)
@@ -223,7 +214,7 @@ class KVCache:
         Leading blocks that other requests hold too are not copied: they are likely to stay.
         """
         kv, refs = request.kv, self.pool.refs
-        num_used = self.blocks_for(request.num_computed)
+        num_used = -(-request.num_computed // self.block_size)
         first = 0
         while first < num_used and refs[kv.blocks[first]] > 1:
             first += 1
@@ -251,7 +242,7 @@ class KVCache:
         """Blocks that a running request holds, or that a waiting one would use from the cache."""
         if request.kv.blocks:
             return request.kv.blocks
-        num_hits, block_of = self._num_hits(request), self.pool.index.block_of
+        num_hits, block_of = self._num_hits(request, request.num_known), self.pool.index.block_of
         return list(map(block_of.__getitem__, request.kv.keys[:num_hits]))
 
     def num_private_blocks(self, request: Request) -> int:

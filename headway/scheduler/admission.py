@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from headway.kv.cache import AdmissionCost
-from headway.plan import Blocked, NotConsidered, Reason
+from headway.plan import Blocked, Reason
 from headway.request import Request, RequestState
 from headway.scheduler.fairness import check_reserved_rows, overtaking_limit
 from headway.scheduler.preemption import choose_victims
@@ -48,15 +48,11 @@ class Admissions:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
-    def not_considered(self) -> NotConsidered | None:
-        """The waiting requests that were not considered, and why."""
-        blocked = self._state.plan.blocked
-        num_rest = len(self._state.queue) - len(blocked)
-        if not num_rest:
-            return None
-        open_reason: Reason = "behind_blocked" if blocked else "not_reached"
-        reason = "after_preemption" if self.had_to_preempt else self._closed or open_reason
-        return NotConsidered(reason, num_rest)
+    @property
+    def reason_of_rest(self) -> Reason:
+        """Why the waiting requests that are not blocked were not considered."""
+        open_reason: Reason = "behind_blocked" if self._state.plan.blocked else "not_reached"
+        return "after_preemption" if self.had_to_preempt else self._closed or open_reason
 
     def preempt_for_priority(self) -> None:
         """Preempt running requests that the first waiting one outranks, as many as it needs."""
@@ -156,14 +152,14 @@ class Admissions:
 
     def _check_blocks(self, request: Request, cost: AdmissionCost) -> Blocked | None:
         """Blocked if the request's blocks, with the headroom, are not free."""
-        state, kv, free = self._state, self._state.kv, self._state.kv.num_free
+        state, kv = self._state, self._state.kv
         if blocked := kv.check_admission(request, cost):
             return blocked
         is_alone = not (state.running or state.in_flight)
         if is_alone or request is self._preempted_for:
             return None
         headroom = state.policies.headroom(request, state.view)
-        room = self._blocks_for_decodes + headroom
+        room, free = self._blocks_for_decodes + headroom, kv.num_free
         if cost.num_blocks + room <= free:
             return None
         need = kv.num_blocks_needed(request, cost)

@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from headway.plan import Plan
+from headway.plan import NotConsidered, Plan
 from headway.request import Request
 from headway.scheduler.admission import Admissions, grant
 from headway.scheduler.policy_calls import call_batching
@@ -45,8 +45,9 @@ class StepBuilder:
         call_batching(state.config.batching, self)
         if plan.is_empty and state.requests and not state.in_flight:
             self._force()
-        if state.queue:
-            plan.not_considered = self._admissions.not_considered()
+        num_rest = len(state.queue) - len(plan.blocked)
+        if num_rest:
+            plan.not_considered = NotConsidered(self._admissions.reason_of_rest, num_rest)
         state.kv.free_host_blocks()
         for chunk in plan.chunks:
             if chunk.is_last:
