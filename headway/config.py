@@ -146,8 +146,8 @@ class Config(Checked):
 
     @cached_property
     def limits_time(self) -> bool:
-        """Whether the chunk rule limits the time of a step; a plain function does not."""
-        return hasattr(self.chunk, "most_tokens")
+        """Whether the chunk rule declares a limit of time; a plain function has none."""
+        return getattr(self.chunk, "most_tokens", None) is not None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,12 +18,11 @@ T = TypeVar("T")
 
 
 class Call(NamedTuple, Generic[T]):
-    """A kind of policy call: how its result is read, and what errors say. `where` and `wanted` are
-    formats of the arguments."""
+    """A kind of policy call: how its result is read, and what errors say."""
 
     slot: str
-    where: str
-    read: Callable[[Any], T]  # raises if the result is no good
+    where: str  # a format of the arguments, as `wanted`
+    read: Callable[[Any], T]  # raises if the result is not one of the slot
     wanted: str
     method: str | None = None  # of the rule; None: the rule itself is called
 

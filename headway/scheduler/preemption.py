@@ -6,7 +6,8 @@ they free enough of each. This module does not change the state.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cache
 
 from headway.request import Request
 from headway.scheduler.policy_calls import call_batching
@@ -76,29 +77,19 @@ def choose_victims(first: Request, state: SchedulerState) -> list[Request]:
     Empty if it needs none, if all requests that it outranks would not be enough, or if the batching
     rule admits nothing in this step but will after the next decodes.
     """
-    config, kv, streak = state.config, state.kv, state.prefill_streak
+    queue, key = state.config.queue, state.policies.victim
     outranked = [
         request
         for request in (*state.prefilling, *state.decode_batch.members)
         if request.history.num_priority_preemptions < MAX_PREEMPTIONS
-        and config.queue.outranks(first, request)
+        and queue.outranks(first, request)
     ]
     if not outranked:
         return []
-    num_rows = 1 + len(state.running) - config.max_num_seqs
-    missing = (num_rows, *kv.num_missing(first, len(state.decode_batch.due())))
-    freed = {request: (1, *kv.num_freed(request)) for request in outranked}
-
-    def is_enough(chosen: list[Request]) -> bool:
-        """Whether the first could be admitted in this step if these were preempted."""
-        total = map(sum, zip((0, 0, 0), *(freed[request] for request in chosen), strict=True))
-        has_room = all(have >= need for have, need in zip(total, missing, strict=True))
-        return has_room and bool(TokenCount(first, state, chosen, streak).num_granted)
-
+    is_enough = _count_missing(first, state)
     if is_enough([]) or not is_enough(outranked) or _is_turn_of_decodes(first, state):
         return []
     # The largest key is preempted first; on ties, partially prefilled requests.
-    key = state.policies.victim
     outranked.sort(key=lambda request: key(request, state.view), reverse=True)
     counts = range(1, len(outranked) + 1)
     # A random batching rule may admit nothing at any count; then nothing is preempted.
@@ -108,6 +99,22 @@ def choose_victims(first: Request, state: SchedulerState) -> list[Request]:
         if is_enough(others):
             chosen = others
     return chosen
+
+
+def _count_missing(first: Request, state: SchedulerState) -> Callable[[list[Request]], bool]:
+    """Returns whether the first could be admitted in this step if the given requests left."""
+    kv, streak = state.kv, state.prefill_streak
+    num_rows = 1 + len(state.running) - state.config.max_num_seqs
+    missing = (num_rows, *kv.num_missing(first, len(state.decode_batch.due())))
+    num_freed = cache(kv.num_freed)
+
+    def is_enough(chosen: list[Request]) -> bool:
+        freed = ((1, *num_freed(request)) for request in chosen)
+        total = map(sum, zip((0, 0, 0), *freed, strict=True))
+        has_room = all(have >= need for have, need in zip(total, missing, strict=True))
+        return has_room and bool(TokenCount(first, state, set(chosen), streak).num_granted)
+
+    return is_enough
 
 
 def _is_turn_of_decodes(first: Request, state: SchedulerState) -> bool:

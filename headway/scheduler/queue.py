@@ -141,11 +141,9 @@ class WaitingQueue:
             if start >= len(group):
                 start = NUM_REFRESHED
             self._next_refresh[name] = start
-            front, later = (
-                range(len(group))[:NUM_REFRESHED],
-                range(len(group))[start:][:NUM_REFRESHED],
-            )
-            old = [(place, group[place]) for place in (*front, *later)]
+            places = range(len(group))
+            refreshed = (*places[:NUM_REFRESHED], *places[start:][:NUM_REFRESHED])
+            old = [(place, group[place]) for place in refreshed]
             new = [(self._key(request), request) for _, (_, request) in old]
             try:
                 moved = [(o, n) for o, n in zip(old, new, strict=True) if o[1][0] != n[0]]

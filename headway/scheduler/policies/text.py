@@ -130,17 +130,13 @@ def _evaluate(node: ast.expr, names: Names) -> Any:
         function, inner = names.find(node.func.id), names.of_arguments(node.func.id)
         arguments = [instantiate(_evaluate(argument, inner)) for argument in node.args]
         named = {k.arg or "**": instantiate(_evaluate(k.value, inner)) for k in node.keywords}
-        return _call(function, arguments, named, names.what)
+        if not isinstance(function, type):
+            raise ConfigError(f"{names.what}: {function.__name__} takes no arguments")
+        try:
+            return function(*arguments, **named)
+        except ConfigError as error:
+            raise ConfigError(f"{names.what}: {error}") from None
     return ast.literal_eval(node)
-
-
-def _call(function: Any, arguments: list[Any], named: dict[str, Any], what: str) -> Any:
-    if not isinstance(function, type):
-        raise ConfigError(f"{what}: {function.__name__} takes no arguments")
-    try:
-        return function(*arguments, **named)
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from None
 
 
 def _imported(text: str, names: Names) -> Any:
