@@ -14,6 +14,7 @@ elsewhere, such as a router's, follows it.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
@@ -158,13 +159,6 @@ class PrefixIndex:
 
 def num_leading(keys: Sequence[bytes], present: Container[bytes]) -> int:
     """The number of leading keys in a collection that is closed under prefixes."""
-    low, high = 0, len(keys)
-    if high and keys[0] not in present:  # as for most prompts that share nothing
+    if keys and keys[0] not in present:  # as for most prompts that share nothing
         return 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if keys[middle - 1] in present:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(keys, True, key=lambda key: key not in present)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from headway.config import Checked, count, number
@@ -69,12 +70,8 @@ class hold_tbt(Checked):
         """Tokens, at most `want`, of a prompt from `start` on that fit into a step with this work."""
         costs = UnitCosts(*(getattr(self, name) for name in UnitCosts._fields))
 
-        def fits(count: int) -> bool:
+        def is_too_long(count: int) -> bool:
             with_chunk = work.with_chunk(start, start + count, is_last=True)
-            return costs.seconds(*with_chunk) <= self.seconds
+            return costs.seconds(*with_chunk) > self.seconds
 
-        low, high = 0, want
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return low
+        return bisect_left(range(1, want + 1), True, key=is_too_long)

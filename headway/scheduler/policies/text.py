@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 from headway.errors import ConfigError, OwnPolicyError
@@ -144,9 +145,7 @@ def _imported(text: str, names: Names) -> Any:
     place, bracket, rest = text.strip().partition("(")
     module, _, attribute = place.partition(":")
     try:
-        value = importlib.import_module(module)
-        for part in attribute.split("."):
-            value = getattr(value, part)
+        value = attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:  # a module may raise anything when it is imported
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{names.what}: cannot load {text!r}: {problem}") from None
