@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import overload
 
-from headway.kv.prefix_index import GROUP, chain, known_tokens, num_leading, pieces_of, root_key
+from xxhash import xxh3_128_digest
+
+from headway.kv.prefix_index import GROUP, known_tokens, num_leading, pieces_of, root_key
 from headway.request import Request
 
 
@@ -62,7 +64,7 @@ class PromptKeys(Sequence[bytes]):
         self._num_keys = len(self._tokens) // block_size
         self._root, num_groups = root_key(request), self._num_keys // GROUP
         groups = pieces_of(self._tokens, GROUP * block_size, 0, num_groups)
-        self.lasts = chain(self._root, groups)  # the last key of each group
+        self.lasts = _chain(self._root, groups)  # the last key of each group
         self._inside: dict[int, list[bytes]] = {}
 
     def __len__(self) -> int:
@@ -85,9 +87,14 @@ class PromptKeys(Sequence[bytes]):
             first = number * GROUP
             end = min(first + GROUP - 1, self._num_keys)
             parent = self.lasts[number - 1] if number else self._root
-            found = chain(parent, pieces_of(self._tokens, self._block_size, first, end))
+            found = _chain(parent, pieces_of(self._tokens, self._block_size, first, end))
             self._inside[number] = found
         return found
+
+
+def _chain(parent: bytes, pieces: list[bytes]) -> list[bytes]:
+    """A key for each piece, which depends on the one before; the first one on the parent."""
+    return [parent := xxh3_128_digest(parent + piece) for piece in pieces]
 
 
 def num_leading_blocks(keys: Sequence[bytes], present: Container[bytes]) -> int:

@@ -33,21 +33,22 @@ def extend_keys(
     num_full = len(tokens) // block_size if end is None else min(end, len(tokens) // block_size)
     first = num_keys // GROUP * GROUP
     root = b"" if first else root_key(request)
+    parent = keys[-1] if keys else root
     blocks, place = pieces_of(tokens, block_size, num_keys, num_full), 0
+    digest, append = xxh3_128_digest, keys.append
     if num_full - first >= GROUP:
         last = keys[first - 1] if first else root
         for group in pieces_of(tokens, GROUP * block_size, first // GROUP, num_full // GROUP):
             end = first + GROUP - 1 - num_keys
-            keys += chain(keys[-1] if keys else root, blocks[place:end])
-            last = xxh3_128_digest(last + group)
-            keys.append(last)
+            for block in blocks[place:end]:
+                parent = digest(parent + block)
+                append(parent)
+            parent = last = digest(last + group)
+            append(parent)
             first, place = first + GROUP, end + 1
-    keys += chain(keys[-1] if keys else root, blocks[place:])
-
-
-def chain(parent: bytes, pieces: list[bytes]) -> list[bytes]:
-    """A key for each piece, which depends on the one before; the first one on the parent."""
-    return [parent := xxh3_128_digest(parent + piece) for piece in pieces]
+    for block in blocks[place:]:
+        parent = digest(parent + block)
+        append(parent)
 
 
 def known_tokens(request: Request) -> array[int]:

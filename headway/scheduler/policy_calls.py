@@ -63,13 +63,15 @@ def _request_id(arguments: tuple[Any, ...]) -> str | None:
 
 def ordered(key: Any) -> Any:
     """The key, if it and all its items equal themselves and are not less than themselves."""
-    if isinstance(key, SEQUENCES):
-        for item in key:
-            ordered(item)
-        return key
-    if key == key and (isinstance(key, SCALARS) or not key < key):  # NaN does not equal itself
-        return key
-    raise ValueError(f"{key!r} has no order")
+    if isinstance(key, SCALARS):
+        is_ordered = key == key  # NaN does not equal itself
+    elif isinstance(key, SEQUENCES):
+        is_ordered = all(ordered(item) is item for item in key)
+    else:
+        is_ordered = key == key and not key < key
+    if not is_ordered:
+        raise ValueError(f"{key!r} has no order")
+    return key
 
 
 def _read_group(group: Any) -> str:
