@@ -32,11 +32,11 @@ from headway.engine.messages import (
 )
 from headway.errors import PolicyError, RequestError
 from headway.fleet.open_requests import OpenRequest, RequestTable
+from headway.fleet.prefix_tracker import PromptKeys
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.settings import FleetCounters, FleetSettings
-from headway.kv.prefix_index import PromptKeys
 
 OnReplica = Callable[[Replica], None]
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from headway.plan import Column, Plan, StepResult
 from headway.record.packing import unpack_tokens
 from headway.request import Request
 from headway.scheduler import Scheduler
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import read_preset
+from headway.scheduler.policies.presets import read_preset
+from headway.scheduler.policies.text import READY_MADE
 
 Outputs = dict[Request, list[int]]
 

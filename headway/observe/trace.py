@@ -19,7 +19,7 @@ from headway.errors import FormatError
 from headway.plan import Plan, Preemption, StepReport
 from headway.record.packing import pack_tokens, unpack_tokens
 from headway.request import Request, RequestParams
-from headway.scheduler.presets import describe
+from headway.scheduler.policies.presets import describe
 
 VERSION = 2
 Line = dict[str, Any]

@@ -24,8 +24,8 @@ from headway.events import (
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request
 from headway.scheduler import Scheduler
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import read_preset
+from headway.scheduler.policies.presets import read_preset
+from headway.scheduler.policies.text import READY_MADE
 
 AFTER_END = -1  # the token after the recorded output of a request, where none is kept
 Tokens = tuple[list[Column], list[int]]  # of the decodes, by step, and of last chunks

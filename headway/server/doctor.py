@@ -23,7 +23,7 @@ from headway.errors import ConfigError, ExecutorError
 from headway.lab.cost import known_profiles
 from headway.lab.doctor.live import NUM_PER_QUERY, TRIAL_SECONDS
 from headway.lab.doctor.text import diagnosis_text, trial_text
-from headway.scheduler.presets import own_policies, read_changes, read_preset
+from headway.scheduler.policies.presets import own_policies, read_changes, read_preset
 from headway.server.generation.stream import CompleteResponse
 from headway.server.http.errors import ApiError
 from headway.server.http.json_body import JsonRoute

@@ -23,7 +23,7 @@ from headway.fleet.merge import merge_snapshots
 from headway.observe.explain import DecisionLog, why_not_considered
 from headway.observe.server_metrics import ServerMetrics
 from headway.request import Request
-from headway.scheduler.queues import custom
+from headway.scheduler.policies.queue import custom
 from headway.server import live
 from headway.server.context import Context
 from headway.server.http import validation_errors

@@ -22,8 +22,8 @@ from headway.lab.doctor.trial import Recording, try_changes
 from headway.lab.summary import summarize
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, read_trace
-from headway.scheduler.policy_text import ANY
-from headway.scheduler.presets import own_policies
+from headway.scheduler.policies.presets import own_policies
+from headway.scheduler.policies.text import ANY
 
 FILE_SUFFIXES = (".json", ".jsonl", ".gz", ".trace")
 Target = Annotated[

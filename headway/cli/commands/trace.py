@@ -19,7 +19,7 @@ from headway.lab.summary import summarize
 from headway.observe.perfetto import to_perfetto
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import read_trace
-from headway.scheduler.policy_text import ANY, READY_MADE
+from headway.scheduler.policies.text import ANY, READY_MADE
 
 
 def trace_command(

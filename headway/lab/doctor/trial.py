@@ -37,8 +37,8 @@ from headway.lab.workload.rows import Row
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line
 from headway.record.packing import num_packed
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import own_policies, read_changes, read_preset
+from headway.scheduler.policies.presets import own_policies, read_changes, read_preset
+from headway.scheduler.policies.text import READY_MADE
 
 MAX_FITTED = 2000  # steps; more make the fit slower, not better
 MAX_LEAD = 60.0  # seconds; requests that are open at the start arrive at most this long before it

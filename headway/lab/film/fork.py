@@ -24,8 +24,8 @@ from headway.lab.workload.request import TokenSpace
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line
 from headway.plan import Plan
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import describe, read_preset
+from headway.scheduler.policies.presets import describe, read_preset
+from headway.scheduler.policies.text import READY_MADE
 
 
 class ForkedExecutor(RecordedExecutor):

@@ -19,7 +19,7 @@ from headway.lab.summary import Summary, summarize
 from headway.observe.run_stats import RunStats
 from headway.observe.timeline import RequestTimeline
 from headway.observe.trace import Line, header
-from headway.scheduler.presets import preset
+from headway.scheduler.policies.presets import preset
 
 FORM = re.compile(r"([a-z_]+(?:\.\w+)*)(?:\(([^()]*)\))?")
 

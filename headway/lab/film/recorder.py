@@ -14,8 +14,7 @@ from headway.config import Config, HeadroomRule, SchedulerView, SwapRule, Victim
 from headway.plan import Plan
 from headway.request import Request
 from headway.scheduler import Scheduler
-from headway.scheduler.headroom import back_off
-from headway.scheduler.policies import swap_if_cheaper
+from headway.scheduler.policies.swap import swap_if_cheaper
 
 MAX_STEPS = 4  # that are remembered until they are taken
 
@@ -91,17 +90,4 @@ class PolicyRecorder:
             self._now.headroom[request.id] = max(0, int(blocks))
             return blocks
 
-        if isinstance(rule, back_off):
-            return _RecordedBackOff(rule.base, rule.share, record)
         return lambda request, view: record(request, rule(request, view))
-
-
-@dataclass(frozen=True)
-class _RecordedBackOff(back_off):
-    """The scheduler looks at the base of a back_off rule, so the wrapper is one too."""
-
-    record: Any = None
-
-    def __call__(self, request: Request, view: SchedulerView) -> int:
-        blocks: int = self.record(request, super().__call__(request, view))
-        return blocks

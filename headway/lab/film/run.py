@@ -33,8 +33,8 @@ from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, describe_step, header, parse_trace, read_trace
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import describe
+from headway.scheduler.policies.presets import describe
+from headway.scheduler.policies.text import READY_MADE
 
 MAX_FRAMES = 200_000
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
