@@ -1,4 +1,4 @@
-"""Run `headway profile` on a loaded model, and report its error for each kind of step."""
+"""Run `headway bench profile` on a loaded model, and report its error for each kind of step."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SOURCES = {
     "where such profiles were checked.",
     "carried": "Carried over from another card, never measured on this one: expect errors of up to "
     "40%.",
-    "": "Of unknown origin: expect errors of up to 40%, or measure with `headway profile`.",
+    "": "Of unknown origin: expect errors of up to 40%, or measure with `headway bench profile`.",
 }
 # Relative errors on a run that the profile was not fitted to: of a step (median, p90), of the sum
 # of all steps, of the simulated duration and of the simulated median time to first token.

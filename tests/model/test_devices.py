@@ -641,7 +641,7 @@ def test_every_command_says_why_no_gpu_is_used(command: tuple[str, ...], tiny: l
 @without_gpu
 def test_profile_says_why_no_gpu_is_used(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    text = sentence("profile", str(tmp_path), "--device", "cuda", "--out", out)
+    text = sentence("bench", "profile", str(tmp_path), "--device", "cuda", "--out", out)
     assert "device cuda " in text and (why_no_cuda() or "") in text and not out.exists()
 
 

@@ -114,7 +114,7 @@ def run_command(command: str) -> str | None:
     if program == "headway":
         return run_headway(arguments)
     if command == "make demo":
-        return run_headway(["demo"])
+        return run_headway(["compare", "--demo"])
     if arguments[:2] == ["-m", "headway.lab.stories.measure"]:
         return story_report(*arguments[2:])
     if program == "python" and arguments[0].startswith("examples/"):
@@ -203,7 +203,10 @@ def test_commands_in_sentences_are_valid(name: str) -> None:
         with context:
             command, *rest = shlex.split(words)
             found = group.get_command(context, command)  # type: ignore[attr-defined]
-            assert found is not None, f"{name}: there is no `headway {command}`"
+            if hasattr(found, "commands") and rest:  # `headway plan tune`
+                command, *rest = rest
+                found = found.get_command(context, command)
+            assert found is not None, f"{name}: there is no `headway {words}`"
             if command == "trace" and not rest:
                 rest = ["FILE"]
             found.make_context(command, rest, parent=context)

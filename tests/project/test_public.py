@@ -144,8 +144,8 @@ COMMANDS = {
         "--trace", "--speed", "--max-input-len", "--max-output-len", "--goodput", "--plot",
         "--json",
     },
-    "models": {"--fetch", "--json", "--verbose"},
-    "profile": {
+    "models": {"--fetch", "--json", "--verbose", "--presets", "--profiles"},
+    "bench profile": {
         "model", "--device", "--json", "--kv-memory", "--load-format", "--name", "--out",
         "--dtype", "--quantization", "--quick", "--threads",
     },
@@ -154,24 +154,20 @@ COMMANDS = {
         "--replicas", "--route", *RUN_FLAGS,
     },
     "compare": {
-        "workload", "--presets", "--variant", "--replicas", "--routes", "--plot", *RUN_FLAGS,
+        "workload", "--presets", "--variant", "--replicas", "--routes", "--plot", "--demo", *RUN_FLAGS,
     },
-    "sweep": {"knobs", "--workload", "-w", "--metric", "--plot", *PLANNER_FLAGS},
-    "breakeven": {"--profile", "--plot", "--json"},
-    "tune": {
+    "plan sweep": {"knobs", "--workload", "-w", "--metric", "--plot", *PLANNER_FLAGS},
+    "plan breakeven": {"--profile", "--plot", "--json"},
+    "plan tune": {
         "workload", "--knob", "--budget", "--seed", "--verify", "--plot", *PLANNER_FLAGS,
         *TARGET_FLAGS,
     },
-    "capacity": {"workload", "--rate", "--seeds", "--seed", *PLANNER_FLAGS, *TARGET_FLAGS},
+    "plan capacity": {"workload", "--rate", "--seeds", "--seed", *PLANNER_FLAGS, *TARGET_FLAGS},
     "trace": {"file", "--perfetto", "--diff", "--replay", "--allow-own-policies", "--json"},
     "lab": {
         "source", "--preset", "--profile", "--port", "--export", "--open", "--no-open", "--attach",
-        "--api-key", "--against", "--allow-own-policies", *SCHEDULER_FLAGS,
+        "--api-key", "--against", "--terminal", "--allow-own-policies", *SCHEDULER_FLAGS,
     },
-    "step": {"source", "--preset", "--profile", "--allow-own-policies", *SCHEDULER_FLAGS},
-    "demo": {"--json"},
-    "presets": {"--json"},
-    "profiles": {"--json"},
 }  # fmt: skip
 ENDPOINTS = {
     "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings", "POST /v1/responses", "POST /v1/messages",

@@ -1,4 +1,4 @@
-"""`headway bench`: measure speed, with the options and result keys of `vllm bench`."""
+"""`headway bench throughput` and `latency`, with the options and result keys of `vllm bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from headway.cli.commands import bench_serve
-from headway.cli.options.command import Command
 from headway.cli.options.common import Json, progress_bar, spread
 from headway.cli.options.dataset import NAMES, Dataset, Work, random_work
 from headway.cli.options.model import ModelOptions
@@ -27,13 +26,6 @@ from headway.observe.trace import header
 if TYPE_CHECKING:
     from headway.llm import LLM
 
-app = typer.Typer(
-    name="bench",
-    add_completion=False,
-    help="Measure throughput, latency or a server. Result keys are those of `vllm bench`.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
 NumPrompts = Annotated[int, typer.Option(help="Number of requests, all submitted at once.", min=1)]
 InputLen = Annotated[str, typer.Option(help="Prompt tokens: 128, or a range such as 100-1024.")]
 OutputLen = Annotated[str, typer.Option(help="Output tokens: 64, or a range such as 16-256.")]
@@ -61,10 +53,8 @@ MaxLen = Annotated[
 BatchSize = Annotated[int, typer.Option(help="Requests per batch.", min=1)]
 Iters = Annotated[int, typer.Option(help="Number of measured batches.", min=1)]
 Warmup = Annotated[int, typer.Option(help="Number of warm-up batches, not measured.", min=0)]
-app.command("serve", cls=Command)(bench_serve.serve_command)
 
 
-@app.command("throughput", cls=Command)
 @spread
 def throughput_command(
     num_prompts: NumPrompts = 32,
@@ -106,7 +96,6 @@ def throughput_command(
         _show_throughput(result)
 
 
-@app.command("latency", cls=Command)
 @spread
 def latency_command(
     batch_size: BatchSize = 8,

@@ -1,4 +1,4 @@
-"""`headway capacity`: the highest request rate that meets latency targets."""
+"""`headway plan capacity`: the highest request rate that meets latency targets."""
 
 from __future__ import annotations
 

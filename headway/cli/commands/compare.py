@@ -1,9 +1,11 @@
-"""`headway compare`: one workload under several schedulers, or several routing rules."""
+"""`headway compare`: one workload under several schedulers or routing rules, or the demo."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -22,8 +24,19 @@ from headway.lab.plots import distribution
 from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.svg import Plot
-from headway.lab.workload.request import WorkloadRequest
+from headway.lab.workload.request import TokenSpace, WorkloadRequest
+from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler.presets import PRESETS, read_changes
+
+DEMO_PROFILE = "llama3.1-8b-a100-80gb"
+DEMO_WORKLOAD = (
+    "requests=150,arrivals=poisson(20),prompt=lognormal(500,0.8),"
+    "output=lognormal(150,0.8),prefix=3x256@0.4"
+)
+MAX_NUM_SEQS, LONG, SHORT, NUM_WAITING = 8, 500, 10, 350
+DEMO_CHANGES = {"num_blocks": 1200, "num_host_blocks": 1200, "max_num_seqs": 64}
+WIDTH = 40
+SHADES = " ▁▂▃▄▅▆▇█"
 
 ALL_PRESETS = ",".join(PRESETS)
 Presets = Annotated[str, typer.Option(help="Comma-separated presets.")]
@@ -35,6 +48,11 @@ Variants = Annotated[
     ),
 ]
 
+Demo = Annotated[
+    bool,
+    typer.Option("--demo", help="Show static against continuous batching, then all presets."),
+]
+
 
 @options.spread
 def compare_command(
@@ -44,6 +62,7 @@ def compare_command(
     replicas: replicas_command.Replicas = None,
     routes: replicas_command.Routes = None,
     plot: PlotFile = None,
+    demo: Demo = False,
     profile: options.ProfileName = "llama3.1-8b-a100-80gb",
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
@@ -57,6 +76,11 @@ def compare_command(
     """
     check_plot(plot)
     chosen, changes = load_profile(profile), scheduler.changes()
+    if demo:
+        if workload != options.DEFAULT_WORKLOAD or changes or variant or replicas or routes or plot:
+            raise ConfigError("--demo has its own workloads and settings; give only --json with it")
+        run_demo(as_json=json_)
+        return
     if replicas is not None or routes is not None:
         number = replicas_command.read_replicas(8 if replicas is None else replicas)
         rules = replicas_command.read_routes(routes or replicas_command.KNOWN)
@@ -144,3 +168,57 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
     except ConfigError as error:
         raise ConfigError(f"variant {name.strip()!r}: {error}") from None
     return name.strip(), base, values
+
+
+def run_demo(*, as_json: bool) -> None:
+    """Run and print the demo."""
+    console, profile = Console(), load_profile(DEMO_PROFILE)
+    running = {name: running_per_step(name) for name in ("static", "vllm_v1", "headway")}
+    shares = {name: sum(counts[:LONG]) / LONG / MAX_NUM_SEQS for name, counts in running.items()}
+    requests = parse_synthetic(DEMO_WORKLOAD).generate()
+    configs = {name: options.make_config(name, profile, DEMO_CHANGES) for name in PRESETS}
+    summaries = summaries_of(run_all(requests, configs, profile, False))
+    if as_json:
+        print(json.dumps({"utilization": shares, "presets": summaries}, indent=2))
+        return
+    console.print(
+        f"\n[bold]Running requests per step[/], at most {MAX_NUM_SEQS}. One request generates "
+        f"{LONG} tokens,\n{MAX_NUM_SEQS - 1 + NUM_WAITING} requests generate {SHORT}. Percentage: "
+        "utilization while the long request runs.\n"
+    )
+    longest = max(map(len, running.values()))
+    for name, counts in running.items():
+        console.print(
+            f"  {name:8}[cyan]{bars(counts, longest)}[/]{shares[name]:5.0%}, {len(counts):,} steps "
+            "in total",
+            highlight=False,
+        )
+    console.print()
+    title = f"{len(requests)} requests with shared prefixes on {profile.name}, small KV cache"
+    console.print(render.comparison(title, summaries))
+    console.print(
+        "\n[dim]recomp: tokens recomputed after preemptions; between tokens: p50/p99/max[/]"
+        "\nNext: [bold]headway simulate --help[/], [bold]headway models --presets[/], "
+        "docs/policies.md"
+    )
+
+
+def running_per_step(name: str) -> list[float]:
+    """Running requests at every step: one long request, and short ones that can replace each other."""
+    space, lengths = TokenSpace(), [LONG, *[SHORT] * (MAX_NUM_SEQS - 1 + NUM_WAITING)]
+    requests = [
+        WorkloadRequest(id=str(i), pieces=(space.take(16),), num_output=length, max_tokens=length)
+        for i, length in enumerate(lengths)
+    ]
+    profile = load_profile(DEMO_PROFILE)
+    config = replace(options.make_config(name, profile, {}), max_num_seqs=MAX_NUM_SEQS)
+    return list(simulate(requests, config, profile).metrics.steps["running"])
+
+
+def bars(values: list[float], longest: int) -> str:
+    """A row of bars, each the mean of a few steps; as wide as its share of the longest run."""
+    width = max(1, round(WIDTH * len(values) / longest))
+    bounds = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [sum(values[a:b]) / max(1, b - a) for a, b in pairwise(bounds)]
+    shades = (SHADES[round(mean / MAX_NUM_SEQS * (len(SHADES) - 1))] for mean in means)
+    return "".join(shades).ljust(WIDTH)

@@ -1,4 +1,4 @@
-"""`headway lab` and `headway step`: look at every decision of a run, on a page or in a terminal."""
+"""`headway lab`: look at every decision of a run, on a page or in the terminal."""
 
 from __future__ import annotations
 
@@ -62,6 +62,9 @@ def lab_command(
         str | None,
         typer.Option(help="Show a second scheduler beside it: 'preset; slot=value; number=value'."),
     ] = None,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="Show plain text and read commands: h lists them.")
+    ] = False,
     preset: options.Preset = "headway",
     profile: options.ProfileName = DEFAULT_PROFILE,
     async_scheduling: options.AsyncScheduling = False,
@@ -69,7 +72,10 @@ def lab_command(
     *,
     scheduler: options.SchedulerOptions,
 ) -> None:
-    """Step through every decision of the scheduler on a web page."""
+    """Step through every decision of the scheduler on a web page or in the terminal."""
+    for flag, value in {"--attach": attach, "--export": export, "--against": against}.items():
+        if terminal and value:
+            raise ConfigError(f"{flag} {value} cannot be used with --terminal")
     options.import_from_working_directory()
     if attach:
         follow(attach, api_key)  # ConfigError now if the server cannot be followed
@@ -82,8 +88,11 @@ def lab_command(
         _, other, changes = parse_variant(f"against: {against}")
         config_for(other, load_profile(profile), changes, ANY)  # ConfigError if a value is wrong
     own = own_policies(spec.set, changes)  # typed on the command line
-    # ConfigError or FormatError now if there is no such run
-    run = _film(spec, traces, ANY if export and allow_own_policies else own)
+    allowed = ANY if (export or terminal) and allow_own_policies else own
+    if terminal:
+        _step(spec, traces, allowed)
+        return
+    run = _film(spec, traces, allowed)  # ConfigError or FormatError now if there is no such run
     if export:
         film = b"".join(run)
         _warn(read_film([film]))
@@ -101,21 +110,9 @@ def lab_command(
     _serve(app, port, open_page, link)
 
 
-@options.spread
-def step_command(
-    source: Source = "",
-    preset: options.Preset = "headway",
-    profile: options.ProfileName = DEFAULT_PROFILE,
-    async_scheduling: options.AsyncScheduling = False,
-    allow_own_policies: options.AllowOwnPolicies = False,
-    *,
-    scheduler: options.SchedulerOptions,
-) -> None:
-    """Step through every decision of the scheduler in the terminal, forwards and backwards."""
-    options.import_from_working_directory()
-    spec = _spec(source, preset, profile, async_scheduling, scheduler)
-    own = ANY if allow_own_policies else own_policies(spec.set)
-    film = read_film(_film(spec, {Path(source).name: Path(source)}, own))
+def _step(spec: RunSpec, traces: dict[str, Path], own: Container[str]) -> None:
+    """Show the run in the terminal, and read commands from stdin."""
+    film = read_film(_film(spec, traces, own))
     if not film.num_frames:
         raise ConfigError((film.end or {}).get("error") or "the run has no steps")
     _warn(film)

@@ -1,4 +1,4 @@
-"""`headway profile`: measure a model on this machine, so that the simulator can predict it."""
+"""`headway bench profile`: measure a model on this machine for the simulator."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def fit_profile(llm: LLM, name: str, logs: Logs, copies: list[Line]) -> Measurem
     )  # fmt: skip
     error = held_out_error(logs.held_out, config, profile, llm.engine.async_scheduling)
     sentences = [
-        f"{llm.model_name}, {llm.loaded.decoder.backend.name}, measured by `headway profile`.",
+        f"{llm.model_name}, {llm.loaded.decoder.backend.name}, measured by `headway bench profile`.",
         f"Error on a held-out run: steps {error.median:.1%} (median) and {error.p90:.1%} (p90), "
         f"simulated duration {error.simulated:+.1%}.",
         *(f"Warning: {warning}." for warning in warnings),

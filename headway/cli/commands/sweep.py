@@ -1,4 +1,4 @@
-"""`headway sweep` and `headway breakeven`: simulations over knobs, and swap against recompute."""
+"""`headway plan sweep` and `breakeven`: simulations over knobs, and swap against recompute."""
 
 from __future__ import annotations
 

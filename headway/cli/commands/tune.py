@@ -1,4 +1,4 @@
-"""`headway tune`: the best settings of a scheduler for a profile, a workload and targets."""
+"""`headway plan tune`: the best settings of a scheduler for a profile, a workload and targets."""
 
 from __future__ import annotations
 

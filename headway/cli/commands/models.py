@@ -1,4 +1,4 @@
-"""`headway models`, `headway presets` and `headway profiles`: lists of names to choose from."""
+"""`headway models`: the models, presets and profiles to choose from, and what this machine can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from headway.cli.options.common import Json, progress_bar
 from headway.cli.options.packages import install
-from headway.errors import ModelError
+from headway.errors import ConfigError, ModelError
 from headway.fleet.routing import ROUTES
 from headway.lab.cost import known_profiles, load_profile
 from headway.model.registry import ModelEntry, list_models, resolve
@@ -30,9 +30,27 @@ Verbose = Annotated[
     ),
 ]
 
+Presets = Annotated[
+    bool, typer.Option("--presets", help="List the scheduler presets and all policies instead.")
+]
+Profiles = Annotated[
+    bool, typer.Option("--profiles", help="List the bundled profiles for the simulator instead.")
+]
 
-def models_command(fetch: Fetch = None, verbose: Verbose = False, json_: Json = False) -> None:
+
+def models_command(
+    fetch: Fetch = None,
+    verbose: Verbose = False,
+    presets: Presets = False,
+    profiles: Profiles = False,
+    json_: Json = False,
+) -> None:
     """List bundled and cached models, the GPUs, and which --quantization is fastest on this CPU."""
+    if presets and profiles:
+        raise ConfigError("--presets and --profiles cannot be combined; give one of them")
+    if presets or profiles:
+        _list_presets(json_) if presets else _list_profiles(json_)
+        return
     if fetch is not None:
         with progress_bar(f"fetching {fetch}", 1) as advance:
             resolve(fetch, progress=fractions(advance))
@@ -206,10 +224,10 @@ def _table(models: list[ModelEntry]) -> Table:
     return table
 
 
-def presets_command(json_: Json = False) -> None:
-    """List the scheduler presets with their policies and numbers, and all policies."""
+def _list_presets(as_json: bool) -> None:
+    """The scheduler presets with their policies and numbers, and all policies."""
     described = {name: describe(preset(name)) for name in PRESETS}
-    if json_:
+    if as_json:
         print(json.dumps(described, indent=2))
         return
     console = Console()
@@ -229,10 +247,10 @@ def presets_command(json_: Json = False) -> None:
     console.print(table)
 
 
-def profiles_command(json_: Json = False) -> None:
-    """List the bundled profiles: a model on a machine, for the simulator."""
+def _list_profiles(as_json: bool) -> None:
+    """The bundled profiles: a model on a machine, for the simulator."""
     profiles = [load_profile(name) for name in known_profiles()]
-    if json_:
+    if as_json:
         print(json.dumps({p.name: {"kv_tokens": p.kv_tokens} for p in profiles}, indent=2))
         return
     table = Table(title="Profiles", header_style="bold", show_lines=True)
