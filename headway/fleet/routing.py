@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from headway.config import Checked, count, number
+from headway.checks import Checked, count, number
 from headway.errors import ConfigError, shorten
 from headway.scheduler import policy_text
 from headway.scheduler.policy_calls import bad_result, policy_failed

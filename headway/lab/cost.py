@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headway.checks import number, one_of, text, whole_number
+from headway.checks import one_of, real_number, text, whole_number
 from headway.errors import ConfigError, FormatError
 from headway.lab.corrections import Corrections, factors
 from headway.plan import Plan
@@ -280,9 +281,9 @@ def _value(name: str, value: Any, where: str) -> Any:
     if name in ("kv_tokens", "max_model_len", "num_devices", "all_reduces"):
         return whole_number(shown, value, 0 if name == "all_reduces" else 1)
     if name.endswith("_seconds") or name in OPTIONAL_RATES:
-        number(shown, value, low=0, high=1 if name == "overlap" else None)
+        real_number(shown, value, low=0, high=1 if name == "overlap" else inf)
     else:
-        number(shown, value, above=0, high=1 if name.endswith("_share") else None)
+        real_number(shown, value, above=0, high=1 if name.endswith("_share") else inf)
     return value
 
 
@@ -292,7 +293,7 @@ def _held_out(values: Any) -> dict[str, float]:
     if not is_object:
         raise ValueError("held_out must be a JSON object")
     for name, value in values.items():
-        number(f"held_out.{one_of('an error of held_out', name, HELD_OUT)}", value, low=-1)
+        real_number(f"held_out.{one_of('an error of held_out', name, HELD_OUT)}", value, low=-1)
     return dict(values)
 
 
@@ -302,8 +303,8 @@ def _corrections(shown: str, values: Any) -> Corrections:
     if not is_list or not all(isinstance(each, list) and len(each) == 2 for each in values):
         raise ValueError(f"{shown} must be a list of pairs: a number of rows and a factor")
     for rows, factor in values:
-        number(f"rows of {shown}", rows, low=1)
-        number(f"a factor of {shown}", factor, above=0)
+        real_number(f"rows of {shown}", rows, low=1)
+        real_number(f"a factor of {shown}", factor, above=0)
     if values != sorted(values):
         raise ValueError(f"{shown} must be in the order of rows")
     return tuple((rows, factor) for rows, factor in values)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.config import Checked, HeadroomRule, SchedulerView, number
+from headway.checks import Checked, number
+from headway.config import HeadroomRule, SchedulerView
 from headway.errors import ConfigError
 from headway.request import Request
 from headway.scheduler.output_lengths import is_open_ended, survival_curve

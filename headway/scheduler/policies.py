@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headway.config import Checked, SchedulerView, StepActions, count, number
+from headway.checks import Checked, count, number
+from headway.config import SchedulerView, StepActions
 from headway.request import Request
 from headway.step_cost import StepWork, UnitCosts
 

@@ -14,7 +14,8 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any
 
-from headway.config import Checked, QueueRule, SchedulerView, count, number
+from headway.checks import Checked, count, number
+from headway.config import QueueRule, SchedulerView
 from headway.request import Request
 from headway.scheduler.fairness import ServiceCounters, group_of
 from headway.scheduler.policy_calls import call_group, call_key, policy_failed

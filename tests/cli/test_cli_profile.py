@@ -7,20 +7,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from headway.cli.commands.profile import (
-    TIMES_COPIED,
-    Measurement,
-    copy_blocks,
-    fit_profile,
-    measure,
-    model_work,
-    run,
-)
 from headway.cli.view.render import warn_of_profile
 from headway.lab.calibration import (
     QUICK_CPU_CALIBRATION,
@@ -30,6 +22,15 @@ from headway.lab.calibration import (
 )
 from headway.lab.cost import load_profile
 from headway.lab.fit import observations
+from headway.lab.profiling import (
+    TIMES_COPIED,
+    Measurement,
+    copy_blocks,
+    fit_profile,
+    measure,
+    model_work,
+    run,
+)
 from headway.llm import LLM
 from tests.cli.test_cli import headway, sentence
 
@@ -61,7 +62,7 @@ def write(path: Path, **changes: object) -> Path:
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `headway bench profile` measure the tiny model once in all; it takes seconds."""
 
-    def shared(llm: LLM, name: str, *, is_quick: bool) -> Measurement:
+    def shared(llm: LLM, name: str, *, is_quick: bool, bar: Any) -> Measurement:
         if not MEASURED:
             MEASURED.append(measure(llm, name, is_quick=is_quick))
         return MEASURED[0]._replace(profile=replace(MEASURED[0].profile, name=name))

@@ -43,10 +43,11 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "observe.trace": (*TYPES, "scheduler", "observe"),
     "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "observe", "engine"),
     "parallel": (*TYPES, "executor", "model", "parallel"),
-    "loading": (*TYPES, "kv", "scheduler", "model", "text", "engine", "parallel"),
+    "options": ("errors", "checks", "parallel.channel"),
+    "loading": (*TYPES, "kv", "scheduler", "model", "text", "engine", "parallel", "options"),
     "llm": (
         *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading",
-        "parallel", "unsupported",
+        "parallel", "options", "unsupported",
     ),
     "fleet": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "fleet"),
     "fleet.routing": (*TYPES, "scheduler"),
@@ -56,6 +57,8 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
         "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab",
     ),
+    "lab.profiling": (*TYPES, "engine", "executor", "observe", "lab", "llm"),
+    "lab.real_run": (*TYPES, "engine", "scheduler", "observe", "lab", "llm"),
     "fleet.transport.sockets": (*TYPES, "engine", "fleet", "server"),
     "fleet.on_ray.cluster": (*TYPES, "fleet", "server"),
     "fleet.on_ray.serve": (
@@ -65,9 +68,13 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "server": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "lab", "server",
     ),
+    "server.serving": (
+        *TYPES, "model.devices", "model.precision", "engine", "observe", "options", "llm", "lab",
+        "server",
+    ),
     "cli": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
-        "fleet", "lab", "server", "cli", "version", "unsupported",
+        "fleet", "lab", "server", "cli", "options", "version", "unsupported",
     ),
     "__main__": ("cli",),
 }  # fmt: skip

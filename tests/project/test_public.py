@@ -64,11 +64,11 @@ PARAM_NAMES = [
     "deadline", "salt", "reads_cache", "n", "pooling", "sampling",
 ]  # fmt: skip
 LLM_NAMES = [
-    "model", "device", "dtype", "quantization", "preset", "load_format", "kv_cache_dtype", "attention",
-    "deterministic", "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed", "tensor_parallel_size",
-    "tensor_parallel_sums",
-    "trust_remote_code", "threads", "async_scheduling", "trace_out", "trace_blocks",
-    "trace_redact", "progress", "observers", "settings",
+    "model", "device", "dtype", "quantization", "load_format", "chat_template", "kv_cache_dtype",
+    "attention", "deterministic", "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed",
+    "tensor_parallel_size", "tensor_parallel_sums", "trust_remote_code", "threads", "trace_out",
+    "trace_blocks", "trace_redact", "async_scheduling", "preset", *POLICIES, *NUMBER_NAMES,
+    "progress", "observers",
 ]  # fmt: skip
 ERRORS = {
     "HeadwayError": ["Exception"],

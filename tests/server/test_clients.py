@@ -32,6 +32,7 @@ from headway.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from headway.server.settings import Settings
 from tests.support import real
 from tests.support.waiting import LIMIT, until, wait_until
 
@@ -84,7 +85,8 @@ class Serving:
         await engine.start()
         context = Context(
             engine=engine, input_processor=self._llm.input_processor, model_name=NAME,
-            max_model_len=self._llm.config.max_model_len, tool_call_parser="hermes",
+            max_model_len=self._llm.config.max_model_len,
+            settings=Settings(tool_call_parser="hermes"),
         )  # fmt: skip
         config = uvicorn.Config(
             create_app(context),

@@ -15,13 +15,14 @@ from rich.console import Console
 from headway.cli.commands import bench_serve
 from headway.cli.options.common import Json, progress_bar, spread
 from headway.cli.options.dataset import NAMES, Dataset, Work, random_work
-from headway.cli.options.model import ModelOptions
+from headway.cli.options.model import EngineFlags, load_model
 from headway.cli.view import live
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ExecutorError
 from headway.lab.loadgen import report
 from headway.lab.loadgen.requests import LengthRange, parse_length_range
 from headway.observe.trace import header
+from headway.options import EngineOptions
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -67,7 +68,7 @@ def throughput_command(
     max_output_len: MaxLen = None,
     json_: Json = False,
     *,
-    model: ModelOptions,
+    model: EngineFlags,
 ) -> None:
     """Measure tokens and requests per second, and latencies, of many requests at once.
 
@@ -80,7 +81,7 @@ def throughput_command(
         max_input=max_input_len, max_output=max_output_len,
     )  # fmt: skip
     source = random.Random(seed)
-    with model.load() as llm:
+    with load_model(model) as llm:
         work = dataset.load(llm, source)
         warm_up = random_work(llm, source, 1, LengthRange(8, 8), LengthRange(2, 2))
         _run(llm, warm_up)
@@ -106,7 +107,7 @@ def latency_command(
     seed: Seed = 0,
     json_: Json = False,
     *,
-    model: ModelOptions,
+    model: EngineFlags,
 ) -> None:
     """Measure the latency of batches that run one after the other.
 
@@ -115,7 +116,7 @@ def latency_command(
     source, seconds = random.Random(seed), list[float]()
     lengths = LengthRange(input_len, input_len), LengthRange(output_len, output_len)
     with (
-        model.load() as llm,
+        load_model(model) as llm,
         progress_bar("latency", num_iters_warmup + num_iters) as advance,
     ):
         for _ in range(num_iters_warmup + num_iters):
@@ -139,7 +140,7 @@ def _run(llm: LLM, work: Work) -> None:
                 raise ExecutorError(sample.error)
 
 
-def _setting(llm: LLM, model: ModelOptions) -> dict[str, Any]:
+def _setting(llm: LLM, model: EngineOptions) -> dict[str, Any]:
     """The model and the configuration that were measured."""
     named = {
         "model": model.model,

@@ -15,6 +15,13 @@ from rich.console import Console
 from headway.cli.commands import replicas as replicas_command
 from headway.cli.options import common as options
 from headway.cli.options.planner import PlotFile, check_plot, save_plot
+from headway.cli.options.simulation import (
+    DEFAULT_WORKLOAD,
+    SimulationOptions,
+    WorkloadText,
+    make_config,
+    without,
+)
 from headway.cli.view import render
 from headway.config import Config
 from headway.errors import ConfigError
@@ -56,28 +63,26 @@ Demo = Annotated[
 
 @options.spread
 def compare_command(
-    workload: options.Workload = options.DEFAULT_WORKLOAD,
+    workload: WorkloadText = DEFAULT_WORKLOAD,
     presets: Presets = ALL_PRESETS,
     variant: Variants = None,
     replicas: replicas_command.Replicas = None,
     routes: replicas_command.Routes = None,
     plot: PlotFile = None,
     demo: Demo = False,
-    profile: options.ProfileName = "llama3.1-8b-a100-80gb",
     json_: options.Json = False,
-    async_scheduling: options.AsyncScheduling = False,
     *,
-    selection: options.WorkloadOptions,
-    scheduler: options.SchedulerOptions,
+    simulation: Annotated[SimulationOptions, without("preset")],
 ) -> None:
     """Run one workload under several presets and variants, and show the results side by side.
 
     With --replicas, compare routing rules instead, under the first preset.
     """
     check_plot(plot)
-    chosen, changes = load_profile(profile), scheduler.changes()
+    machine = simulation.machine
     if demo:
-        if workload != options.DEFAULT_WORKLOAD or changes or variant or replicas or routes or plot:
+        given = variant, replicas, routes, plot
+        if workload != DEFAULT_WORKLOAD or simulation != SimulationOptions() or any(given):
             raise ConfigError("--demo has its own workloads and settings; give only --json with it")
         run_demo(as_json=json_)
         return
@@ -87,18 +92,17 @@ def compare_command(
         if variant or (presets != ALL_PRESETS and "," in presets):
             raise ConfigError("--routes compares rules under one preset; use --presets NAME")
         name = "headway" if presets == ALL_PRESETS else presets
-        config = options.make_config(name, chosen, changes)
-        requests = selection.load(workload)
+        config = simulation.config(name)
+        requests = simulation.workload(workload).requests()
         results = replicas_command.compare_routes(
-            requests, config, chosen, number, rules, async_scheduling=async_scheduling
+            requests, config, machine, number, rules, async_scheduling=simulation.async_scheduling
         )
-        title = f"{len(requests)} requests on {number} x {chosen.name}"
+        title = f"{len(requests)} requests on {number} x {machine.name}"
         replicas_command.print_routes(title, results, as_json=json_)
         save_plot(_ttft_plot(title, results), plot)
         return
     configs = {
-        name: options.make_config(name, chosen, changes)
-        for name in filter(None, map(str.strip, presets.split(",")))
+        name: simulation.config(name) for name in filter(None, map(str.strip, presets.split(",")))
     }
     if not configs and not variant:
         raise ConfigError(f"nothing to compare; give --presets ({ALL_PRESETS}) or --variant")
@@ -106,10 +110,10 @@ def compare_command(
         name, base, own = parse_variant(text)
         if name in configs:
             raise ConfigError(f"variant {name!r}: this name is already used")
-        configs[name] = options.make_config(base, chosen, {**changes, **own})
-    requests = selection.load(workload)
-    runs = run_all(requests, configs, chosen, async_scheduling)
-    summaries, title = summaries_of(runs), f"{len(requests)} requests on {chosen.name}"
+        configs[name] = simulation.config(base, **own)
+    requests = simulation.workload(workload).requests()
+    runs = run_all(requests, configs, machine, simulation.async_scheduling)
+    summaries, title = summaries_of(runs), f"{len(requests)} requests on {machine.name}"
     if json_:
         print(json.dumps(summaries, indent=2))
     else:
@@ -176,7 +180,7 @@ def run_demo(*, as_json: bool) -> None:
     running = {name: running_per_step(name) for name in ("static", "vllm_v1", "headway")}
     shares = {name: sum(counts[:LONG]) / LONG / MAX_NUM_SEQS for name, counts in running.items()}
     requests = parse_synthetic(DEMO_WORKLOAD).generate()
-    configs = {name: options.make_config(name, profile, DEMO_CHANGES) for name in PRESETS}
+    configs = {name: make_config(name, profile, DEMO_CHANGES) for name in PRESETS}
     summaries = summaries_of(run_all(requests, configs, profile, False))
     if as_json:
         print(json.dumps({"utilization": shares, "presets": summaries}, indent=2))
@@ -211,7 +215,7 @@ def running_per_step(name: str) -> list[float]:
         for i, length in enumerate(lengths)
     ]
     profile = load_profile(DEMO_PROFILE)
-    config = replace(options.make_config(name, profile, {}), max_num_seqs=MAX_NUM_SEQS)
+    config = replace(make_config(name, profile, {}), max_num_seqs=MAX_NUM_SEQS)
     return list(simulate(requests, config, profile).metrics.steps["running"])
 
 

@@ -16,13 +16,13 @@ import typer
 
 from headway.cli.commands.compare import parse_variant
 from headway.cli.options import common as options
+from headway.cli.options.simulation import SimulationOptions, without
 from headway.errors import ConfigError, FormatError, HeadwayError
-from headway.lab.cost import load_profile
 from headway.lab.film.describe import frame_lines, why
 from headway.lab.film.format import Mark
 from headway.lab.film.reader import Film, read_film
 from headway.lab.film.run import FilmedRun, film_of_file
-from headway.lab.film.spec import DEFAULT_PROFILE, RunSpec, read_spec
+from headway.lab.film.spec import RunSpec, read_spec
 from headway.lab.settings import config_for
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
@@ -65,12 +65,9 @@ def lab_command(
     terminal: Annotated[
         bool, typer.Option("--terminal", help="Show plain text and read commands: h lists them.")
     ] = False,
-    preset: options.Preset = "headway",
-    profile: options.ProfileName = DEFAULT_PROFILE,
-    async_scheduling: options.AsyncScheduling = False,
     allow_own_policies: options.AllowOwnPolicies = False,
     *,
-    scheduler: options.SchedulerOptions,
+    simulation: Annotated[SimulationOptions, without("limit", "speed", "allowed_tokens")],
 ) -> None:
     """Step through every decision of the scheduler on a web page or in the terminal."""
     for flag, value in {"--attach": attach, "--export": export, "--against": against}.items():
@@ -81,12 +78,12 @@ def lab_command(
         follow(attach, api_key)  # ConfigError now if the server cannot be followed
         _serve(LabApp("attach", live=partial(follow, attach, api_key)), port, open_page)
         return
-    spec = _spec(source, preset, profile, async_scheduling, scheduler)
+    spec = _spec(source, simulation)
     traces = {Path(source).name: Path(source)} if spec.trace else {}
     changes: dict[str, Any] = {}
     if against:
         _, other, changes = parse_variant(f"against: {against}")
-        config_for(other, load_profile(profile), changes, ANY)  # ConfigError if a value is wrong
+        config_for(other, simulation.machine, changes, ANY)  # ConfigError if a value is wrong
     own = own_policies(spec.set, changes)  # typed on the command line
     allowed = ANY if (export or terminal) and allow_own_policies else own
     if terminal:
@@ -119,16 +116,14 @@ def _step(spec: RunSpec, traces: dict[str, Path], own: Container[str]) -> None:
     Stepper(film).run(iter(sys.stdin.readline, ""))
 
 
-def _spec(
-    source: str, preset: str, profile: str, is_async: bool, scheduler: options.SchedulerOptions
-) -> RunSpec:
+def _spec(source: str, simulation: SimulationOptions) -> RunSpec:
     settings: dict[str, Any] = {
-        "preset": preset, "profile": profile, "set": scheduler.changes(),
-        "async_scheduling": is_async,
+        "preset": simulation.preset, "profile": simulation.profile, "set": simulation.changes,
+        "async_scheduling": simulation.async_scheduling,
     }  # fmt: skip
     if not source:
         settings["workload"] = DEFAULT_SPEC["workload"]
-        settings["set"] = {**DEFAULT_SPEC["set"], **scheduler.changes()}  # type: ignore[dict-item]
+        settings["set"] = {**DEFAULT_SPEC["set"], **simulation.changes}  # type: ignore[dict-item]
     elif "=" in source and not Path(source).exists():
         settings["workload"] = source
     else:

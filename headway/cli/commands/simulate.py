@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headway.cli.commands import replicas as replicas_command
 from headway.cli.commands.disaggregate import compare_pools, parse_pools
 from headway.cli.options import common as options
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, SimulationFlags, WorkloadText
 from headway.cli.view import render
-from headway.errors import ConfigError, FormatError
-from headway.lab.cost import load_profile
+from headway.errors import ConfigError
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import WorkloadRequest
@@ -32,9 +31,7 @@ Disaggregate = Annotated[
 
 @options.spread
 def simulate_command(
-    workload: options.Workload = options.DEFAULT_WORKLOAD,
-    preset: options.Preset = "headway",
-    profile: options.ProfileName = "llama3.1-8b-a100-80gb",
+    workload: WorkloadText = DEFAULT_WORKLOAD,
     trace_out: TraceOut = None,
     trace_blocks: Annotated[
         bool, typer.Option("--trace-blocks", help=options.TRACE_BLOCKS)
@@ -46,60 +43,49 @@ def simulate_command(
     route: replicas_command.Route = None,
     disaggregate: Disaggregate = None,
     json_: options.Json = False,
-    async_scheduling: options.AsyncScheduling = False,
     *,
-    selection: options.WorkloadOptions,
-    scheduler: options.SchedulerOptions,
+    simulation: SimulationFlags,
 ) -> None:
     """Run a workload through the scheduler on a virtual clock and report the result.
 
     The exit code is 1 if all requests were rejected.
     """
-    chosen = load_profile(profile)
-    config = options.make_config(preset, chosen, scheduler.changes())
+    machine, config = simulation.machine, simulation.config()
+    title, is_async = f"{simulation.preset} on ", simulation.async_scheduling
+    trace: dict[str, Any] = {"trace_blocks": trace_blocks, "trace_redact": trace_redact}
     if disaggregate is not None or replicas is not None:
         pools = _pools(disaggregate, replicas, trace_out)
         rule = replicas_command.read_route(route)
-        requests = selection.load(workload)
+        requests = simulation.workload(workload).requests()
         if isinstance(pools, tuple):
             rejected = compare_pools(
-                requests, config, chosen, pools, route=rule, async_scheduling=async_scheduling,
+                requests, config, machine, pools, route=rule, async_scheduling=is_async,
                 as_json=json_,
             ).rejected  # fmt: skip
         else:
             several = replicas_command.run_replicas(
-                requests, config, chosen, pools, rule, async_scheduling=async_scheduling,
-                trace_out=trace_out, trace_blocks=trace_blocks, trace_redact=trace_redact,
+                requests, config, machine, pools, rule, async_scheduling=is_async,
+                trace_out=trace_out, **trace,
             )  # fmt: skip
             rejected = several.rejected
-            title = f"{preset} on {pools} x {chosen.name}, route {several.route}"
+            title += f"{pools} x {machine.name}, route {several.route}"
             replicas_command.print_replicas(title, several, as_json=json_)
         _check_rejected(rejected, requests)
         return
     if route is not None:
         raise ConfigError(f"--route {route} needs --replicas or --disaggregate")
-    requests = selection.load(workload)
+    requests = simulation.workload(workload).requests()
     total = sum(request.n for request in requests)
-    try:
-        with (
-            trace_out.open("w", encoding="utf-8") if trace_out else nullcontext() as file,
-            options.progress_bar(f"simulating {preset}", total) as progress,
-        ):
-            result = simulate(
-                requests,
-                config,
-                chosen,
-                async_scheduling=async_scheduling,
-                trace=file,
-                trace_blocks=trace_blocks,
-                trace_redact=trace_redact,
-                progress=progress,
-            )
-    except OSError as error:
-        raise FormatError(trace_out, None, f"cannot be written: {error.strerror}") from None
-    summary = summarize(result.metrics, len(result.rejected))
-    title = f"{preset} on {chosen.name}"
-    render.print_run(title, summary, result.metrics.config, result.rejected, as_json=json_)
+    with (
+        options.written(trace_out) as file,
+        options.progress_bar(f"simulating {simulation.preset}", total) as progress,
+    ):
+        result = simulate(
+            requests, config, machine, async_scheduling=is_async, trace=file, progress=progress,
+            **trace,
+        )  # fmt: skip
+    summary, facts = summarize(result.metrics, len(result.rejected)), result.metrics.config
+    render.print_run(title + machine.name, summary, facts, result.rejected, as_json=json_)
     _check_rejected(result.rejected, requests)
 
 

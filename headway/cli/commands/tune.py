@@ -14,8 +14,7 @@ from rich.table import Table
 from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
 from headway.cli.options.packages import check_extras
-from headway.cli.workload_run import FITTING, run_workload
-from headway.lab.cost import load_profile
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, SimulationFlags, WorkloadText
 from headway.lab.planner import advice
 from headway.lab.planner import verify as verification
 from headway.lab.planner.evaluate import make_config
@@ -24,6 +23,7 @@ from headway.lab.planner.search import TuneQuestion
 from headway.lab.planner.space import check, default_space, parse_knobs, text_of
 from headway.lab.planner.targets import redundant
 from headway.lab.planner.tune import Answer, Change, complete, tune
+from headway.lab.real_run import FITTING, run_workload
 from headway.lab.simulate import with_profile
 from headway.lab.summary import summarize
 from headway.lab.svg import Curve, Plot
@@ -48,21 +48,17 @@ Verify = Annotated[
 
 @options.spread
 def tune_command(
-    workload: options.Workload = options.DEFAULT_WORKLOAD,
-    preset: options.Preset = "headway",
-    profile: options.ProfileName = "llama3.1-8b-a100-80gb",
+    workload: WorkloadText = DEFAULT_WORKLOAD,
     knob: KnobValues = None,
     budget: Budget = 60,
     seed: Annotated[int, typer.Option(help="Of the search and the fresh seeds.", min=0)] = 0,
     verify: Verify = None,
     plot: planner_options.PlotFile = None,
     json_: options.Json = False,
-    async_scheduling: options.AsyncScheduling = False,
     *,
     targets: planner_options.TargetOptions,
-    selection: options.WorkloadOptions,
     runs: planner_options.RunOptions,
-    scheduler: options.SchedulerOptions,
+    simulation: SimulationFlags,
 ) -> None:
     """Find the best settings for a workload subject to latency targets, and say why.
 
@@ -72,26 +68,26 @@ def tune_command(
     if verify:
         check_extras("--verify", "torch")
     with runs.evaluator() as evaluator:
-        base = planner_options.base_settings(preset, scheduler)
-        chosen = load_profile(profile)
-        space = parse_knobs(knob or ()) or default_space(make_config(base, chosen))
-        free = {name: values for name, values in space.items() if name not in scheduler.changes()}
+        base = simulation.settings
+        machine = simulation.machine
+        space = parse_knobs(knob or ()) or default_space(make_config(base, machine))
+        free = {name: values for name, values in space.items() if name not in simulation.changes}
         question = TuneQuestion(
-            profile=chosen, workload=planner_options.workload_of(workload, selection), base=base,
-            targets=targets.targets(), space=check(free, base, chosen),
-            async_scheduling=async_scheduling,
+            profile=machine, workload=simulation.workload(workload), base=base,
+            targets=planner_options.read_targets(targets), space=check(free, base, machine),
+            async_scheduling=simulation.async_scheduling,
         )  # fmt: skip
         with options.progress_bar("simulating", budget) as evaluator.advance:
             answer = tune(question, evaluator, budget=budget, seed=seed)
         verified = _verified(question, answer, evaluator, verify) if verify else []
-    drawn, commands = pareto_plot(answer), _commands(question, answer, profile)
+    drawn, commands = pareto_plot(answer), _commands(question, answer, simulation.profile)
     if json_:
         print(json.dumps(_described(question, answer, verified, commands), indent=2))
     else:
         _print(question, answer)
         _print_commands(Console(highlight=False), commands)
         _print_verified(Console(highlight=False), verified)
-        planner_options.print_end(drawn, chosen)
+        planner_options.print_end(drawn, machine)
     planner_options.save_plot(drawn, plot)
 
 

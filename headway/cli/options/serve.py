@@ -10,13 +10,14 @@ from headway.checks import one_of
 from headway.cli.options.common import panel
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
+from headway.server.toolcalls.formats import PARSERS
 
 if TYPE_CHECKING:
-    from headway.server.settings import ConnectionSettings, Settings
+    from headway.options import EngineOptions
+    from headway.server.serving import ServerOptions
 
 _server, _limit, _logs = panel("Server"), panel("Limits"), panel("Logs")
 NONE = "no limit"
-PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,6 @@ class ServeOptions:
     )
     served_model_name: Annotated[
         str | None, _server("Model name in the API.", show_default="as given")
-    ] = None
-    chat_template: Annotated[
-        Path | None,
-        _server("File with a Jinja chat template.", show_default="the model's own"),
     ] = None
     tool_call_parser: Annotated[
         str,
@@ -144,8 +141,8 @@ class ServeOptions:
                 "remove --no-engine-process"
             )
         one_of("--log-format", self.log_format, ("human", "json"))
-        one_of("--log-level", self.log_level, ("debug", "info", "warning", "error"))
         one_of("--tool-call-parser", self.tool_call_parser, PARSERS)
+        one_of("--log-level", self.log_level, ("debug", "info", "warning", "error"))
 
     def has_engine_process(self, device: str) -> bool:
         """Whether the engine runs in a separate process.
@@ -160,33 +157,31 @@ class ServeOptions:
 
         return why_no_cuda() is None
 
-    def limits(self) -> QueueLimits:
-        return QueueLimits(
-            max_waiting=self.max_waiting, max_waiting_tokens=self.max_waiting_tokens,
-            max_per_client=self.max_per_client,
-        )  # fmt: skip
-
-    def settings(self) -> Settings:
-        """The settings of the endpoints; ConfigError for API keys that cannot be read or sent."""
+    def options(self, engine: EngineOptions) -> ServerOptions:
+        """The options of the server; ConfigError for API keys that cannot be read or sent."""
         from headway.server.http.origins import default_allowed_hosts
+        from headway.server.serving import ServerOptions
         from headway.server.settings import Settings, read_api_keys
 
         keys = (*(self.api_key or ()), *read_api_keys(self.api_key_file))
         hosts = default_allowed_hosts(self.host, has_key=bool(keys))
-        return Settings(
+        settings = Settings(
             request_timeout=self.timeout, stall_timeout=self.stall_timeout,
-            max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
-            allowed_origins=tuple(self.allowed_origins or ()), api_keys=keys,
-            allowed_hosts=tuple(self.allowed_host or hosts),
-            disable_additional_properties=self.disable_additional_properties,
-        )  # fmt: skip
-
-    def connections(self) -> ConnectionSettings:
-        """The limits and timeouts of connections."""
-        from headway.server.settings import ConnectionSettings
-
-        return ConnectionSettings(
             head_timeout=self.timeout_head, keep_alive_timeout=self.timeout_keep_alive,
-            stall_timeout=self.stall_timeout, max_connections=self.max_connections,
+            watchdog=self.watchdog, max_connections=self.max_connections,
             max_connections_per_address=self.max_connections_per_address,
+            max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
+            tool_call_parser=self.tool_call_parser,
+            disable_additional_properties=self.disable_additional_properties,
+            allowed_origins=tuple(self.allowed_origins or ()),
+            allowed_hosts=tuple(self.allowed_host or hosts), api_keys=keys,
+        )  # fmt: skip
+        limits = QueueLimits(
+            max_waiting=self.max_waiting, max_waiting_tokens=self.max_waiting_tokens,
+            max_per_client=self.max_per_client,
+        )  # fmt: skip
+        return ServerOptions(
+            engine=engine, settings=settings, limits=limits, spans=self.spans, grace=self.grace,
+            served_model_name=self.served_model_name, log_format=self.log_format,  # type: ignore[arg-type]  # checked
+            log_level=self.log_level,
         )  # fmt: skip
