@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from headway import LLM
 from headway.config import Config
 from headway.lab.cost import Profile, load_profile, save_profile
-from headway.lab.profiling import measure
-from headway.lab.real_run import run_workload
+from headway.lab.real.profiling import measure
+from headway.lab.real.run import run_workload
 from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import summarize
 from headway.lab.workload.request import WorkloadRequest

@@ -13,7 +13,7 @@ from headway import LLM
 from headway.lab.calibration import make_calibration
 from headway.lab.cost import Profile
 from headway.lab.fit import observations, predict
-from headway.lab.profiling import CALIBRATIONS, Logs, copy_blocks, fit_profile, run
+from headway.lab.real.profiling import CALIBRATIONS, Logs, copy_blocks, fit_profile, run
 
 
 def profiled(llm: LLM, *, is_quick: bool, log: Path | None) -> dict[str, Any]:

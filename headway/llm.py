@@ -102,6 +102,8 @@ class LLM:
     `deterministic` makes tokens and logprobs of a request the same bits in any batch, however it is
     scheduled; it is slower on a GPU, and ConfigError where it is impossible.
 
+    `chat_template` is a file with a Jinja template, in place of the model's own.
+
     `seed` makes runs reproducible: requests without a seed get one derived from it, in order.
     `enforce_eager` runs a GPU without CUDA graphs. `tensor_parallel_size` divides the model among
     as many GPUs or processes; `tensor_parallel_sums` is exact, fast, or auto: exact on a CPU.

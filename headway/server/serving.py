@@ -103,7 +103,7 @@ def make_engine(options: ServerOptions, load: Load) -> ServedEngine:
     def prepare(loop: EngineLoop) -> None:
         from headway.lab import live_doctor
         from headway.lab.film import live
-        from headway.lab.profiling import model_work
+        from headway.lab.real.profiling import model_work
         from headway.observe.server_metrics import ServerMetrics
         from headway.server.health import Watchdog
 

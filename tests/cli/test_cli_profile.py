@@ -22,7 +22,7 @@ from headway.lab.calibration import (
 )
 from headway.lab.cost import load_profile
 from headway.lab.fit import observations
-from headway.lab.profiling import (
+from headway.lab.real.profiling import (
     TIMES_COPIED,
     Measurement,
     copy_blocks,

@@ -57,8 +57,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
         "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab",
     ),
-    "lab.profiling": (*TYPES, "engine", "executor", "observe", "lab", "llm"),
-    "lab.real_run": (*TYPES, "engine", "scheduler", "observe", "lab", "llm"),
+    "lab.real": (*TYPES, "engine", "scheduler", "executor", "observe", "lab", "llm"),
     "fleet.transport.sockets": (*TYPES, "engine", "fleet", "server"),
     "fleet.on_ray.cluster": (*TYPES, "fleet", "server"),
     "fleet.on_ray.serve": (

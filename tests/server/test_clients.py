@@ -455,5 +455,6 @@ def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:
     assert sorted(name for name in names if f"`{name}`" not in document) == []
     paths = {f"{verb.upper()} {path}" for path, verbs in schema["paths"].items() for verb in verbs}
     assert sorted(path for path in paths if f"`{path}`" not in document) == []
-    flags = {f"--{name.replace('_', '-')}" for name in ServeOptions.__dataclass_fields__}
+    served = (*ServeOptions.__dataclass_fields__, "chat_template")
+    flags = {f"--{name.replace('_', '-')}" for name in served}
     assert sorted(flag for flag in flags if f"`{flag}" not in document) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -14,13 +13,13 @@ from rich.console import Console
 
 from headway.cli.commands import bench_serve
 from headway.cli.options.common import Json, progress_bar, spread
-from headway.cli.options.dataset import NAMES, Dataset, Work, random_work
 from headway.cli.options.model import EngineFlags, load_model
-from headway.cli.view import live
+from headway.cli.view import live, render
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ExecutorError
 from headway.lab.loadgen import report
 from headway.lab.loadgen.requests import LengthRange, parse_length_range
+from headway.lab.real.dataset import NAMES, Dataset, Work, random_work
 from headway.observe.trace import header
 from headway.options import EngineOptions
 
@@ -82,7 +81,9 @@ def throughput_command(
     )  # fmt: skip
     source = random.Random(seed)
     with load_model(model) as llm:
-        work = dataset.load(llm, source)
+        work, missing = dataset.load(llm, source)
+        if missing:
+            render.note(f"note: {missing}")
         warm_up = random_work(llm, source, 1, LengthRange(8, 8), LengthRange(2, 2))
         _run(llm, warm_up)
         metrics = live.measure(llm)
@@ -92,7 +93,7 @@ def throughput_command(
             seconds = time.perf_counter() - start
         result = report.throughput(metrics, seconds)
     if json_:
-        print(json.dumps({**_setting(llm, model), **result}, indent=2))
+        render.print_json({**_setting(llm, model), **result})
     else:
         _show_throughput(result)
 
@@ -127,7 +128,7 @@ def latency_command(
             advance(1)
     result = report.latency(seconds[num_iters_warmup:])
     if json_:
-        print(json.dumps({**_setting(llm, model), **result}, indent=2))
+        render.print_json({**_setting(llm, model), **result})
     else:
         _show_latency(result, batch_size * output_len)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -61,7 +60,7 @@ def capacity_command(
         with options.progress_bar("simulating", seeds * RUNS_PER_SEED) as evaluator.advance:
             found = find_capacity(question, used, evaluator)
     if json_:
-        print(json.dumps(_described(question, found, rate), indent=2))
+        render.print_json(_described(question, found, rate))
         return
     _print(question, found, rate)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -115,7 +114,7 @@ def compare_command(
     runs = run_all(requests, configs, machine, simulation.async_scheduling)
     summaries, title = summaries_of(runs), f"{len(requests)} requests on {machine.name}"
     if json_:
-        print(json.dumps(summaries, indent=2))
+        render.print_json(summaries)
     else:
         Console().print(render.comparison(title, summaries))
     save_plot(_ttft_plot(title, runs), plot)
@@ -123,16 +122,10 @@ def compare_command(
 
 def _ttft_plot(title: str, results: Mapping[str, SimulationResult | ReplicasResult]) -> Plot:
     """The cumulative distribution of the time to first token of each run."""
-    times = {
-        name: np.array(
-            [
-                1e3 * (x.first_token - x.arrival)
-                for x in result.metrics.requests
-                if x.first_token >= 0
-            ]
-        )
-        for name, result in results.items()
-    }
+    times = {}
+    for name, result in results.items():
+        served = [each for each in result.metrics.requests if each.first_token >= 0]
+        times[name] = np.array([1e3 * (each.first_token - each.arrival) for each in served])
     return distribution(f"{title}: time to first token", times)
 
 
@@ -183,7 +176,7 @@ def run_demo(*, as_json: bool) -> None:
     configs = {name: make_config(name, profile, DEMO_CHANGES) for name in PRESETS}
     summaries = summaries_of(run_all(requests, configs, profile, False))
     if as_json:
-        print(json.dumps({"utilization": shares, "presets": summaries}, indent=2))
+        render.print_json({"utilization": shares, "presets": summaries})
         return
     console.print(
         f"\n[bold]Running requests per step[/], at most {MAX_NUM_SEQS}. One request generates "

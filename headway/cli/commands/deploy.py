@@ -15,7 +15,7 @@ from headway.cli.options.common import panel, spread
 from headway.cli.options.fleet import FleetFlags, anywhere
 from headway.cli.options.model import ServedFlags, load_model
 from headway.cli.options.packages import check_extras
-from headway.cli.options.serve import ServeOptions
+from headway.cli.options.serve import ServeFlags, ServeOptions
 from headway.errors import ConfigError
 from headway.options import EngineOptions
 
@@ -43,7 +43,7 @@ def deploy_command(
     name: Model = None,
     *,
     deployment: DeployFlags,
-    serving: ServeOptions,
+    serving: ServeFlags,
     fleet: FleetFlags,
     model: ServedFlags,
 ) -> None:

@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from headway.cli.options import prompts
 from headway.cli.options.common import check_writable, spread
 from headway.cli.options.model import EngineFlags, SamplingOptions, load_model, sampling_option
-from headway.cli.options.prompts import PromptEntry
 from headway.cli.view import live, render
 from headway.errors import HeadwayError, InvalidRequest
+from headway.lab.real import prompts
+from headway.lab.real.prompts import PromptEntry
 from headway.options import EngineOptions
 
 if TYPE_CHECKING:  # these need optional packages

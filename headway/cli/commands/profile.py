@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +10,9 @@ import typer
 
 from headway.cli.options.common import Json, check_writable, progress_bar, spread
 from headway.cli.options.model import MODEL_HELP, ProfileFlags, load_model, resolved
-from headway.cli.view.render import print_profile, warn_of_profile
+from headway.cli.view import render
 from headway.lab.cost import as_json, save_profile
-from headway.lab.profiling import measure
+from headway.lab.real.profiling import measure
 
 ModelName = Annotated[str, typer.Argument(help=MODEL_HELP)]
 Out = Annotated[
@@ -43,8 +42,8 @@ def profile_command(
     Runs requests of many lengths in batches of many sizes and fits the cost model to the step
     times. The reported error is that of predicting a held-out run from its requests alone.
     """
-    precision = resolved(chosen.dtype, chosen.quantization, chosen.device)
-    max_num_seqs = None if is_gpu(chosen.device) else CPU_MAX_NUM_SEQS
+    precision, is_gpu = resolved(chosen.dtype, chosen.quantization, chosen.device)
+    max_num_seqs = None if is_gpu else CPU_MAX_NUM_SEQS
     name = name or f"{Path(model).name.lower().removesuffix('.gguf')}-{precision}"
     out = out or Path(f"{name}.json")
     check_writable(out)
@@ -54,14 +53,7 @@ def profile_command(
     if json_:
         held_out = error._asdict()
         found = {"held_out": held_out, "warnings": warnings, "profile": as_json(profile)}
-        print(json.dumps({"out": str(out), **found}, indent=2))
+        render.print_json({"out": str(out), **found})
     else:
-        print_profile(profile, error, out)
-    warn_of_profile(error, warnings)
-
-
-def is_gpu(device: str) -> bool:
-    """Whether this device is a GPU."""
-    from headway.model.devices import use_device
-
-    return use_device(device).type == "cuda"
+        render.print_profile(profile, error, out)
+    render.warn_of_profile(error, warnings)

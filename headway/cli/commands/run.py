@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from rich.text import Text
 from headway.cli.commands import generate
 from headway.cli.options.common import Json, check_writable, spread
 from headway.cli.options.model import EngineFlags, load_model
-from headway.cli.options.prompts import PromptEntry
 from headway.cli.view import live, render
 from headway.errors import FormatError
+from headway.lab.real.prompts import PromptEntry
 from headway.lab.summary import Summary, summarize
 from headway.model.registry import cache_root
 from headway.options import EngineOptions
@@ -135,7 +134,7 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Eng
             "kv_cache": kv_cache,
             "results": rows,
         }
-        print(json.dumps({**run, "summary": summary}, indent=2))
+        render.print_json({**run, "summary": summary})
         return
     _show(llm, results, summary)
     if trace is not None:

@@ -15,23 +15,19 @@ from headway.cli.options.common import spread
 from headway.cli.options.fleet import FleetFlags, anywhere, run_fleet
 from headway.cli.options.model import MODEL_HELP, ServedFlags, load_model
 from headway.cli.options.packages import check_extras
-from headway.cli.options.serve import ServeOptions
+from headway.cli.options.serve import ServeFlags
 
 if TYPE_CHECKING:
     from headway.server.serving import ModelInfo
 
 Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL", help=MODEL_HELP,
-        show_default="smollm2-135m",
-    ),
-]  # fmt: skip
+    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default="smollm2-135m")
+]
 
 
 @spread
 def serve_command(
-    name: Model = None, *, serving: ServeOptions, fleet: FleetFlags, model: ServedFlags
+    name: Model = None, *, serving: ServeFlags, fleet: FleetFlags, model: ServedFlags
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, and a live page at /.
 

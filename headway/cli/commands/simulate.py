@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +78,7 @@ def simulate_command(
     requests = simulation.workload(workload).requests()
     total = sum(request.n for request in requests)
     with (
-        options.written(trace_out) as file,
+        options.written(trace_out) if trace_out else nullcontext() as file,
         options.progress_bar(f"simulating {simulation.preset}", total) as progress,
     ):
         result = simulate(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
@@ -71,7 +69,7 @@ def sweep_command(
     drawn = plot_of(shown, metric)
     if json_:
         reports = [{"knobs": each.knobs, **each.outcome.summary} for each in results]
-        print(json.dumps({**planner_options.described(machine), "runs": reports}, indent=2))
+        render.print_json({**planner_options.described(machine), "runs": reports})
     else:
         means = f", means over {num_seeds} seeds" if shown is not results else ""
         _print_sweep(f"{len(results)} runs on {machine.name}{means}", shown, metric)
@@ -99,17 +97,12 @@ def breakeven_command(
     rows, at, drawn = breakeven.table(machine), breakeven.crossing(machine), breakeven.plot(machine)
     if json_:
         lines: list[dict[str, Any]] = [{**asdict(row), "cheaper": row.cheaper} for row in rows]
-        print(json.dumps(
-            {**planner_options.described(machine), "crossing": at, "rows": lines}, indent=2
-        ))  # fmt: skip
+        render.print_json({**planner_options.described(machine), "crossing": at, "rows": lines})
     else:
-        table = Table(header_style="bold", box=None, pad_edge=False)
-        for name in ("tokens", "swap", "recompute", "recompute alone", "cheaper"):
-            table.add_column(name, justify="right")
-        for row in rows:
-            times = map(render.seconds, (row.swap, row.recompute, row.recompute_alone))
-            table.add_row(f"{row.tokens:,}", *times, row.cheaper)
-        Console().print(table)
+        columns = ("tokens", "swap", "recompute", "recompute alone", "cheaper")
+        times = [map(render.seconds, (r.swap, r.recompute, r.recompute_alone)) for r in rows]
+        cells = [(f"{r.tokens:,}", *t, r.cheaper) for r, t in zip(rows, times, strict=True)]
+        Console().print(render.table(columns, cells, None))
         found = f"a swap is cheaper from {at:,} tokens up" if at else "a swap is never cheaper"
         Console().print(f"\nOn {machine.name} {found}. {BREAKEVEN_TERMS}", highlight=False)
         planner_options.print_end(drawn, machine)

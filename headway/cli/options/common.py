@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -20,6 +20,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -81,7 +82,7 @@ AllowOwnPolicies = Annotated[
         "imported. The lab's page asks before each.",
     ),
 ]
-Flags = dict[str, Any]  # by the name of a field: its annotation with the option
+Flags = dict[str, Any]  # by the name of a field: its option, or an annotation with another type
 SCHEDULER_FLAGS: Flags = {
     **{name: _slot(name) for name in SLOTS},
     "max_num_seqs": number_flag(MAX_NUM_SEQS),
@@ -134,8 +135,12 @@ def _flags_of(hint: Any) -> tuple[Callable[..., Any], dict[str, tuple[Any, Any]]
     if not flags:
         return None
     kind: Any = getattr(hint.__origin__, "__origin__", hint.__origin__)  # dict of dict[str, Any]
-    defaults = {each.name: each.default for each in fields(kind)} if is_dataclass(kind) else {}
-    options = {name: (flag, defaults.get(name)) for name, flag in flags.items()}
+    known: dict[str, tuple[Any, Any]] = {} if kind is dict else _fields_of(kind)
+    options = {}
+    for name, flag in flags.items():
+        type_, default = known.get(name, (None, None))
+        is_annotation = hasattr(flag, "__metadata__")
+        options[name] = (flag if is_annotation else Annotated[type_, flag], default)
     return (_given if kind is dict else getattr(kind, "from_flags", kind)), options
 
 
@@ -171,23 +176,27 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def written(path: Path | None) -> Iterator[IO[str] | None]:
-    """A new text file, if a path is given; FormatError if it cannot be written."""
+def written(path: Path) -> Iterator[IO[str]]:
+    """A new text file; FormatError if it cannot be written."""
     try:
-        with path.open("w", encoding="utf-8") if path else nullcontext() as file:
+        with path.open("w", encoding="utf-8") as file:
             yield file
     except OSError as error:
         raise FormatError(path, None, f"cannot be written: {error.strerror}") from None
 
 
 @contextmanager
+def stderr_progress(*columns: ProgressColumn) -> Iterator[Progress]:
+    """Progress bars on stderr with these columns after the title, removed at the end."""
+    console, title = Console(stderr=True), TextColumn("{task.description}", markup=False)
+    is_hidden = not console.is_terminal
+    with Progress(title, *columns, console=console, transient=True, disable=is_hidden) as progress:
+        yield progress
+
+
+@contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Any]:
     """A progress bar on stderr, removed at the end; yields a function that advances it."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    is_hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+    with stderr_progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task(title, total=total)
         yield lambda count: progress.advance(task, count)

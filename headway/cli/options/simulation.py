@@ -35,25 +35,19 @@ ProfileName = Annotated[
 ]
 FLAGS: options.Flags = {
     "profile": ProfileName,
-    "limit": Annotated[int | None, _workload("Use only the first N requests.")],
-    "speed": Annotated[float, _workload("Divide arrival times by this factor.")],
-    "allowed_tokens": Annotated[
-        int | None,
-        _workload(
-            "max_tokens of requests whose workload file has none. If it is larger than the "
-            "real output, the scheduler does not know when a request ends.",
-            show_default="the real output",
-            min=1,
-            max=MAX_TOKENS,
-        ),
-    ],
+    "limit": _workload("Use only the first N requests."),
+    "speed": _workload("Divide arrival times by this factor."),
+    "allowed_tokens": _workload(
+        "max_tokens of requests whose workload file has none. If it is larger than the "
+        "real output, the scheduler does not know when a request ends.",
+        show_default="the real output",
+        min=1,
+        max=MAX_TOKENS,
+    ),
     "preset": options.Preset,
-    "async_scheduling": Annotated[
-        bool,
-        options.scheduler_option(
-            options.ASYNC_SCHEDULING, "--async-scheduling/--no-async-scheduling"
-        ),
-    ],
+    "async_scheduling": options.scheduler_option(
+        options.ASYNC_SCHEDULING, "--async-scheduling/--no-async-scheduling"
+    ),
     **options.SCHEDULER_FLAGS,
 }
 

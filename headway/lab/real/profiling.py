@@ -22,7 +22,7 @@ from headway.lab.calibration import (
 )
 from headway.lab.cost import Model, Profile
 from headway.lab.fit import fit, observations
-from headway.lab.real_run import run_workload
+from headway.lab.real.run import run_workload
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.trace import Line, describe_step
 from headway.plan import Copy, Plan, StepReport

@@ -10,7 +10,7 @@ import pytest
 from headway import LLM
 from headway.errors import ConfigError, RequestTooLong
 from headway.lab.cost import load_profile
-from headway.lab.real_run import run_workload
+from headway.lab.real.run import run_workload
 from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest
