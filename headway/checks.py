@@ -47,10 +47,8 @@ def number_problem(
         limits = f" of at least {_text(low)}"
     elif is_number and value > high:  # type: ignore[operator]
         limits = f" of at most {_text(high)}"
-    elif low > -MAX_FLOAT:
-        limits = f" from {_text(low)} to {_text(high)}" if high < inf else f" of at least {low}"
     else:
-        limits = ""
+        limits = f" from {_text(low)} to {_text(high)}" if high < inf else f" of at least {low}"
     return f"must be {noun}{limits}, not {shorten(value)}"
 
 
@@ -67,13 +65,20 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None) -> in
 
 
 def real_number(
-    name: str, value: Any, low: float = -MAX_FLOAT, high: float = inf, *, above: float | None = None
+    name: str,
+    value: Any,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
 ) -> float:
-    """A finite int or float in [low, high], or with above < value where given."""
-    lowest = low if above is None else above
-    problem = number_problem(value, lowest, high, whole=False, above=above is not None)
-    if problem:
-        raise ConfigError(f"{name} {problem}")
+    """A finite int or float with low <= value, above < value and value <= high where given."""
+    lowest = next((limit for limit in (above, low) if limit is not None), -MAX_FLOAT)
+    highest = MAX_FLOAT if high is None else high
+    if number_problem(value, lowest, highest, whole=False, above=above is not None):
+        limits = {"at least": low, "above": above, "at most": high}
+        given = [f"{words} {limit:g}" for words, limit in limits.items() if limit is not None]
+        raise ConfigError(f"{name} must be a number {' and '.join(given)}, not {value!r}")
     return float(value)
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from headway.config import Config
 from headway.engine.clock import RealClock
@@ -74,20 +74,23 @@ if TYPE_CHECKING:
 
 Prompts = PromptInput | Sequence[PromptInput]
 AllParams = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
+Init = TypeVar("Init", bound=Callable[..., None])
 OnFinish = Callable[[int, RequestOutput], None]  # (position of the prompt, its output)
 
 
-def _signature() -> inspect.Signature:
-    """The signature of LLM: every field of EngineOptions is a keyword."""
-    known = {field.name: (field.default, field.type) for field in fields(EngineOptions)}
-    known |= {"progress": (None, "Progress | None"), "observers": ((), "Iterable[Observer]")}
-    kinds = {"model": inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    return inspect.Signature([
-        inspect.Parameter(
-            name, kinds.get(name, inspect.Parameter.KEYWORD_ONLY), default=default, annotation=kind
+def _with_options(init: Init) -> Init:
+    """Show every field of EngineOptions in the signature of LLM."""
+    kind, (self, _, *own, _) = inspect.Parameter, inspect.signature(init).parameters.values()
+    kinds = {"model": kind.POSITIONAL_OR_KEYWORD}
+    shown = [
+        kind(
+            each.name, kinds.get(each.name, kind.KEYWORD_ONLY), default=each.default,
+            annotation=each.type,
         )
-        for name, (default, kind) in known.items()
-    ])  # fmt: skip
+        for each in fields(EngineOptions)
+    ]  # fmt: skip
+    init.__signature__ = inspect.Signature([self, *shown, *own])  # type: ignore[attr-defined]
+    return init
 
 
 class LLM:
@@ -116,8 +119,7 @@ class LLM:
     the model is loaded. ConfigError names an unknown argument.
     """
 
-    __signature__: ClassVar[inspect.Signature] = _signature()
-
+    @_with_options
     def __init__(
         self,
         model: str = EngineOptions().model,

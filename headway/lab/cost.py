@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -281,9 +280,9 @@ def _value(name: str, value: Any, where: str) -> Any:
     if name in ("kv_tokens", "max_model_len", "num_devices", "all_reduces"):
         return whole_number(shown, value, 0 if name == "all_reduces" else 1)
     if name.endswith("_seconds") or name in OPTIONAL_RATES:
-        real_number(shown, value, low=0, high=1 if name == "overlap" else inf)
+        real_number(shown, value, low=0, high=1 if name == "overlap" else None)
     else:
-        real_number(shown, value, above=0, high=1 if name.endswith("_share") else inf)
+        real_number(shown, value, above=0, high=1 if name.endswith("_share") else None)
     return value
 
 
