@@ -105,3 +105,8 @@ def test_an_export_says_what_is_missing(lines: list[str], tmp_path: Path) -> Non
 
 def test_a_trace_without_steps_is_refused(lines: list[str], tmp_path: Path) -> None:
     assert "no steps" in refused("lab", "--terminal", trace_with(lines[:1], tmp_path))
+
+
+@pytest.mark.parametrize("flag", ["--export", "--attach", "--against"])
+def test_options_of_the_page_have_no_meaning_in_the_terminal(flag: str) -> None:
+    assert f"{flag} x cannot be used with --terminal" in refused("lab", "--terminal", flag, "x")

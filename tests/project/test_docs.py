@@ -201,7 +201,7 @@ def test_commands_in_sentences_are_valid(name: str) -> None:
     for words in re.findall(r"`headway ((?!\.)[a-z][^`]*)`", read(name)):
         context = group.make_context("headway", shlex.split(words), resilient_parsing=False)
         with context:
-            command, *rest = shlex.split(words)
+            command, *rest = ("1" if word == "N" else word for word in shlex.split(words))
             found = group.get_command(context, command)  # type: ignore[attr-defined]
             if hasattr(found, "commands") and rest:  # `headway plan tune`
                 command, *rest = rest
