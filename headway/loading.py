@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.checks import whole_number
 from headway.config import Config
-from headway.errors import ConfigError, ModelError
+from headway.errors import ConfigError
 from headway.kv.window import most_useful_window_blocks
 from headway.model.backends.base import kv_itemsize
 from headway.model.config import ModelConfig
@@ -47,7 +47,7 @@ from headway.parallel.ranks import Ranks, ended_on_error
 from headway.parallel.spec import RankSpec
 from headway.scheduler import preset
 from headway.scheduler.policies import recompute
-from headway.text.chat_template import check_template
+from headway.text.chat_template import read_template
 from headway.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Progress = Callable[[str, int, int], None]  # (description, done, total)
@@ -186,16 +186,6 @@ def _gpu_room(
 
 def _with_title(progress: Progress | None, title: str) -> Steps | None:
     return None if progress is None else lambda done, total: progress(title, done, total)
-
-
-def read_template(path: str | Path) -> str:
-    """The chat template in a file; ConfigError if it cannot be read or is not a Jinja template."""
-    try:
-        template = Path(path).read_text(encoding="utf-8")
-        check_template(template)
-    except (OSError, UnicodeDecodeError, ModelError) as error:
-        raise ConfigError(f"--chat-template {path} cannot be used: {error}") from error
-    return template
 
 
 def find_tokenizer(path: Path) -> Tokenizer | None:

@@ -38,8 +38,11 @@ def serve_command(
     from headway.server.process.serve import bind, serve_single_process
     from headway.server.process.workers import Supervisor
     from headway.server.serving import server_factory
+    from headway.text.chat_template import read_template
 
     model = replace(model, model=name or model.model)
+    if model.chat_template is not None:
+        read_template(model.chat_template)  # report an error before anything starts
     options = fleet.options(model)
     if options is not None:
         fleet.check(serving)
