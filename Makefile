@@ -30,7 +30,7 @@ run: $(READY)  ## run ten prompts with the default model and show the scheduler'
 	@$(BIN)/headway run
 
 demo: $(READY)  ## compare static with continuous batching, and all presets, in the simulator
-	@$(BIN)/headway demo
+	@$(BIN)/headway compare --demo
 
 test:  ## all checks and all tests
 	@$(MAKE) --no-print-directory --jobs 3 $(READY) browser packages

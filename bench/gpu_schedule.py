@@ -14,7 +14,7 @@ which is less; and which the rule `swap_if_cheaper` picks with the costs measure
 loaded.
 For another --max-num-batched-tokens than the model's, the costs are measured again.
 
-profile: `headway profile`, and its error by kind of step; --log writes all steps.
+profile: `headway bench profile`, and its error by kind of step; --log writes all steps.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 For three workloads, all settings of a grid run on the whole workload. The search gets the same grid
 and a budget of full runs; its best settings are compared with the best of the grid, on the requests that both
-have seen. Then the search and 300 trials of optuna get the space that `headway tune` searches; the
+have seen. Then the search and 300 trials of optuna get the space that `headway plan tune` searches; the
 best settings of both run on other seeds. For the capacity, the mean over 20 seeds is the truth;
 20 tries of 8 other seeds each give an estimate and an interval. Prints one JSON object. --only runs
 one workload, or the capacity. --quick uses shorter workloads and a smaller grid.

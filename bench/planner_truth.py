@@ -24,10 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from headway import LLM
-from headway.cli.commands.profile import measure
-from headway.cli.workload_run import run_workload
 from headway.config import Config
 from headway.lab.cost import Profile, load_profile, save_profile
+from headway.lab.real.profiling import measure
+from headway.lab.real.run import run_workload
 from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import summarize
 from headway.lab.workload.request import WorkloadRequest

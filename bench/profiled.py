@@ -1,4 +1,4 @@
-"""Run `headway profile` on a loaded model, and report its error for each kind of step."""
+"""Run `headway bench profile` on a loaded model, and report its error for each kind of step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from headway import LLM
-from headway.cli.commands.profile import CALIBRATIONS, Logs, copy_blocks, fit_profile, run
 from headway.lab.cost import Profile
 from headway.lab.profiling.calibration import make_calibration
 from headway.lab.profiling.fit import observations, predict
+from headway.lab.real.profiling import CALIBRATIONS, Logs, copy_blocks, fit_profile, run
 
 
 def profiled(llm: LLM, *, is_quick: bool, log: Path | None) -> dict[str, Any]:

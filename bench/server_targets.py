@@ -14,6 +14,7 @@ import argparse
 import struct
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from mmap import mmap
 from multiprocessing.connection import Connection
@@ -24,22 +25,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from headway import LLM, SamplingParams
-from headway.cli.commands.serve import ModelInfo, make_app, make_engine, set_up_logs
-from headway.cli.options.model import ModelOptions
-from headway.cli.options.serve import ServeOptions
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
+from headway.engine.queue_limits import QueueLimits
 from headway.lab.loadgen.requests import RequestFormat
 from headway.lab.workload.request import WorkloadRequest
 from headway.loading import find_tokenizer
 from headway.model.registry import resolve
 from headway.observe.server_metrics import ServerMetrics
+from headway.options import EngineOptions
 from headway.plan import Column, Plan, StepReport, StepResult
 from headway.scheduler import Scheduler, preset
+from headway.server.process.log_setup import setup
 from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_single_process
 from headway.server.process.workers import Supervisor
+from headway.server.serving import ModelInfo, ServerOptions, make_app, make_engine
 from headway.server.settings import Settings
 
 MODEL, VOCAB = "smollm2-135m", 49_152
@@ -48,9 +50,9 @@ MAX_STEPS = 1 << 20
 TIME = struct.Struct("d")  # seconds on the system's monotonic clock
 
 
-def model_options(quantization: str) -> ModelOptions:
+def model_options(quantization: str) -> EngineOptions:
     """Options for the served and the offline model: max_num_seqs is the concurrency."""
-    return ModelOptions(
+    return EngineOptions(
         model=MODEL,
         device="cpu",
         quantization=quantization,
@@ -59,8 +61,12 @@ def model_options(quantization: str) -> ModelOptions:
     )
 
 
+def load(options: EngineOptions) -> LLM:
+    return LLM(**asdict(options))
+
+
 def real(quantization: str, steps: str) -> ServedEngine:
-    served = make_engine(ServeOptions(), model_options(quantization))
+    served = make_engine(ServerOptions(engine=model_options(quantization)), load)
     served.engine.observers.append(StepTimes(steps))
     return served
 
@@ -124,11 +130,11 @@ def simulated(seconds: float) -> ServedEngine:
         model_name=MODEL,
         max_model_len=config.max_model_len,
         preset="headway",
+        execution="",
         description="",
     )
-    return ServedEngine(
-        engine=engine, model_info=info, limits=ServeOptions().limits(), prepare=watch
-    )
+    limits = QueueLimits(max_waiting=1024, max_waiting_tokens=1 << 20)
+    return ServedEngine(engine=engine, model_info=info, limits=limits, prepare=watch)
 
 
 def watch(loop: EngineLoop) -> None:
@@ -137,7 +143,7 @@ def watch(loop: EngineLoop) -> None:
 
 def serve_offline(quantization: str, control: Connection) -> None:
     """Load the model, then run jobs received from the pipe without a server, until None."""
-    llm = model_options(quantization).load()
+    llm = load(model_options(quantization))
     control.send("ready")
     while (asked := control.recv()) is not None:
         jobs, seed = asked
@@ -185,8 +191,8 @@ def main() -> None:
         else partial(real, asked.quantization, asked.steps)
     )
     factory = ServerFactory(
-        make_engine=make, make_app=partial(make_app, Settings(), 30.0),
-        setup=partial(set_up_logs, "human", "info"),
+        make_engine=make, make_app=partial(make_app, Settings()),
+        setup=partial(setup, "human", "info"),
     )  # fmt: skip
     bound, end_logs = bind("127.0.0.1", asked.port), factory.setup()
     if asked.api_server_count:

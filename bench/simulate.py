@@ -24,10 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from headway.cli.options.common import load_workload, make_config
+from headway.cli.options.simulation import make_config
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
+from headway.lab.workload.files import load_workload
 
 PROFILE = "llama3.1-8b-a100-80gb"
 PRESETS = ("headway", "vllm_v1")

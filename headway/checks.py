@@ -1,7 +1,8 @@
 """Checks of values that users give; every error names the value and its range.
 
-`whole_number`, `number`, `text` and `one_of` return the value or raise ConfigError; readers of
-files catch it and add the file and the line.
+`whole_number`, `real_number`, `text` and `one_of` return the value or raise ConfigError; readers of
+files catch it and add the file and the line. A dataclass that derives from `Checked` checks its
+`number` and `count` fields.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import sys
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
+from dataclasses import field, fields
 from itertools import islice
-from math import inf, isfinite
+from math import inf
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 from headway.errors import ConfigError, InvalidRequest, shorten
 
@@ -27,20 +29,27 @@ NUMBER = (int, float)  # quicker than a union, which is built anew for each chec
 TOKEN_SETS = (frozenset, set, list, tuple)
 
 
-def number_problem(value: object, low: float, high: float = inf, *, whole: bool) -> str | None:
-    """What is wrong with a number, as "must be ..., not ..."; None if it is in [low, high]."""
+def number_problem(
+    value: object, low: float, high: float = inf, *, whole: bool, above: bool = False
+) -> str | None:
+    """What is wrong with a number, as "must be ..., not ..."; None if it is in [low, high].
+
+    With `above`, `low` itself is out of range too.
+    """
     is_number = isinstance(value, int if whole else NUMBER) and not isinstance(value, bool)
     # Infinities, and integers that no float can hold, would fail later in arithmetic.
-    if is_number and low <= value <= high and value <= MAX_FLOAT:  # type: ignore[operator]
+    if is_number and low <= value <= high and value <= MAX_FLOAT and not (above and value == low):  # type: ignore[operator]
         return None
     noun = "a whole number" if whole else "a number"
-    if is_number and value < low:  # type: ignore[operator]
-        limits = f"of at least {_text(low)}"
+    if above:
+        limits = f" above {_text(low)}" + (f" and at most {_text(high)}" if high < inf else "")
+    elif is_number and value < low:  # type: ignore[operator]
+        limits = f" of at least {_text(low)}"
     elif is_number and value > high:  # type: ignore[operator]
-        limits = f"of at most {_text(high)}"
+        limits = f" of at most {_text(high)}"
     else:
-        limits = f"from {_text(low)} to {_text(high)}" if high < inf else f"of at least {low}"
-    return f"must be {noun} {limits}, not {shorten(value)}"
+        limits = f" from {_text(low)} to {_text(high)}" if high < inf else f" of at least {low}"
+    return f"must be {noun}{limits}, not {shorten(value)}"
 
 
 def _text(number: float) -> str:
@@ -55,7 +64,7 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None) -> in
     return int(value)
 
 
-def number(
+def real_number(
     name: str,
     value: Any,
     *,
@@ -64,19 +73,42 @@ def number(
     high: float | None = None,
 ) -> float:
     """A finite int or float with low <= value, above < value and value <= high where given."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_good = (
-        is_number
-        and isfinite(value)
-        and (low is None or value >= low)
-        and (above is None or value > above)
-        and (high is None or value <= high)
-    )
-    if not is_good:
+    lowest = next((limit for limit in (above, low) if limit is not None), -MAX_FLOAT)
+    highest = MAX_FLOAT if high is None else high
+    if number_problem(value, lowest, highest, whole=False, above=above is not None):
         limits = {"at least": low, "above": above, "at most": high}
         given = [f"{words} {limit:g}" for words, limit in limits.items() if limit is not None]
         raise ConfigError(f"{name} must be a number {' and '.join(given)}, not {value!r}")
     return float(value)
+
+
+def number(default: Any, low: float, high: float = inf, *, above: bool = False) -> Any:
+    """A field of a Checked dataclass: a number in [low, high]; with `above`, not `low` itself."""
+    limits = {"low": low, "high": high, "whole": False, "above": above}
+    return field(default=default, metadata=limits)
+
+
+def count(default: Any, low: int, high: float = inf) -> Any:
+    """A field of a Checked dataclass: a whole number in [low, high]."""
+    return field(default=default, metadata={"low": low, "high": high, "whole": True})
+
+
+class Checked:
+    """Base of dataclasses with `number` and `count` fields; ConfigError if one is out of range.
+
+    A field whose default is None may be None.
+    """
+
+    prefix: ClassVar[str | None] = None  # of an error; None: the name of the class
+
+    def __post_init__(self) -> None:
+        prefix = f"{type(self).__name__}: " if self.prefix is None else self.prefix
+        for entry in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name)
+            if not entry.metadata or (value is None and entry.default is None):
+                continue
+            if problem := number_problem(value, **entry.metadata):
+                raise ConfigError(f"{prefix}{entry.name} {problem}")
 
 
 def text(name: str, value: Any) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-from headway.checks import number_problem
+from headway.checks import Checked, count
 from headway.errors import ConfigError
 from headway.request import Request
 
@@ -100,32 +100,11 @@ VictimRule = Callable[[Request, SchedulerView], Any]  # a key; the largest is pr
 SwapRule = Callable[[Request, SchedulerView], bool | Literal["discard"]]
 
 
-def number(default: float, low: float, high: float = math.inf) -> Any:
-    """A dataclass field for a number in [low, high]."""
-    return field(default=default, metadata={"low": low, "high": high, "whole": False})
-
-
-def count(default: int, low: int, high: float = math.inf) -> Any:
-    """A dataclass field for a whole number in [low, high]."""
-    return field(default=default, metadata={"low": low, "high": high, "whole": True})
-
-
-class Checked:
-    """Base of dataclasses with `number` and `count` fields; ConfigError if one is out of range."""
-
-    def __post_init__(self) -> None:
-        prefix = "" if isinstance(self, Config) else f"{type(self).__name__}: "
-        for entry in fields(self):  # type: ignore[arg-type]
-            if entry.metadata:
-                problem = number_problem(getattr(self, entry.name), **entry.metadata)
-                if problem:
-                    raise ConfigError(f"{prefix}{entry.name} {problem}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config(Checked):
     """The complete description of a scheduler."""
 
+    prefix = ""
     batching: BatchingRule
     queue: QueueRule
     chunk: ChunkRule

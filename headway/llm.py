@@ -15,13 +15,13 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from headway.config import Config
 from headway.engine.clock import RealClock
@@ -56,15 +56,15 @@ from headway.errors import (
 from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.chunk_cost import measured_step
 from headway.executor.gpu.swap_cost import Timed, measured
-from headway.loading import Loaded, LoadOptions, Progress, load
+from headway.loading import Loaded, Progress, load
 from headway.observe.trace import TraceWriter, open_trace
+from headway.options import EngineOptions
 from headway.parallel.executor import ParallelExecutor
 from headway.parallel.ranks import ended_on_error
 from headway.request import Pooling, RequestParams
 from headway.sampling_params import SamplingParams
 from headway.scheduler import Scheduler
 from headway.scheduler.policies.chunk import hold_tbt
-from headway.scheduler.policies.presets import NUMBERS, SLOTS
 from headway.scheduler.policies.swap import swap_if_cheaper
 from headway.text.tokenizer import Tokenizer
 from headway.unsupported import unsupported
@@ -75,7 +75,23 @@ if TYPE_CHECKING:
 
 Prompts = PromptInput | Sequence[PromptInput]
 AllParams = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
+Init = TypeVar("Init", bound=Callable[..., None])
 OnFinish = Callable[[int, RequestOutput], None]  # (position of the prompt, its output)
+
+
+def _with_options(init: Init) -> Init:
+    """Show every field of EngineOptions in the signature of LLM."""
+    kind, (self, _, *own, _) = inspect.Parameter, inspect.signature(init).parameters.values()
+    kinds = {"model": kind.POSITIONAL_OR_KEYWORD}
+    shown = [
+        kind(
+            each.name, kinds.get(each.name, kind.KEYWORD_ONLY), default=each.default,
+            annotation=each.type,
+        )
+        for each in fields(EngineOptions)
+    ]  # fmt: skip
+    init.__signature__ = inspect.Signature([self, *shown, *own])  # type: ignore[attr-defined]
+    return init
 
 
 class LLM:
@@ -90,66 +106,40 @@ class LLM:
     `deterministic` makes tokens and logprobs of a request the same bits in any batch, however it is
     scheduled; it is slower on a GPU, and ConfigError where it is impossible.
 
+    `chat_template` is a file with a Jinja template, in place of the model's own.
+
     `seed` makes runs reproducible: requests without a seed get one derived from it, in order.
     `enforce_eager` runs a GPU without CUDA graphs. `tensor_parallel_size` divides the model among
     as many GPUs or processes; `tensor_parallel_sums` is exact, fast, or auto: exact on a CPU.
     `trust_remote_code` has no effect, because no code of a model repository is ever run.
     `async_scheduling` plans the next step while one runs; the default is on for a GPU.
 
-    `settings` are scheduler settings as in `headway.preset`: `max_model_len`, `max_num_seqs`,
-    `max_num_batched_tokens`, `block_size`, `num_blocks`, `queue`, `chunk` and so on. ConfigError
-    names an unknown argument.
+    `preset` names the scheduler's settings; `max_model_len`, `max_num_seqs`,
+    `max_num_batched_tokens`, `block_size`, `num_blocks`, `queue`, `chunk` and so on change them, as
+    in `headway.preset`. `progress` is called with a description, and what is done of a total, while
+    the model is loaded. ConfigError names an unknown argument.
     """
 
+    @_with_options
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: str = EngineOptions().model,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        quantization: str | None = None,
-        preset: str = "headway",
-        load_format: str = "auto",
-        kv_cache_dtype: str = "auto",
-        attention: str = "triton",
-        deterministic: bool = False,
-        kv_memory: int | str | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enforce_eager: bool = False,
-        seed: int | None = None,
-        tensor_parallel_size: int = 1,
-        tensor_parallel_sums: str = "auto",
-        trust_remote_code: bool = False,
-        threads: int | None = None,
-        async_scheduling: bool | None = None,
-        trace_out: str | Path | None = None,
-        trace_blocks: bool = False,
-        trace_redact: bool = False,
         progress: Progress | None = None,
         observers: Iterable[Observer] = (),
-        **settings: Any,
+        **keywords: Any,
     ) -> None:
-        _check_settings(settings)
-        options = LoadOptions(
-            device=device, dtype=dtype, quantization=quantization, load_format=load_format,
-            attention=attention, kv_cache_dtype=kv_cache_dtype, kv_memory=kv_memory,
-            deterministic=deterministic,
-            threads=threads, gpu_memory_utilization=gpu_memory_utilization,
-            tensor_parallel_size=tensor_parallel_size, tensor_parallel_sums=tensor_parallel_sums,
-        )  # fmt: skip
-        self.loaded: Loaded = load(
-            model, options, preset_name=preset, settings=settings, progress=progress,
-            measure=count_blocks,
-        )  # fmt: skip
+        options = _read_options(model, keywords)
+        self.loaded: Loaded = load(options, progress=progress, measure=count_blocks)
         self.model_name = model
         self.tokenizer = self.loaded.tokenizer
         self.input_processor = InputProcessor(
             tokenizer=self.tokenizer, vocab_size=self.loaded.decoder.config.vocab_size,
             hidden_size=self.loaded.decoder.config.hidden_size, eos_ids=self.loaded.eos_ids,
-            new_seed=_seeds(seed),
+            new_seed=_seeds(options.seed),
         )  # fmt: skip
         self.config = self.loaded.config
-        self.executor = self._make_executor(progress, enforce_eager=enforce_eager)
+        self.executor = self._make_executor(progress, enforce_eager=options.enforce_eager)
         matchers = self.executor.sampler.grammars.matchers
         matchers.use(self.tokenizer, self.loaded.eos_ids)
         clock = RealClock()
@@ -157,17 +147,19 @@ class LLM:
         self.config = with_measured_costs(
             self.config, self.executor, has_swap=self.loaded.is_on_gpu
         )
-        async_scheduling = self.loaded.is_on_gpu if async_scheduling is None else async_scheduling
+        async_scheduling = options.async_scheduling
+        if async_scheduling is None:
+            async_scheduling = self.loaded.is_on_gpu
         self.engine = Engine(
             Scheduler(self.config), self.executor, clock, async_scheduling=async_scheduling
         )
         self.engine.preparation = matchers
         self._trace: IO[str] | None = None
-        if trace_out is not None:
-            self._trace = open_trace(Path(trace_out))
+        if options.trace_out is not None:
+            self._trace = open_trace(Path(options.trace_out))
             writer = TraceWriter(
-                self._trace, self.config, async_scheduling, has_blocks=trace_blocks,
-                redact=trace_redact,
+                self._trace, self.config, async_scheduling, has_blocks=options.trace_blocks,
+                redact=options.trace_redact,
             )  # fmt: skip
             self.engine.observers.append(writer)
         self._runner = OfflineRunner(self.engine, self.tokenizer)
@@ -427,11 +419,11 @@ def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = Tru
     return config
 
 
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    """ConfigError names unknown arguments and the closest known ones."""
-    known = {*inspect.signature(LLM).parameters, *SLOTS, *NUMBERS} - {"settings"}
+def _read_options(model: str, keywords: Mapping[str, Any]) -> EngineOptions:
+    """The options of an LLM; ConfigError names unknown keywords and the closest known ones."""
+    known = inspect.signature(LLM).parameters
     problems = []
-    for name in settings:
+    for name in keywords:
         if name not in known:
             if problem := unsupported(name):
                 raise ConfigError(problem)
@@ -439,6 +431,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             problems.append(repr(name) + (f" (did you mean {close[0]!r}?)" if close else ""))
     if problems:
         raise ConfigError(f"LLM has no argument {', '.join(problems)}")
+    return EngineOptions(model=model, **keywords)
 
 
 def _check_count(what: str, given: Sequence[object] | None, prompts: list[Any]) -> None:

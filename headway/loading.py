@@ -5,14 +5,14 @@ Weights are loaded first. The KV cache gets a share of the memory that is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.checks import number, one_of, whole_number
+from headway.checks import whole_number
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.kv.window import most_useful_window_blocks
@@ -40,13 +40,14 @@ from headway.model.precision import (
     use_threads,
 )
 from headway.model.registry import resolve
-from headway.model.sharding import SUMS, check_size
+from headway.model.sharding import check_size
 from headway.model.weights.gguf import read_metadata
-from headway.parallel.channel import MAX_RANKS
+from headway.options import EngineOptions
 from headway.parallel.ranks import Ranks, ended_on_error
 from headway.parallel.spec import RankSpec
 from headway.scheduler import preset
 from headway.scheduler.policies.swap import recompute
+from headway.text.chat_template import read_template
 from headway.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Progress = Callable[[str, int, int], None]  # (description, done, total)
@@ -54,38 +55,7 @@ Progress = Callable[[str, int, int], None]  # (description, done, total)
 Measure = Callable[[Decoder, Config, float], int]
 KV_FRACTION = 0.1  # default fraction of free CPU memory for the KV cache
 PINNED_FRACTION = 0.125  # fraction of free host memory for blocks swapped out of a GPU
-MAX_THREADS = 1024  # with far more, the thread pool of torch or of the kernels ends the process
 CPU_NUM_SEQS, CPU_BATCHED_TOKENS = 64, 512  # on a CPU, more of either only makes steps longer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """Where and how a model runs, as given by the user."""
-
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str | None = None
-    load_format: str = "auto"
-    kv_cache_dtype: str = "auto"
-    attention: str = "triton"
-    deterministic: bool = False
-    kv_memory: int | str | None = None
-    gpu_memory_utilization: float = 0.9
-    threads: int | None = None
-    tensor_parallel_size: int = 1
-    tensor_parallel_sums: str = "auto"
-
-    def __post_init__(self) -> None:
-        number("gpu_memory_utilization", self.gpu_memory_utilization, above=0, high=1)
-        if self.threads is not None:
-            whole_number("threads", self.threads, 1, MAX_THREADS)
-        whole_number("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
-        one_of("tensor_parallel_sums", self.tensor_parallel_sums, SUMS)
-        if self.deterministic and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"deterministic needs one device, not tensor_parallel_size "
-                f"{self.tensor_parallel_size}; use --tensor-parallel-size 1"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,26 +107,20 @@ class GpuRoom:
     measure: Callable[[Config], int]  # blocks that fit beside the steps of a config
 
 
-def load(
-    model: str,
-    options: LoadOptions,
-    *,
-    preset_name: str,
-    settings: Mapping[str, Any],
-    progress: Progress | None,
-    measure: Measure,
-) -> Loaded:
+def load(options: EngineOptions, *, progress: Progress | None, measure: Measure) -> Loaded:
     """Find, download if necessary, and load a model; ModelError or ConfigError if that fails."""
+    template = None if options.chat_template is None else read_template(options.chat_template)
     if options.threads is not None:
         use_threads(options.threads)
     device = use_device(options.device)
     precision = resolved(options.dtype, options.quantization, device)
     kv_dtype = kv_dtype_for(options.kv_cache_dtype, device)
     check_attention(options.attention, device)
-    path = resolve(model, progress=_with_title(progress, f"downloading {model}"))
+    name = options.model
+    path = resolve(name, progress=_with_title(progress, f"downloading {name}"))
     checkpoint = open_checkpoint(path, options.load_format, device)
     # Before the weights are loaded, which takes long.
-    _max_model_len(checkpoint.config, settings)
+    _max_model_len(checkpoint.config, options.max_model_len)
     precision = stored_precision(checkpoint.config, precision, options.dtype, device)
     ranks = _start_ranks(checkpoint.config, path, options, device, precision)
     with ended_on_error(ranks):
@@ -167,17 +131,16 @@ def load(
             deterministic=options.deterministic,
         )  # fmt: skip
         shard = ranks.connect(checkpoint.config) if ranks else None
-        title = _with_title(progress, f"loading {model}")
+        title = _with_title(progress, f"loading {name}")
         decoder = load_decoder(checkpoint, backend, device, title, shard)
         if ranks is not None:
             ranks.wait_until_loaded()
         tokenizer = find_tokenizer(path)
+        if template is not None and tokenizer is not None:
+            tokenizer = tokenizer.with_chat_template(template)
         itemsize = kv_itemsize(backend, decoder.config)
         room = _gpu_room(decoder, device, options.gpu_memory_utilization, measure, ranks)
-        config = fit(
-            decoder.config, itemsize, preset_name, options.kv_memory, settings, room,
-            num_ranks=options.tensor_parallel_size,
-        )  # fmt: skip
+        config = fit(decoder.config, itemsize, options, room)
     ends = decoder.config.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
     full, windowed = _block_bytes(decoder.config, config, itemsize)
     kv_bytes = config.num_blocks * full + config.num_window_blocks * windowed
@@ -188,7 +151,7 @@ def load(
 
 
 def _start_ranks(
-    model: ModelConfig, path: Path, options: LoadOptions, device: Device, precision: str
+    model: ModelConfig, path: Path, options: EngineOptions, device: Device, precision: str
 ) -> Ranks | None:
     """Start the other ranks of a tensor-parallel group; None for one rank."""
     size, is_gpu = options.tensor_parallel_size, device.type == "cuda"
@@ -241,25 +204,21 @@ def find_tokenizer(path: Path) -> Tokenizer | None:
 def fit(
     model: ModelConfig,
     itemsize: int | Fraction,
-    preset_name: str,
-    kv_memory: int | str | None,
-    settings: Mapping[str, Any],
+    options: EngineOptions,
     room: GpuRoom | None = None,
-    *,
-    num_ranks: int = 1,
 ) -> Config:
-    """A preset with these settings, and with the length and blocks that model and memory allow.
+    """The preset with its changes, and with the length and blocks that model and memory allow.
 
-    `num_ranks` processes with the sizes of `model` share the host's memory.
+    The ranks of a tensor-parallel group share the host's memory; `model` has the sizes of one rank.
     """
-    changes = {name: value for name, value in settings.items() if value is not None}
-    changes["max_model_len"] = _max_model_len(model, settings)
-    _set_limits(changes, preset_name, is_gpu=room is not None)
-    config = preset(preset_name, **changes)
+    changes, kv_memory = options.preset_changes(), options.kv_memory
+    changes["max_model_len"] = _max_model_len(model, options.max_model_len)
+    _set_limits(changes, options.preset, is_gpu=room is not None)
+    config = preset(options.preset, **changes)
     if model.windowed_layers:
         return _fit_windowed(model, itemsize, config, kv_memory, is_given="num_blocks" in changes)
     block, _ = _block_bytes(model, config, itemsize)
-    host_block = num_ranks * block
+    host_block = options.tensor_parallel_size * block
     if room is None:
         block = host_block
     can_swap = config.swap is not recompute and "num_host_blocks" not in changes
@@ -270,7 +229,7 @@ def fit(
     if can_swap:
         limit = changes["num_blocks"] if room is None else config.num_host_blocks
         changes["num_host_blocks"] = min(limit, changes["num_blocks"])
-    config = preset(preset_name, **changes)
+    config = preset(options.preset, **changes)
     _check_memory(config.num_blocks * block, config.num_host_blocks * host_block, room)
     return config
 
@@ -312,17 +271,14 @@ def _fit_windowed(
     )  # fmt: skip
 
 
-def _max_model_len(model: ModelConfig, settings: Mapping[str, Any]) -> Any:
+def _max_model_len(model: ModelConfig, given: int | None) -> int:
     """The given value or the model's limit; ConfigError if it is above that limit."""
-    given = settings.get("max_model_len")
-    if given is None:
-        return model.max_model_len
     if isinstance(given, int) and given > model.max_model_len:
         raise ConfigError(
             f"max_model_len must be at most {model.max_model_len}, the limit of this model, not "
             f"{given}"
         )
-    return given
+    return model.max_model_len if given is None else given
 
 
 def _set_limits(changes: dict[str, Any], preset_name: str, *, is_gpu: bool) -> None:

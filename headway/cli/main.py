@@ -12,68 +12,99 @@ import typer.main
 from typer.core import TyperGroup
 
 from headway import __version__
-from headway.cli.options.command import Command
+from headway.cli.options.command import Command, first_paragraph
 from headway.cli.options.packages import check_versions, extra_of, install
 from headway.errors import HeadwayError
 from headway.version import commit
 
-COMMANDS = {  # the module in headway/cli/commands/ and the function; `app` is a group of commands
+COMMANDS = {  # by full name: the module in headway/cli/commands/ and the function
     "run": "run.run_command",
     "generate": "generate.generate_command",
     "chat": "chat.chat_command",
     "serve": "serve.serve_command",
-    "deploy": "deploy.deploy_command",
     "top": "top.top_command",
-    "doctor": "doctor.doctor_command",
-    "models": "lists.models_command",
-    "profile": "profile.profile_command",
+    "models": "models.models_command",
     "simulate": "simulate.simulate_command",
     "compare": "compare.compare_command",
-    "sweep": "sweep.sweep_command",
-    "breakeven": "sweep.breakeven_command",
-    "tune": "tune.tune_command",
-    "capacity": "capacity.capacity_command",
     "trace": "trace.trace_command",
     "lab": "lab.lab_command",
-    "step": "lab.step_command",
-    "demo": "simulate.demo_command",
-    "presets": "lists.presets_command",
-    "profiles": "lists.profiles_command",
-    "bench": "bench.app",
+    "doctor": "doctor.doctor_command",
+    "bench throughput": "bench.throughput_command",
+    "bench latency": "bench.latency_command",
+    "bench serve": "bench_serve.serve_command",
+    "bench profile": "profile.profile_command",
+    "plan tune": "tune.tune_command",
+    "plan capacity": "capacity.capacity_command",
+    "plan sweep": "sweep.sweep_command",
+    "plan breakeven": "sweep.breakeven_command",
+    "deploy": "deploy.deploy_command",
+}
+GROUPS = {
+    "bench": "Measure throughput, latency, a server, or a profile for the simulator. Result keys are "
+    "those of `vllm bench`.",
+    "plan": "Find the best settings, the highest request rate, or the effect of each setting, by "
+    "simulation.",
+}
+HEADINGS = {
+    "Run models": ("run", "generate", "chat", "serve", "top", "models"),
+    "Study scheduling": ("simulate", "compare", "trace", "lab", "doctor"),
+    "Plan a deployment": ("bench", "plan", "deploy"),
 }
 
 
 @cache
 def load_command(name: str) -> Any:
     """Import a command and read its options. Both take time, so only commands in use are loaded."""
+    if name in GROUPS:
+        return CommandGroup(
+            name=name, help=GROUPS[name], no_args_is_help=True, rich_markup_mode=None
+        )
     module, _, function = COMMANDS[name].partition(".")
     found = getattr(import_module(f"headway.cli.commands.{module}"), function)
-    if isinstance(found, typer.Typer):
-        return typer.main.get_command(found)
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    alone.command(name, cls=Command)(found)
+    alone.command(name.rpartition(" ")[2], cls=Command)(found)
     return typer.main.get_command(alone)
 
 
 class LazyCommands(Mapping[str, Any]):
-    """All commands by name; looking one up loads it."""
+    """The commands of a group by name, or all top-level ones; looking one up loads it."""
+
+    def __init__(self, group: str) -> None:
+        self._prefix = f"{group} " if group in GROUPS else ""
+        inner = (n.removeprefix(self._prefix) for n in COMMANDS if n.startswith(self._prefix))
+        self._names = dict.fromkeys(name.partition(" ")[0] for name in inner)
 
     def __getitem__(self, name: str) -> Any:
-        return load_command(name)
+        if name not in self._names:
+            raise KeyError(name)
+        return load_command(self._prefix + name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(COMMANDS)
+        return len(self._names)
 
 
 class CommandGroup(TyperGroup):
-    """The group of all commands."""
+    """The group of all commands, or one of GROUPS."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = LazyCommands()  # type: ignore[assignment]  # Typer only reads it
+        self.commands = LazyCommands(self.name or "")  # type: ignore[assignment]  # only read
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return first_paragraph(self.help)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands under their headings, with names in one column."""
+        headings = {"Commands": tuple(self.commands)} if self.name in GROUPS else HEADINGS
+        width = max(map(len, self.commands))
+        for heading, names in headings.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(f"{n:{width}}", self.commands[n].get_short_help_str()) for n in names]
+                )
 
 
 app = typer.Typer(

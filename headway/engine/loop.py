@@ -99,7 +99,7 @@ class EngineLoop:
         self._report_load = report_load
         self.report_cache = False  # send a CacheDelta with the updates of a step
         self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
-        self.begin: Callable[[], None] = lambda: None  # called first on the loop's thread
+        self.on_begin: list[Callable[[], None]] = []  # called first on the loop's thread
         self.ended: str | None = None  # why the loop has ended; None while it runs
         self._deliver = deliver
         self._inbox: deque[ToLoop] = deque()
@@ -155,7 +155,8 @@ class EngineLoop:
         """Run until `stop`. Raises any error that the engine itself cannot handle."""
         self._join_engine()
         try:
-            self.begin()
+            for each in self.on_begin:
+                each()
             if self._report_load:
                 self._load_reporter.start(self.engine.scheduler)
             while self._wait_for_work():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from headway.config import Checked, count, number
+from headway.checks import Checked, count, number
 from headway.errors import ConfigError, bad_result, policy_failed, shorten
 from headway.scheduler.policies import text as policy_text
 

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from headway.checks import number_problem
-from headway.errors import ConfigError
+from headway.checks import Checked, count, number
 
 MAX_SECONDS = 1e6
 MAX_COUNT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSettings:
+class FleetSettings(Checked):
     """When a replica counts as lost, and how often a request moves. ConfigError names a field."""
 
-    hang_seconds: float = 1.75  # without any message, heartbeats included: the replica is lost
-    stall_seconds: float = 60.0  # heartbeats but no step, with work: the replica is lost
-    no_replica_seconds: float = 30.0  # requests wait this long for a replica, then fail
-    max_moves: int = 3  # of one request
-    max_deaths: int = 2  # a request fails after losing this many replicas
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            is_whole, value = field.name.startswith("max_"), getattr(self, field.name)
-            low, high = (1, MAX_COUNT) if is_whole else (0, MAX_SECONDS)
-            if problem := number_problem(value, low, high, whole=is_whole):
-                raise ConfigError(f"{field.name} {problem}")
+    prefix = ""
+    # Without any message, heartbeats included: the replica is lost.
+    hang_seconds: float = number(1.75, 0, MAX_SECONDS)
+    # Heartbeats but no step, with work: the replica is lost.
+    stall_seconds: float = number(60.0, 0, MAX_SECONDS)
+    # Requests wait this long for a replica, then fail.
+    no_replica_seconds: float = number(30.0, 0, MAX_SECONDS)
+    max_moves: int = count(3, 1, MAX_COUNT)  # of one request
+    max_deaths: int = count(2, 1, MAX_COUNT)  # a request fails after losing this many replicas
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headway.checks import number, one_of, text, whole_number
+from headway.checks import one_of, real_number, text, whole_number
 from headway.errors import ConfigError, FormatError
 from headway.lab.corrections import Corrections, factors
 from headway.plan import Plan
@@ -34,7 +34,7 @@ SOURCES = {
     "where such profiles were checked.",
     "carried": "Carried over from another card, never measured on this one: expect errors of up to "
     "40%.",
-    "": "Of unknown origin: expect errors of up to 40%, or measure with `headway profile`.",
+    "": "Of unknown origin: expect errors of up to 40%, or measure with `headway bench profile`.",
 }
 # Relative errors on a run that the profile was not fitted to: of a step (median, p90), of the sum
 # of all steps, of the simulated duration and of the simulated median time to first token.
@@ -281,9 +281,9 @@ def _value(name: str, value: Any, where: str) -> Any:
     if name in ("kv_tokens", "max_model_len", "num_devices", "all_reduces"):
         return whole_number(shown, value, 0 if name == "all_reduces" else 1)
     if name.endswith("_seconds") or name in OPTIONAL_RATES:
-        number(shown, value, low=0, high=1 if name == "overlap" else None)
+        real_number(shown, value, low=0, high=1 if name == "overlap" else None)
     else:
-        number(shown, value, above=0, high=1 if name.endswith("_share") else None)
+        real_number(shown, value, above=0, high=1 if name.endswith("_share") else None)
     return value
 
 
@@ -293,7 +293,7 @@ def _held_out(values: Any) -> dict[str, float]:
     if not is_object:
         raise ValueError("held_out must be a JSON object")
     for name, value in values.items():
-        number(f"held_out.{one_of('an error of held_out', name, HELD_OUT)}", value, low=-1)
+        real_number(f"held_out.{one_of('an error of held_out', name, HELD_OUT)}", value, low=-1)
     return dict(values)
 
 
@@ -303,8 +303,8 @@ def _corrections(shown: str, values: Any) -> Corrections:
     if not is_list or not all(isinstance(each, list) and len(each) == 2 for each in values):
         raise ValueError(f"{shown} must be a list of pairs: a number of rows and a factor")
     for rows, factor in values:
-        number(f"rows of {shown}", rows, low=1)
-        number(f"a factor of {shown}", factor, above=0)
+        real_number(f"rows of {shown}", rows, low=1)
+        real_number(f"a factor of {shown}", factor, above=0)
     if values != sorted(values):
         raise ValueError(f"{shown} must be in the order of rows")
     return tuple((rows, factor) for rows, factor in values)

@@ -21,7 +21,6 @@ from torch import Tensor
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 
-SUMS = ("auto", "exact", "fast")
 UNIT = 32  # widths are divided in multiples of it: quantized groups and vector lanes stay whole
 WHOLE = slice(None)
 

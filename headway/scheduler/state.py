@@ -93,12 +93,7 @@ class SchedulerState:
             del self.prefilling[request]
 
     def preempt(
-        self,
-        request: Request,
-        *,
-        may_swap: bool = True,
-        is_priority: bool = False,
-        num_due: int = 0,
+        self, request: Request, *, may_swap: bool = True, is_priority: bool = False, num_due: int = 0
     ) -> None:
         """Put a running request back into the queue; it keeps its output unless the rule discards it."""
         history, num_computed = request.history, request.num_computed

@@ -29,7 +29,6 @@ class Context:
     max_model_len: int  # tokens of a prompt and its output together
     settings: Settings = field(default_factory=Settings)
     health: HealthCheck = check_engine_running
-    tool_call_parser: str = "auto"
     fingerprint: str = ""  # changes with the version, the model and its settings
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds

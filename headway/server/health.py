@@ -13,7 +13,6 @@ from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.loop import CachedReader, EngineLoop
 from headway.engine.queries import GetProblem
 from headway.errors import ExecutorError
-from headway.server.settings import check_seconds
 
 MAX_SILENCE = 30.0  # seconds without progress while there is work
 MAX_WAIT = 1.0  # seconds that one health check waits for the engine's process
@@ -23,7 +22,6 @@ class Watchdog:
     """Watches an engine loop in this process."""
 
     def __init__(self, loop: EngineLoop, max_silence: float = MAX_SILENCE) -> None:
-        check_seconds("watchdog max_silence", max_silence, is_finite=False)
         self.max_silence = max_silence
         self._loop = loop
         self._explanation = CachedReader(loop.engine, loop.engine.why)
@@ -54,7 +52,6 @@ class RemoteWatchdog:
     """Watches an engine in another process by querying that process's own watchdog."""
 
     def __init__(self, max_silence: float = MAX_SILENCE) -> None:
-        check_seconds("watchdog max_silence", max_silence, is_finite=False)
         self.max_silence = max_silence
         self._query: asyncio.Task[str | None] | None = None
         self._since = 0.0

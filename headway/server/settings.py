@@ -5,70 +5,48 @@ Limits on waiting requests are in `headway.engine.queue_limits.QueueLimits`.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headway.checks import Checked, count, number
 from headway.errors import ConfigError
 
 KEY_VARIABLE = "HEADWAY_API_KEY"
 
 
-def check_seconds(name: str, value: float | None, *, is_finite: bool = True) -> None:
-    """ConfigError unless a duration is None or a number above 0, and finite if it must be."""
-    if value is not None and not (value > 0 and (value < math.inf or not is_finite)):
-        raise ConfigError(f"{name} must be above 0 seconds, or None for no limit, not {value!r}")
-
-
-def check_count(name: str, value: int | None) -> None:
-    """ConfigError unless a count is None or at least 1."""
-    if value is not None and value < 1:
-        raise ConfigError(f"{name} must be at least 1, not {value!r}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionSettings:
-    """Limits of the connections of one API process. Times are in seconds."""
+class Settings(Checked):
+    """Limits and secrets of a server. Times are in seconds; None: no limit. ConfigError names a field."""
 
+    prefix = ""
+    # From the arrival of the whole body until the response is made, or its stream has been sent.
+    request_timeout: float | None = number(None, 0, above=True)
+    body_timeout: float = number(60.0, 0, above=True)  # for a request's body to arrive
+    stall_timeout: float = number(60.0, 0, above=True)  # for a client that has stopped reading
     # From connecting to the end of the first head, and from a later head's first byte to its end.
-    head_timeout: float = 10.0
+    head_timeout: float = number(10.0, 0, above=True)
     # Between two requests. Longer than the 60 s for which proxies keep idle connections, so that
     # a proxy does not send a request into a connection that the server is closing.
-    keep_alive_timeout: float = 75.0
-    stall_timeout: float = 60.0  # for a client that has stopped reading
-    max_connections: int | None = None  # None: derived from the limit of open files
-    max_connections_per_address: int | None = None  # None: no limit
-
-    def __post_init__(self) -> None:
-        for name in ("head_timeout", "keep_alive_timeout", "stall_timeout"):
-            check_seconds(name, getattr(self, name))
-        for name in ("max_connections", "max_connections_per_address"):
-            check_count(name, getattr(self, name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Limits and secrets of a server. Times are in seconds; None: no limit."""
-
-    # From the arrival of the whole body until the response is made, or its stream has been sent.
-    request_timeout: float | None = None
-    body_timeout: float | None = 60.0  # for a request's body to arrive
-    stall_timeout: float | None = 60.0  # for a client that has stopped reading
-    max_body_bytes: int = 16 << 20
-    max_choices: int = 2048  # choices of one request: prompts times n
+    keep_alive_timeout: float = number(75.0, 0, above=True)
+    watchdog: float = 30.0  # without progress while there is work: unhealthy; may be infinite
+    # Of one API process; None: derived from the limit of open files.
+    max_connections: int | None = count(None, 1)
+    max_connections_per_address: int | None = count(None, 1)
+    max_body_bytes: int = count(16 << 20, 1)
+    max_choices: int = count(2048, 1)  # choices of one request: prompts times n
     metrics_prefix: str = "headway"
+    tool_call_parser: str = "auto"  # one of PARSERS
     disable_additional_properties: bool = False  # close the objects of all JSON schemas
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call; none: CORS is off
     allowed_hosts: tuple[str, ...] = ("*",)  # accepted in the Host header; *: any
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: no key is needed
 
     def __post_init__(self) -> None:
-        for name in ("request_timeout", "body_timeout", "stall_timeout"):
-            check_seconds(name, getattr(self, name))
-        for name in ("max_body_bytes", "max_choices"):
-            check_count(name, getattr(self, name))
+        Checked.__post_init__(self)
+        if not self.watchdog > 0:
+            raise ConfigError(f"watchdog must be a number above 0, not {self.watchdog!r}")
         for key in self.api_keys:  # the characters that a header can carry
             if not key.isascii() or not key.isprintable() or key.strip() != key or not key:
                 raise ConfigError(

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -18,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from headway.errors import InvalidRequest, ModelError
+from headway.errors import ConfigError, InvalidRequest, ModelError
 
 Message = Mapping[str, Any]
 PROBE = "a text to look for"
@@ -178,9 +179,17 @@ def _compile(template: str) -> jinja2.Template:
         ) from error
 
 
-def check_template(template: str) -> None:
-    """ModelError names the line of a syntax error."""
-    _compile(template)
+def read_template(path: str | Path) -> str:
+    """The chat template in a file; ConfigError if it cannot be read or is not a Jinja template.
+
+    The error names the line of a syntax error.
+    """
+    try:
+        template = Path(path).read_text(encoding="utf-8")
+        _compile(template)
+    except (OSError, UnicodeDecodeError, ModelError) as error:
+        raise ConfigError(f"--chat-template {path} cannot be used: {error}") from error
+    return template
 
 
 def _to_json(

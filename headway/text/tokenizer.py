@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,6 +149,12 @@ class Tokenizer:
             token = self._backend.id_to_token(id)
             piece = self._pieces[id] = NOTHING if token is None else spell(token)
         return piece
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """This tokenizer with another chat template."""
+        other = copy(self)
+        other.chat_template = template
+        return other
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer as a Hugging Face folder."""

@@ -16,8 +16,7 @@ import typer.main
 
 from headway import __version__
 from headway.cli.commands.compare import parse_variant
-from headway.cli.main import COMMANDS, app, main
-from headway.cli.options.replaced import REPLACED
+from headway.cli.main import COMMANDS, HEADINGS, app, main
 from headway.errors import ConfigError
 from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS
 from headway.version import commit
@@ -140,16 +139,22 @@ def test_help_names_every_command() -> None:
     for arguments in ((), ("--help",)):
         done = headway(*arguments)
         text = done.out + done.err
-        assert all(f" {name} " in text for name in ("simulate", "compare", "trace", "demo"))
+        assert all(f" {name} " in text for name in ("simulate", "compare", "trace", "plan"))
     assert headway("--help").code == 0
-    for command in ("simulate", "compare", "trace", "demo", "presets", "profiles"):
-        assert headway(command, "--help").code == 0
+    for command in COMMANDS:
+        assert headway(*command.split(), "--help").code == 0
 
 
-@pytest.mark.parametrize(
-    "command",
-    [*sorted({*COMMANDS} - {"bench"}), "bench serve", "bench throughput", "bench latency"],
-)
+def test_the_list_of_commands_is_short_and_has_three_headings() -> None:
+    group = typer.main.get_command(app)
+    shown = headway("--help").out
+    listed = [name for names in HEADINGS.values() for name in names]
+    assert sorted(listed) == sorted(group.commands) and len(listed) <= 14  # type: ignore[attr-defined]
+    assert [shown.index(f"\n{heading}:\n") for heading in HEADINGS]
+    assert list(HEADINGS) == ["Run models", "Study scheduling", "Plan a deployment"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_truncates_nothing_in_a_narrow_terminal(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,8 +173,8 @@ def test_help_truncates_nothing_in_a_narrow_terminal(
 
 
 def test_the_list_of_commands_has_whole_sentences() -> None:
-    for words in (("--help",), ("bench", "--help")):
-        commands = headway(*words).out.partition("Commands:")[2]
+    for words in (("--help",), ("bench", "--help"), ("plan", "--help")):
+        commands = headway(*words).out.partition("  --help")[2]
         assert commands.count(".") >= 3 and "..." not in commands and "…" not in commands
 
 
@@ -373,27 +378,30 @@ def test_trace_shows_where_two_files_differ(traces: dict[str, Path]) -> None:
 
 
 def test_demo_compares_static_and_continuous_batching() -> None:
-    shown = json.loads(headway("demo", "--json").out)
+    shown = json.loads(headway("compare", "--demo", "--json").out)
     assert set(shown) == {"utilization", "presets"} and set(shown["presets"]) == set(PRESETS)
     shares = shown["utilization"]
     assert set(shares) == {"static", "vllm_v1", "headway"}
     assert shares["static"] < 0.3 and shares["vllm_v1"] > 0.9 and shares["headway"] > 0.9
+    for more in ((WORK,), ("--max-num-seqs", "4"), ("--variant", "a: vllm"), ("--replicas", "2")):
+        assert "--demo" in sentence("compare", "--demo", *more)
 
 
 def test_lists_are_complete() -> None:
-    described = json.loads(headway("presets", "--json").out)
+    described = json.loads(headway("models", "--presets", "--json").out)
     assert set(described) == set(PRESETS)
     assert all(set(config) == {*SLOTS, *NUMBERS} for config in described.values())
-    assert headway("presets").code == 0
-    profiles = json.loads(headway("profiles", "--json").out)
+    assert headway("models", "--presets").code == 0
+    profiles = json.loads(headway("models", "--profiles", "--json").out)
     assert PROFILE in profiles and all(set(p) == {"kv_tokens"} for p in profiles.values())
-    assert PROFILE in headway("profiles").out
+    assert PROFILE in headway("models", "--profiles").out
+    assert "--presets and --profiles" in sentence("models", "--presets", "--profiles")
 
 
 def test_the_demo_names_the_command_that_runs_it() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
     target = makefile.partition("\ndemo:")[2].partition("\n\n")[0]
-    assert "headway demo" in target
+    assert "headway compare --demo" in target
 
 
 # Errors.
@@ -529,40 +537,6 @@ def test_an_unwritable_file_is_reported_with_its_name(
 def test_square_brackets_in_errors_are_printed_unchanged() -> None:
     assert "[bold]x[/bold]" in sentence("simulate", WORK, "--preset", "[bold]x[/bold]")
     assert "[/]" in sentence("simulate", WORK, "--queue", "[/]")
-
-
-OLD_FLAGS = [
-    ("simulate", "--max-requests", ["--max-num-seqs"]),
-    ("simulate", "--max-tokens", ["--max-num-batched-tokens"]),
-    ("compare", "--max-tokens", ["--max-num-batched-tokens"]),
-    ("simulate", "--max-length", ["--max-model-len"]),
-    ("compare", "--decode-steps", ["--num-scheduler-steps"]),
-    ("simulate", "--depth", ["--async-scheduling", "--no-async-scheduling"]),
-    ("run", "--precision", ["--dtype", "--quantization"]),
-    ("profile", "--precision", ["--dtype", "--quantization"]),
-    ("generate", "--max-new-tokens", ["--max-tokens"]),
-    ("chat", "--max-new-tokens", ["--max-tokens"]),
-    ("generate", "--samples", ["-n"]),
-    ("serve", "--api-workers", ["--api-server-count"]),
-    ("serve", "--cors-origin", ["--allowed-origins"]),
-    ("bench serve", "--url", ["--base-url"]),
-    ("bench serve", "--rate", ["--request-rate"]),
-    ("bench serve", "--concurrency", ["--max-concurrency"]),
-    ("bench throughput", "--dataset", ["--dataset-name", "--dataset-path"]),
-]
-
-
-@pytest.mark.parametrize(("command", "old", "new"), OLD_FLAGS)
-@pytest.mark.parametrize("form", ["two words", "one word"])
-def test_an_old_flag_names_the_new_one(command: str, old: str, new: list[str], form: str) -> None:
-    arguments = [old, "1"] if form == "two words" else [f"{old}=1"]
-    words = sentence(*command.split(), *arguments).replace(";", "").split()
-    assert old in words and set(new) <= set(words)
-
-
-def test_every_old_flag_is_tested_and_an_unrelated_command_does_not_name_it() -> None:
-    assert {old for _, old, _ in OLD_FLAGS} == set(REPLACED)
-    assert "No such option" in refused("demo", "--depth", "1")
 
 
 @pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "--enable-lora"])

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.cli.options.dataset import NAMES
 from headway.errors import ConfigError
 from headway.lab.loadgen.report import latency, throughput
 from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
+from headway.lab.real.dataset import NAMES
 from headway.observe.run_stats import RunStats
 from headway.observe.timeline import RequestTimeline
 from headway.observe.trace import read_trace

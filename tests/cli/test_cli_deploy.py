@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from headway.cli.commands.deploy import app as deployed_app
 from headway.cli.main import app
 from headway.cli.options import fleet
-from headway.cli.options.model import ModelOptions
 from headway.errors import ConfigError, ExecutorError
 from headway.model import devices
 from headway.on_ray.options import HTTP2_SETTINGS, FleetOptions, check_reachable
+from headway.options import EngineOptions
 from tests.support.waiting import LIMIT
 
 # Ray's own modules use old features of pydantic.
@@ -87,7 +87,7 @@ def test_a_replica_gets_gpus_where_torch_can_use_them(
         (tmp_path / name).touch()
     monkeypatch.setattr(fleet, "DEVICES", tmp_path)
     monkeypatch.setattr(devices, "why_no_cuda", lambda: problem)
-    options = fleet.FleetFlags(replicas=1).options(ModelOptions(tensor_parallel_size=2))
+    options = fleet.FleetFlags(replicas=1).options(EngineOptions(tensor_parallel_size=2))
     assert options is not None and options.num_gpus == num_gpus
 
 
@@ -117,7 +117,7 @@ def test_replicas_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ray_serve = pytest.importorskip("headway.on_ray.serve")
     monkeypatch.setattr(ray_serve, "shared", lambda options: options)
     monkeypatch.setattr(ray_serve, "application", lambda factory, options, gateways: factory)
-    assert deployed_app(args).make_app.args[0].api_keys == ("secret",)
+    assert deployed_app(args).settings.api_keys == ("secret",)
 
 
 def test_a_config_file_does_not_lose_the_key_of_the_environment(

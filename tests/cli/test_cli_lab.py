@@ -1,4 +1,4 @@
-"""`headway lab` and `headway step`: wrong input gives one sentence; what can be shown is shown."""
+"""`headway lab`: wrong input gives one sentence; what can be shown is shown."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def trace_with(lines: list[str], folder: Path) -> Path:
 
 def stepped(monkeypatch: pytest.MonkeyPatch, path: Path, commands: str) -> Done:
     monkeypatch.setattr("sys.stdin", io.StringIO(commands))
-    return headway("step", path)
+    return headway("lab", "--terminal", path)
 
 
-@pytest.mark.parametrize("command", ["lab", "step"])
+@pytest.mark.parametrize("where", [[], ["--terminal"]])
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -51,18 +51,18 @@ def stepped(monkeypatch: pytest.MonkeyPatch, path: Path, commands: str) -> Done:
     ],
 )
 def test_a_run_that_does_not_exist_is_refused_at_once(
-    command: str, options: list[str], parts: list[str]
+    where: list[str], options: list[str], parts: list[str]
 ) -> None:
-    error = refused(command, *options)
+    error = refused("lab", *where, *options)
     assert all(part in error for part in parts), error
 
 
-@pytest.mark.parametrize("command", ["lab", "step"])
+@pytest.mark.parametrize("where", [[], ["--terminal"]])
 def test_a_trace_of_another_version_is_refused(
-    command: str, lines: list[str], tmp_path: Path
+    where: list[str], lines: list[str], tmp_path: Path
 ) -> None:
     head = json.dumps({**json.loads(lines[0]), "headway_trace": 1})
-    error = refused(command, trace_with([f"{head}\n", *lines[1:]], tmp_path))
+    error = refused("lab", *where, trace_with([f"{head}\n", *lines[1:]], tmp_path))
     assert "version 1" in error and "record the run again" in error
 
 
@@ -104,4 +104,9 @@ def test_an_export_says_what_is_missing(lines: list[str], tmp_path: Path) -> Non
 
 
 def test_a_trace_without_steps_is_refused(lines: list[str], tmp_path: Path) -> None:
-    assert "no steps" in refused("step", trace_with(lines[:1], tmp_path))
+    assert "no steps" in refused("lab", "--terminal", trace_with(lines[:1], tmp_path))
+
+
+@pytest.mark.parametrize("flag", ["--export", "--attach", "--against"])
+def test_options_of_the_page_have_no_meaning_in_the_terminal(flag: str) -> None:
+    assert f"{flag} x cannot be used with --terminal" in refused("lab", "--terminal", flag, "x")

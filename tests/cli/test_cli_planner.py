@@ -37,10 +37,12 @@ def problem(*arguments: str) -> str:
 def test_a_sweep_runs_every_combination(tmp_path: Path) -> None:
     path = tmp_path / "sweep.svg"
     knobs = ["max_num_seqs=2,8", "chunk=at_most(64),split_any"]
-    out = run("sweep", *knobs, "-w", WORK, "--plot", str(path), "--metric", "ttft.p99", *FAST)
+    out = run(
+        "plan", "sweep", *knobs, "-w", WORK, "--plot", str(path), "--metric", "ttft.p99", *FAST
+    )
     assert "8, at_most(64)" in out and "ttft.p99" in out and "data sheet" in out
     assert path.read_text().startswith("<svg") and path.read_text().count("<polyline") == 2
-    answer = json.loads(run("sweep", *knobs, "-w", WORK, "--json", *FAST))
+    answer = json.loads(run("plan", "sweep", *knobs, "-w", WORK, "--json", *FAST))
     found = answer["runs"]
     assert "data sheet" in answer["accuracy"]
     assert [r["knobs"] for r in found][1] == {"max_num_seqs": 2, "chunk": "split_any"}
@@ -49,23 +51,23 @@ def test_a_sweep_runs_every_combination(tmp_path: Path) -> None:
 
 def test_a_sweep_over_names_draws_bars(tmp_path: Path) -> None:
     path = tmp_path / "sweep.html"
-    out = run("sweep", "preset=headway,static", "-w", WORK, "--plot", str(path), *FAST)
+    out = run("plan", "sweep", "preset=headway,static", "-w", WORK, "--plot", str(path), *FAST)
     assert "█" in out and "preset=static" in path.read_text()
 
 
 def test_the_speed_of_arrivals_is_a_knob() -> None:
-    found = json.loads(run("sweep", "speed=0.5,2", "-w", WORK, "--json", *FAST))["runs"]
+    found = json.loads(run("plan", "sweep", "speed=0.5,2", "-w", WORK, "--json", *FAST))["runs"]
     assert found[0]["seconds"] > 2 * found[1]["seconds"]
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8b-a100-80gb", "qwen3-0.6b-h200"])
 def test_breakeven_crosses_where_its_rows_do(name: str) -> None:
-    found = json.loads(run("breakeven", "--profile", name, "--json"))
+    found = json.loads(run("plan", "breakeven", "--profile", name, "--json"))
     at = found["crossing"]
     for row in found["rows"]:
         assert (row["cheaper"] == "swap") == (at is not None and row["tokens"] >= at)
         assert row["recompute_alone"] >= row["recompute"] > 0
-    assert str(at or "never") in run("breakeven", "--profile", name).replace(",", "")
+    assert str(at or "never") in run("plan", "breakeven", "--profile", name).replace(",", "")
 
 
 def test_a_slow_link_moves_the_crossing(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_a_slow_link_moves_the_crossing(tmp_path: Path) -> None:
     profile["machine"] |= {"copy_bandwidth": 3.4e9, "copy_seconds": 0.001}
     path = tmp_path / "slow.json"
     path.write_text(json.dumps(profile))
-    at = json.loads(run("breakeven", "--profile", str(path), "--json"))["crossing"]
+    at = json.loads(run("plan", "breakeven", "--profile", str(path), "--json"))["crossing"]
     assert 100 < at < 100_000
 
 
@@ -82,12 +84,12 @@ def test_a_profile_without_a_needed_term_is_named(tmp_path: Path) -> None:
     del profile["machine"]["copy_bandwidth"]
     path = tmp_path / "partial.json"
     path.write_text(json.dumps(profile))
-    assert "machine.copy_bandwidth" in problem("breakeven", "--profile", str(path))
+    assert "machine.copy_bandwidth" in problem("plan", "breakeven", "--profile", str(path))
 
 
 def test_tune_prints_settings_reasons_and_commands(tmp_path: Path) -> None:
     arguments = [
-        "tune", WORK.replace("arrivals=poisson(20),", ""), "--max-num-seqs", "4", "--budget", "14",
+        "plan", "tune", WORK.replace("arrivals=poisson(20),", ""), "--max-num-seqs", "4", "--budget", "14",
         "--knob", "max_num_batched_tokens=64,2048", "--knob", "chunk=at_most(32),split_any",
     ]  # fmt: skip
     kept = ["--jobs", "1", "--history", str(tmp_path / "history.jsonl")]
@@ -104,7 +106,7 @@ def test_tune_prints_settings_reasons_and_commands(tmp_path: Path) -> None:
 
 def test_capacity_prints_an_interval_and_replicas(tmp_path: Path) -> None:
     arguments = [
-        "capacity", WORK, "--max-num-seqs", "4", "--ttft-p90", "200ms", "--ttft-p50", "1s",
+        "plan", "capacity", WORK, "--max-num-seqs", "4", "--ttft-p90", "200ms", "--ttft-p50", "1s",
         "--seeds", "3", "--rate", "500", "--jobs", "1", "--history", str(tmp_path / "h.jsonl"),
     ]  # fmt: skip
     found = json.loads(run(*arguments, "--json"))
@@ -118,39 +120,49 @@ def test_capacity_prints_an_interval_and_replicas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["sweep", "max_num_seq=3"], "max_num_seqs"),
-        (["sweep", "max_num_seqs=2", "-w", WORK, "--metric", "ttft.p98"], "p99"),
-        (["sweep", "max_num_seqs=2", "-w", WORK, "--metric", "ttft"], "p99"),
-        (["sweep", "max_num_seqs=2", "--plot", "x.doc"], ".svg"),
-        (["sweep", "max_num_seqs=2", "-w", "requests=0"], "requests"),
-        (["sweep", "max_num_seqs=2", "-w", "nowhere.csv"], "nowhere.csv"),
-        (["tune", WORK, "--knob", "victim=oldest"], "newest"),
-        (["tune", WORK, "--budget", "2"], "budget"),
-        (["tune", WORK, "--ttft-p99", "fast"], "--ttft-p99"),
-        (["capacity", WORK, "--rate", "-1"], "rate"),
-        (["capacity", "requests=9"], "arrivals"),
-        (["capacity", WORK, "--ttft-p99", "1us"], "ttft-p99"),
-        (["capacity", WORK, "--num-blocks", "1"], "num_blocks is 1"),
-        (["tune", WORK, "--num-blocks", "1"], "num_blocks is 1"),
-        (["breakeven", "--profile", "b200"], "a100"),
-        (["sweep", "max_num_seqs=2", "--history", "x"], "no-history"),
+        (["plan", "sweep", "max_num_seq=3"], "max_num_seqs"),
+        (["plan", "sweep", "max_num_seqs=2", "-w", WORK, "--metric", "ttft.p98"], "p99"),
+        (["plan", "sweep", "max_num_seqs=2", "-w", WORK, "--metric", "ttft"], "p99"),
+        (["plan", "sweep", "max_num_seqs=2", "--plot", "x.doc"], ".svg"),
+        (["plan", "sweep", "max_num_seqs=2", "-w", "requests=0"], "requests"),
+        (["plan", "sweep", "max_num_seqs=2", "-w", "nowhere.csv"], "nowhere.csv"),
+        (["plan", "tune", WORK, "--knob", "victim=oldest"], "newest"),
+        (["plan", "tune", WORK, "--budget", "2"], "budget"),
+        (["plan", "tune", WORK, "--ttft-p99", "fast"], "--ttft-p99"),
+        (["plan", "capacity", WORK, "--rate", "-1"], "rate"),
+        (["plan", "capacity", "requests=9"], "arrivals"),
+        (["plan", "capacity", WORK, "--ttft-p99", "1us"], "ttft-p99"),
+        (["plan", "capacity", WORK, "--num-blocks", "1"], "num_blocks is 1"),
+        (["plan", "tune", WORK, "--num-blocks", "1"], "num_blocks is 1"),
+        (["plan", "breakeven", "--profile", "b200"], "a100"),
+        (["plan", "sweep", "max_num_seqs=2", "--history", "x"], "no-history"),
     ],
 )
 def test_wrong_input_is_named(arguments: list[str], named: str) -> None:
-    assert named in problem(*arguments, *(FAST if arguments[0] != "breakeven" else []))
+    assert named in problem(*arguments, *(FAST if arguments[1] != "breakeven" else []))
 
 
 def test_an_unknown_metric_is_named_before_anything_runs(tmp_path: Path) -> None:
     history = tmp_path / "h.jsonl"
-    arguments = ["sweep", "max_num_seqs=2", "-w", WORK, "--jobs", "1", "--history", str(history)]
+    arguments = [
+        "plan",
+        "sweep",
+        "max_num_seqs=2",
+        "-w",
+        WORK,
+        "--jobs",
+        "1",
+        "--history",
+        str(history),
+    ]
     assert "ttft" in problem(*arguments, "--metric", "tfft.p99") and not history.read_text()
     assert "finish_reasons.length" in run(*arguments, "--metric", "finish_reasons.length")
 
 
 def test_results_are_kept_in_the_history(tmp_path: Path) -> None:
     history = ["--history", str(tmp_path / "h.jsonl"), "--jobs", "1", "--json"]
-    first = run("sweep", "max_num_seqs=2,4", "-w", WORK, *history)
-    assert run("sweep", "max_num_seqs=2,4", "-w", WORK, *history) == first
+    first = run("plan", "sweep", "max_num_seqs=2,4", "-w", WORK, *history)
+    assert run("plan", "sweep", "max_num_seqs=2,4", "-w", WORK, *history) == first
     assert len((tmp_path / "h.jsonl").read_text().splitlines()) == 2
 
 
@@ -168,7 +180,7 @@ def test_the_lab_shows_a_second_scheduler_beside_the_first(monkeypatch: pytest.M
 
 def test_the_best_settings_are_measured_on_a_model(tmp_path: Path) -> None:
     found = json.loads(run(
-        "tune", "requests=20,prompt=uniform(4,20),output=uniform(2,6)", "--budget", "14", "--knob",
+        "plan", "tune", "requests=20,prompt=uniform(4,20),output=uniform(2,6)", "--budget", "14", "--knob",
         "max_num_seqs=2,4", "--num-blocks", "60", "--num-host-blocks", "0", "--max-model-len", "400",
         "--verify", str(real.write_tiny(tmp_path)), "--json", *FAST,
     ))  # fmt: skip
@@ -179,7 +191,7 @@ def test_the_best_settings_are_measured_on_a_model(tmp_path: Path) -> None:
 def test_a_sweep_with_seeds_shows_means_and_its_json_all_runs(tmp_path: Path) -> None:
     knobs = ["seed=0,1,2", "headroom=watermark(0.0),watermark(0.2)", "max_num_seqs=8"]
     path = tmp_path / "sweep.svg"
-    arguments = ("sweep", *knobs, "-w", WORK, "--metric", "ttft.mean", *FAST)
+    arguments = ("plan", "sweep", *knobs, "-w", WORK, "--metric", "ttft.mean", *FAST)
     out = run(*arguments, "--plot", str(path))
     assert "6 runs" in out and "means over 3 seeds" in out and "headroom=watermark" in out
     found = json.loads(run(*arguments, "--json"))["runs"]
@@ -193,6 +205,6 @@ def test_a_sweep_with_seeds_shows_means_and_its_json_all_runs(tmp_path: Path) ->
 def test_no_value_of_a_sweep_is_cut_off(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     knobs = ["max_num_seqs=4,8", "queue=fcfs,shortest_first"]
-    out = run("sweep", *knobs, "-w", WORK, "--num-blocks", "30", *FAST)
+    out = run("plan", "sweep", *knobs, "-w", WORK, "--num-blocks", "30", *FAST)
     assert "…" not in out and max(map(len, out.splitlines())) <= max(80, int(columns))
     assert ("too narrow for steps" in out) == (columns == "60")

@@ -1,4 +1,4 @@
-"""Laws of `headway profile`: it writes a usable profile and reports its error."""
+"""Laws of `headway bench profile`: it writes a usable profile and reports its error."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from headway.cli.commands.profile import (
-    TIMES_COPIED,
-    Measurement,
-    copy_blocks,
-    fit_profile,
-    measure,
-    model_work,
-    run,
-)
 from headway.cli.view.render import warn_of_profile
 from headway.lab.cost import load_profile
 from headway.lab.profiling.calibration import (
@@ -30,6 +22,15 @@ from headway.lab.profiling.calibration import (
     make_calibration,
 )
 from headway.lab.profiling.fit import observations
+from headway.lab.real.profiling import (
+    TIMES_COPIED,
+    Measurement,
+    copy_blocks,
+    fit_profile,
+    measure,
+    model_work,
+    run,
+)
 from headway.llm import LLM
 from tests.cli.test_cli import headway, sentence
 
@@ -59,9 +60,9 @@ def write(path: Path, **changes: object) -> Path:
 
 @pytest.fixture
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `headway profile` measure the tiny model once in all; it takes seconds."""
+    """Let `headway bench profile` measure the tiny model once in all; it takes seconds."""
 
-    def shared(llm: LLM, name: str, *, is_quick: bool) -> Measurement:
+    def shared(llm: LLM, name: str, *, is_quick: bool, bar: Any) -> Measurement:
         if not MEASURED:
             MEASURED.append(measure(llm, name, is_quick=is_quick))
         return MEASURED[0]._replace(profile=replace(MEASURED[0].profile, name=name))
@@ -71,7 +72,7 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("measured_once")
 def test_the_written_profile_can_be_simulated(folder: Path) -> None:
-    done = headway("profile", folder, *RANDOM, "--quick", "--json", "--name", "mine")
+    done = headway("bench", "profile", folder, *RANDOM, "--quick", "--json", "--name", "mine")
     assert done.code == 0, done.err
     said, profile = json.loads(done.out), load_profile("mine.json")
     assert said["out"] == "mine.json" and said["profile"]["name"] == profile.name == "mine"
@@ -87,7 +88,7 @@ def test_the_written_profile_can_be_simulated(folder: Path) -> None:
 
 @pytest.mark.usefixtures("measured_once")
 def test_the_table_has_units_and_names_the_next_command(folder: Path) -> None:
-    done = headway("profile", folder, *RANDOM, "--quick")
+    done = headway("bench", "profile", folder, *RANDOM, "--quick")
     assert done.code == 0, done.err
     for shown in (
         "GB/s",
@@ -120,11 +121,15 @@ def test_errors_are_one_sentence_and_leave_an_old_profile_unchanged(tmp_path: Pa
     short = write(tmp_path / "short", max_position_embeddings=40)
     old = tmp_path / "old.json"
     old.write_text("precious")
-    found = sentence("profile", short, *RANDOM, "--out", old)
+    found = sentence("bench", "profile", short, *RANDOM, "--out", old)
     assert "40 tokens" in found and "64" in found
-    assert "cannot be written" in sentence("profile", short, *RANDOM, "--out", tmp_path / "a/b")
-    assert "no model" in sentence("profile", tmp_path, "--out", old)
-    assert "40 tokens" in sentence("profile", short, *RANDOM, "--out", tmp_path / "new.json")
+    assert "cannot be written" in sentence(
+        "bench", "profile", short, *RANDOM, "--out", tmp_path / "a/b"
+    )
+    assert "no model" in sentence("bench", "profile", tmp_path, "--out", old)
+    assert "40 tokens" in sentence(
+        "bench", "profile", short, *RANDOM, "--out", tmp_path / "new.json"
+    )
     assert old.read_text() == "precious" and not (tmp_path / "new.json").exists()
 
 

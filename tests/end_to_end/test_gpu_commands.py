@@ -93,7 +93,7 @@ def test_a_written_profile_can_be_simulated(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = headway(
-        "profile", folder, "--load-format", "dummy", "--device", DEVICE, "--quick", "--name",
+        "bench", "profile", folder, "--load-format", "dummy", "--device", DEVICE, "--quick", "--name",
         "mine",
     )  # fmt: skip
     assert done.code == 0, done.err

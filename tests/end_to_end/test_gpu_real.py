@@ -26,6 +26,7 @@ from headway.model.loader import open_checkpoint
 from headway.model.precision import ATTENTIONS, choose_backend
 from headway.model.registry import BUNDLED, resolve
 from headway.observe.trace import TraceWriter, read_trace
+from headway.options import EngineOptions
 from tests.support import real
 from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference
 
@@ -63,7 +64,9 @@ class GpuTrial(Trial):
         from headway.executor.gpu.executor import GpuExecutor  # needs triton
 
         itemsize = model.backend.kv_blocks(model.config, 0, 1).element_size()
-        self.config = fit(model.config, itemsize, preset, "400MiB", settings)
+        self.config = fit(
+            model.config, itemsize, EngineOptions(preset=preset, kv_memory="400MiB", **settings)
+        )
         executor = GpuExecutor(model, self.config)
         self.seen, self._record = Seen(), io.StringIO()
         observers = [self.seen, TraceWriter(self._record, self.config, async_scheduling)]

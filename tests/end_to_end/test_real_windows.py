@@ -24,6 +24,7 @@ from headway.model.decoder import Decoder
 from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend, why_not_native
 from headway.model.sharding import check_size
+from headway.options import EngineOptions
 from tests.end_to_end.test_real_families import FAMILIES, VOCABULARY, save
 from tests.model.test_checkpoint import write_gguf
 from tests.support import real
@@ -169,20 +170,22 @@ def test_what_other_backends_do_not_support_is_named(model: Model) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but gemma3 has"):
         check_size(config, 2)
     with pytest.raises(ConfigError, match="num_host_blocks is 3; it must be 0"):
-        fit(config, 4, "vllm", "1MiB", {"num_host_blocks": 3})
+        fit(config, 4, EngineOptions(preset="vllm", kv_memory="1MiB", num_host_blocks=3))
 
 
 def test_memory_is_divided_among_both_kinds_of_blocks(model: Model) -> None:
     """Windowed layers get as many blocks as the others, but no more than they can use."""
     config, block = model.decoder.config, 16 * 2 * 32 * 4
-    few = fit(config, 4, "vllm_v1", 10 * 4 * block, {"max_num_seqs": 4})
+    few = fit(config, 4, EngineOptions(preset="vllm_v1", kv_memory=10 * 4 * block, max_num_seqs=4))
     assert (few.num_blocks, few.num_window_blocks) == (10, 10)
-    many = fit(config, 4, "vllm_v1", 100 * 4 * block, {"max_num_seqs": 4})
+    many = fit(
+        config, 4, EngineOptions(preset="vllm_v1", kv_memory=100 * 4 * block, max_num_seqs=4)
+    )
     assert many.num_window_blocks < 30 and many.num_blocks > 64
     used = many.num_blocks + 3 * many.num_window_blocks
     assert used * block <= 100 * 4 * block
     assert many.sliding_window == WINDOW and many.num_host_blocks == 0
-    given = fit(config, 4, "headway", None, {"num_blocks": 12})
+    given = fit(config, 4, EngineOptions(preset="headway", num_blocks=12))
     assert (given.num_blocks, given.num_window_blocks, given.num_host_blocks) == (12, 12, 0)
 
 

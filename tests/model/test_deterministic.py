@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.errors import ConfigError
-from headway.loading import LoadOptions
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend
 from headway.model.weights.checkpoint import DummyCheckpoint
+from headway.options import EngineOptions
 
 pytest.importorskip("triton")
 from headway.model.backends.deterministic import DeterministicBackend
@@ -190,7 +190,7 @@ def test_a_backend_that_cannot_hold_it_is_refused_with_what_is_possible() -> Non
         with pytest.raises(ConfigError, match=advice):
             choose_backend(tiny(), precision, device, None, attention, deterministic=True)
     with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
-        LoadOptions(deterministic=True, tensor_parallel_size=2)
+        EngineOptions(deterministic=True, tensor_parallel_size=2)
 
 
 def test_a_cpu_without_native_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

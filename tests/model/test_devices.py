@@ -36,7 +36,7 @@ from headway.executor.gpu.memory import (
 )
 from headway.executor.sampling.logprobs import SLICE
 from headway.llm import LLM
-from headway.loading import GpuRoom, LoadOptions, _check_memory, fit
+from headway.loading import GpuRoom, _check_memory, fit
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
@@ -61,6 +61,7 @@ from headway.model.precision import (
     weight_bytes,
 )
 from headway.model.weights.checkpoint import DummyCheckpoint
+from headway.options import EngineOptions
 from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
 from tests.support.waiting import LIMIT
@@ -405,36 +406,45 @@ LONG = replace(model(), max_model_len=8192)
 def test_a_gpu_uses_the_presets_limits(
     name: str, settings: dict[str, int], limits: tuple[int, int]
 ) -> None:
-    config = fit(LONG, 2, name, None, settings, room(500))
+    config = fit(LONG, 2, EngineOptions(preset=name, **settings), room(500))
     assert (config.max_num_seqs, config.max_num_batched_tokens) == limits
     assert config.num_blocks == 500
     assert config.block_size == 16
     if not settings:
-        on_cpu = fit(LONG, 2, name, None, settings)
+        on_cpu = fit(LONG, 2, EngineOptions(preset=name, **settings))
         assert (on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == (64, 512)
 
 
 def test_memory_is_measured_unless_blocks_or_bytes_are_given() -> None:
     seen: list[Config] = []
-    measured = fit(LONG, 2, "vllm_v1", None, {}, room(123, seen))
+    measured = fit(LONG, 2, EngineOptions(preset="vllm_v1"), room(123, seen))
     assert measured.num_blocks == 123 and len(seen) == 1
     limits = seen[0].max_num_seqs, seen[0].max_num_batched_tokens, seen[0].max_model_len
     assert limits == (256, 8192, 8192)
-    assert fit(LONG, 2, "vllm_v1", None, {"num_blocks": 9}, room(123, seen)).num_blocks == 9
+    assert (
+        fit(LONG, 2, EngineOptions(preset="vllm_v1", num_blocks=9), room(123, seen)).num_blocks == 9
+    )
     block = 16 * LONG.kv_bytes(2)
-    assert fit(LONG, 2, "vllm_v1", 5 * block, {}, room(123, seen)).num_blocks == 5
+    assert (
+        fit(
+            LONG, 2, EngineOptions(preset="vllm_v1", kv_memory=5 * block), room(123, seen)
+        ).num_blocks
+        == 5
+    )
     assert len(seen) == 1
 
 
 def test_no_more_blocks_are_allocated_than_all_requests_can_fill() -> None:
-    config = fit(LONG, 2, "vllm_v1", None, {"max_num_seqs": 3, "max_model_len": 100}, room(10**6))
+    config = fit(
+        LONG, 2, EngineOptions(preset="vllm_v1", max_num_seqs=3, max_model_len=100), room(10**6)
+    )
     assert config.num_blocks == 3 * 7
 
 
 def test_max_model_len_above_the_models_limit_is_rejected_with_both_numbers() -> None:
-    assert fit(LONG, 2, "vllm_v1", None, {"max_model_len": 8192}).max_model_len == 8192
+    assert fit(LONG, 2, EngineOptions(preset="vllm_v1", max_model_len=8192)).max_model_len == 8192
     with pytest.raises(ConfigError, match="max_model_len .*8192.*9000"):
-        fit(LONG, 2, "vllm_v1", None, {"max_model_len": 9000})
+        fit(LONG, 2, EngineOptions(preset="vllm_v1", max_model_len=9000))
 
 
 @pytest.mark.parametrize("settings", [{"num_blocks": 10**6}, {"num_host_blocks": 5 * 10**7}])
@@ -443,20 +453,23 @@ def test_blocks_that_do_not_fit_on_gpu_or_host_are_rejected(
 ) -> None:
     monkeypatch.setattr("headway.loading.free_memory", lambda: 8 * GIB)
     with pytest.raises(ConfigError, match=r"needs [0-9.]+ GiB.* [0-9.]+ GiB .*--kv-memory"):
-        fit(LONG, 2, "vllm_v1", None, settings, room(10, free=GIB))
+        fit(LONG, 2, EngineOptions(preset="vllm_v1", **settings), room(10, free=GIB))
 
 
 def test_swapping_pins_at_most_a_fraction_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.loading.free_memory", lambda: 64 * GIB)
     wide, seen = 2**12, list[Config]()  # so wide that the host could not hold as many blocks
     block = 16 * LONG.kv_bytes(wide)
-    config = fit(LONG, wide, "headway", None, {}, room(10**7, seen, 10**9 * GIB))
+    config = fit(LONG, wide, EngineOptions(preset="headway"), room(10**7, seen, 10**9 * GIB))
     assert 0 < config.num_host_blocks < config.num_blocks
     assert 7 * GIB < config.num_host_blocks * block <= 8 * GIB
     assert seen[0].num_host_blocks > 0, "the measurement includes the staging buffers"
-    assert fit(LONG, 2, "headway", None, {}, room(50)).num_host_blocks == 50
-    assert fit(LONG, 2, "vllm_v1", None, {}, room(50)).num_host_blocks == 0
-    assert fit(LONG, 2, "headway", None, {"num_host_blocks": 3}, room(50)).num_host_blocks == 3
+    assert fit(LONG, 2, EngineOptions(preset="headway"), room(50)).num_host_blocks == 50
+    assert fit(LONG, 2, EngineOptions(preset="vllm_v1"), room(50)).num_host_blocks == 0
+    assert (
+        fit(LONG, 2, EngineOptions(preset="headway", num_host_blocks=3), room(50)).num_host_blocks
+        == 3
+    )
 
 
 def test_a_failure_to_pin_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,8 +620,8 @@ def test_partial_results_of_prompts_with_few_tokens_are_reserved(
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.01, float("nan")])
 def test_a_fraction_of_memory_is_above_0_and_at_most_1(share: float) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization .*above 0 and at most 1"):
-        LoadOptions(gpu_memory_utilization=share)
-    assert LoadOptions(gpu_memory_utilization=1).gpu_memory_utilization == 1
+        EngineOptions(gpu_memory_utilization=share)
+    assert EngineOptions(gpu_memory_utilization=1).gpu_memory_utilization == 1
 
 
 def test_the_cpu_executor_runs_on_a_cpu(tmp_path: Path) -> None:
@@ -641,7 +654,7 @@ def test_every_command_says_why_no_gpu_is_used(command: tuple[str, ...], tiny: l
 @without_gpu
 def test_profile_says_why_no_gpu_is_used(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    text = sentence("profile", str(tmp_path), "--device", "cuda", "--out", out)
+    text = sentence("bench", "profile", str(tmp_path), "--device", "cuda", "--out", out)
     assert "device cuda " in text and (why_no_cuda() or "") in text and not out.exists()
 
 

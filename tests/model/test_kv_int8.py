@@ -26,6 +26,7 @@ from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend, kv_dtype_for, why_not_native
+from headway.options import EngineOptions
 from tests.model.test_batch_invariance import (
     EPSILON,
     WINDOWED,
@@ -249,7 +250,9 @@ def test_the_same_memory_holds_nearly_four_times_as_many_blocks() -> None:
     found = {}
     for kind in (torch.float32, torch.int8):
         backend = NativeBackend(kv_dtype=kind)
-        fitted = fit(config, kv_itemsize(backend, config), "vllm_v1", memory, {})
+        fitted = fit(
+            config, kv_itemsize(backend, config), EngineOptions(preset="vllm_v1", kv_memory=memory)
+        )
         block = backend.kv_blocks(config, 1, fitted.block_size).nbytes
         assert fitted.num_blocks == memory // block
         found[kind] = fitted.num_blocks

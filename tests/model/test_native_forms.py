@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from headway.cli.commands.lists import _print_products
+from headway.cli.commands.models import _print_products
 from headway.model.backends.native import forms
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.native.forms import Form, FormTimes, MatrixProbe

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.commands.lists import models_command
+from headway.cli.commands.models import models_command
 from headway.errors import ModelError
 from headway.model.download import BundledModel, Wheel, pip_download
 from headway.model.registry import BUNDLED, cache_root, list_models, resolve
@@ -378,7 +378,7 @@ def test_a_failed_hub_download_says_what_to_do(error: Exception, detail: str) ->
 
 def test_names_are_resolved_without_importing_heavy_packages() -> None:
     code = (
-        "import headway.cli.commands.lists, headway.model.config, headway.model.weights.gguf, sys; "
+        "import headway.cli.commands.models, headway.model.config, headway.model.weights.gguf, sys; "
         + (
             "print([m for m in ('torch', 'gguf', 'safetensors', 'huggingface_hub') if m in sys.modules])"
         )

@@ -113,7 +113,7 @@ def run_command(command: str) -> str | None:
     if program == "headway":
         return run_headway(arguments)
     if command == "make demo":
-        return run_headway(["demo"])
+        return run_headway(["compare", "--demo"])
     if arguments[:2] == ["-m", "headway.lab.stories.measure"]:
         return story_report(*arguments[2:])
     if program == "python" and arguments[0].startswith("examples/"):
@@ -197,9 +197,12 @@ def test_commands_in_sentences_are_valid(name: str) -> None:
     for words in re.findall(r"`headway ((?!\.)[a-z][^`]*)`", read(name)):
         context = group.make_context("headway", shlex.split(words), resilient_parsing=False)
         with context:
-            command, *rest = shlex.split(words)
+            command, *rest = ("1" if word == "N" else word for word in shlex.split(words))
             found = group.get_command(context, command)  # type: ignore[attr-defined]
-            assert found is not None, f"{name}: there is no `headway {command}`"
+            if hasattr(found, "commands") and rest:  # `headway plan tune`
+                command, *rest = rest
+                found = found.get_command(context, command)
+            assert found is not None, f"{name}: there is no `headway {words}`"
             if command == "trace" and not rest:
                 rest = ["FILE"]
             found.make_context(command, rest, parent=context)

@@ -64,11 +64,11 @@ PARAM_NAMES = [
     "deadline", "salt", "reads_cache", "n", "pooling", "sampling",
 ]  # fmt: skip
 LLM_NAMES = [
-    "model", "device", "dtype", "quantization", "preset", "load_format", "kv_cache_dtype", "attention",
-    "deterministic", "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed", "tensor_parallel_size",
-    "tensor_parallel_sums",
-    "trust_remote_code", "threads", "async_scheduling", "trace_out", "trace_blocks",
-    "trace_redact", "progress", "observers", "settings",
+    "model", "device", "dtype", "quantization", "load_format", "chat_template", "kv_cache_dtype",
+    "attention", "deterministic", "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed",
+    "tensor_parallel_size", "tensor_parallel_sums", "trust_remote_code", "threads", "trace_out",
+    "trace_blocks", "trace_redact", "async_scheduling", "preset", *POLICIES, *NUMBER_NAMES,
+    "progress", "observers",
 ]  # fmt: skip
 ERRORS = {
     "HeadwayError": ["Exception"],
@@ -144,8 +144,8 @@ COMMANDS = {
         "--trace", "--speed", "--max-input-len", "--max-output-len", "--goodput", "--plot",
         "--json",
     },
-    "models": {"--fetch", "--json", "--verbose"},
-    "profile": {
+    "models": {"--fetch", "--json", "--verbose", "--presets", "--profiles"},
+    "bench profile": {
         "model", "--device", "--json", "--kv-memory", "--load-format", "--name", "--out",
         "--dtype", "--quantization", "--quick", "--threads",
     },
@@ -154,24 +154,20 @@ COMMANDS = {
         "--replicas", "--route", *RUN_FLAGS,
     },
     "compare": {
-        "workload", "--presets", "--variant", "--replicas", "--routes", "--plot", *RUN_FLAGS,
+        "workload", "--presets", "--variant", "--replicas", "--routes", "--plot", "--demo", *RUN_FLAGS,
     },
-    "sweep": {"knobs", "--workload", "-w", "--metric", "--plot", *PLANNER_FLAGS},
-    "breakeven": {"--profile", "--plot", "--json"},
-    "tune": {
+    "plan sweep": {"knobs", "--workload", "-w", "--metric", "--plot", *PLANNER_FLAGS},
+    "plan breakeven": {"--profile", "--plot", "--json"},
+    "plan tune": {
         "workload", "--knob", "--budget", "--seed", "--verify", "--plot", *PLANNER_FLAGS,
         *TARGET_FLAGS,
     },
-    "capacity": {"workload", "--rate", "--seeds", "--seed", *PLANNER_FLAGS, *TARGET_FLAGS},
+    "plan capacity": {"workload", "--rate", "--seeds", "--seed", *PLANNER_FLAGS, *TARGET_FLAGS},
     "trace": {"file", "--perfetto", "--diff", "--replay", "--allow-own-policies", "--json"},
     "lab": {
         "source", "--preset", "--profile", "--port", "--export", "--open", "--no-open", "--attach",
-        "--api-key", "--against", "--allow-own-policies", *SCHEDULER_FLAGS,
+        "--api-key", "--against", "--terminal", "--allow-own-policies", *SCHEDULER_FLAGS,
     },
-    "step": {"source", "--preset", "--profile", "--allow-own-policies", *SCHEDULER_FLAGS},
-    "demo": {"--json"},
-    "presets": {"--json"},
-    "profiles": {"--json"},
 }  # fmt: skip
 ENDPOINTS = {
     "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings", "POST /v1/responses", "POST /v1/messages",

@@ -53,14 +53,11 @@ PATTERN = re.compile(
     r"|\b(?:" + "|".join(PREFIXES) + r")(?=[A-Z])"
     r"|(?:" + "|".join(FLAGS) + r")\b"
 )  # fmt: skip
-# Files that are about a retired word, such as a list of replaced flags; names of other libraries;
-# texts of prompts.
+# Names of other libraries; texts of prompts.
 ALLOWED: dict[str, frozenset[str]] = {
     "tests/end_to_end/test_real_equality.py": frozenset({"max_new_tokens"}),
     "bench/cpu_peers.py": frozenset({"max_new_tokens"}),
     "tests/support/real.py": frozenset({"everybody"}),
-    "headway/cli/options/replaced.py": frozenset(FLAGS),
-    "tests/cli/test_cli.py": frozenset(FLAGS),
 }
 
 

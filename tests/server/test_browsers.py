@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headway.cli.options.serve import ServeOptions
+from headway.options import EngineOptions
 from headway.server.http.middleware import SecurityMiddleware
 from headway.server.http.origins import host_name
 from headway.server.settings import Settings
@@ -82,7 +83,7 @@ async def test_a_loopback_server_checks_the_host_header(host: str, is_ours: bool
 
 def test_hosts_are_checked_by_default_only_on_loopback_without_a_key() -> None:
     def hosts(**options: Any) -> set[str]:
-        return set(ServeOptions(**options).settings().allowed_hosts)
+        return set(ServeOptions(**options).options(EngineOptions()).settings.allowed_hosts)
 
     names = {"localhost", "127.0.0.1", "::1"}
     assert hosts() == names and hosts(host="localhost") == names

@@ -32,6 +32,7 @@ from headway.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from headway.server.settings import Settings
 from tests.support import real
 from tests.support.waiting import LIMIT, until, wait_until
 
@@ -84,7 +85,8 @@ class Serving:
         await engine.start()
         context = Context(
             engine=engine, input_processor=self._llm.input_processor, model_name=NAME,
-            max_model_len=self._llm.config.max_model_len, tool_call_parser="hermes",
+            max_model_len=self._llm.config.max_model_len,
+            settings=Settings(tool_call_parser="hermes"),
         )  # fmt: skip
         config = uvicorn.Config(
             create_app(context),
@@ -453,5 +455,6 @@ def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:
     assert sorted(name for name in names if f"`{name}`" not in document) == []
     paths = {f"{verb.upper()} {path}" for path, verbs in schema["paths"].items() for verb in verbs}
     assert sorted(path for path in paths if f"`{path}`" not in document) == []
-    flags = {f"--{name.replace('_', '-')}" for name in ServeOptions.__dataclass_fields__}
+    served = (*ServeOptions.__dataclass_fields__, "chat_template")
+    flags = {f"--{name.replace('_', '-')}" for name in served}
     assert sorted(flag for flag in flags if f"`{flag}" not in document) == []

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.commands.serve import ModelInfo, announce
+from headway.cli.commands.serve import announce
 from headway.engine.input_processor import InputProcessor
 from headway.errors import FormatError
 from headway.observe.trace import TraceWriter, open_trace, read_trace
 from headway.scheduler import preset
 from headway.server.process.log_setup import LossyStreamHandler
+from headway.server.serving import ModelInfo
 
 FULL = Path("/dev/full")
 CONFIG = preset("headway", max_model_len=64, num_blocks=16, block_size=16)

@@ -23,7 +23,7 @@ from headway.engine.input_processor import InputProcessor
 from headway.observe.trace import TraceWriter, read_trace
 from headway.server.process.serve import ServerFactory, bind, serve_http
 from headway.server.process.shutdown import GracefulServer
-from headway.server.settings import ConnectionSettings
+from headway.server.settings import Settings
 from headway.text.tokenizer import Tokenizer
 from tests.engine.test_async_engine import within
 from tests.support.drive import check_no_leaks
@@ -92,7 +92,7 @@ async def listening(engine: Engine, app: Any, model_info: Any) -> AsyncIterator[
     """Serve an engine from this event loop; at the end, stop it like a signal would."""
     factory = ServerFactory(
         make_engine=lambda: None, make_app=app, grace=5.0,  # type: ignore[arg-type,return-value]
-        connections=ConnectionSettings(**PATIENT),
+        settings=Settings(**PATIENT),
     )  # fmt: skip
     bound, started = bind("127.0.0.1", 0), asyncio.Event()
     url = "http://{}:{}".format(*bound.getsockname())

@@ -12,6 +12,7 @@ from headway.engine.engine import MAX_FAULTS
 from headway.errors import ConfigError
 from headway.request import Request
 from headway.server.health import RemoteWatchdog, Watchdog, watch
+from headway.server.settings import Settings
 from tests.support.gated import gated_engine, scripted
 from tests.support.silent_client import SilentClient
 from tests.support.waiting import until
@@ -118,7 +119,7 @@ def test_an_engine_in_another_process_is_healthy_while_it_responds() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("max_silence", [0, -1, float("nan")])
-def test_the_watchdog_time_must_be_positive(max_silence: float) -> None:
-    with pytest.raises(ConfigError, match="max_silence"):
-        RemoteWatchdog(max_silence)
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_the_watchdog_time_must_be_positive(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="watchdog"):
+        Settings(watchdog=seconds)

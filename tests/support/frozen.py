@@ -15,7 +15,7 @@ from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.server.http.connection import HttpConnection
 from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_http
 from headway.server.process.shutdown import GracefulServer
-from headway.server.settings import ConnectionSettings
+from headway.server.settings import Settings
 from tests.support.waiting import LIMIT, wait_until
 
 ROUNDS = 20  # of an event loop; more than any chain of callbacks that time sets off
@@ -43,7 +43,7 @@ class FrozenServer:
         self._is_ready = threading.Event()
         factory = ServerFactory(
             make_engine=lambda: served, make_app=make_app,
-            connections=ConnectionSettings(**connections),
+            settings=Settings(**connections),
         )  # fmt: skip
         serving = serve_http(
             factory, AsyncEngine(ThreadClient(served.engine)), served.model_info,

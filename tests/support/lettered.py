@@ -21,7 +21,7 @@ from headway.server.context import Context
 from headway.server.health import Watchdog, watch
 from headway.server.live import router
 from headway.server.process.serve import ServedEngine, ServerFactory
-from headway.server.settings import ConnectionSettings
+from headway.server.settings import Settings
 from tests.support import scripted
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 from tests.support.waiting import LIMIT
@@ -83,6 +83,6 @@ def real_factory(options: dict[str, Any]) -> ServerFactory:
         make_engine=partial(letters_served, options["seconds"], options["trace"]),
         make_app=letters_app,
         grace=options["grace"],
-        connections=ConnectionSettings(**options["connections"]),
+        settings=Settings(**options["connections"]),
         setup=patient,
     )

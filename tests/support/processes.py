@@ -160,7 +160,7 @@ class Server:
         is_forked: bool = True,
         **connections: Any,
     ) -> None:
-        """`factory` is `module:function`; `connections` are fields of ConnectionSettings."""
+        """`factory` is `module:function`; `connections` are fields of Settings."""
         options = {
             "num_workers": num_workers, "seconds": seconds, "grace": grace, "port": port,
             "is_real": is_real, "trace": trace, "factory": factory,

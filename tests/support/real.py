@@ -30,6 +30,7 @@ from headway.model.decoder import Decoder
 from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend
 from headway.model.registry import resolve
+from headway.options import EngineOptions
 from headway.request import RequestParams
 from headway.text.chat_template import render_chat
 from headway.text.tokenizer import Tokenizer
@@ -192,7 +193,9 @@ class Trial:
         self, model: Decoder, preset: str = "headway", *, async_scheduling: int = 0, **settings: Any
     ) -> None:
         itemsize = kv_itemsize(model.backend, model.config)
-        self.config = fit(model.config, itemsize, preset, "400MiB", settings)
+        self.config = fit(
+            model.config, itemsize, EngineOptions(preset=preset, kv_memory="400MiB", **settings)
+        )
         executor = CpuExecutor(model, self.config)
         self.seen = Seen()
         self.engine = Engine(

@@ -38,7 +38,7 @@ from headway.server.process.serve import (
     do_nothing,
     serve_single_process,
 )
-from headway.server.settings import ConnectionSettings
+from headway.server.settings import Settings
 from tests.support.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -200,7 +200,7 @@ def main(given: str) -> None:
     options = json.loads(given)
     factory = ServerFactory(
         make_engine=partial(mini_served, options["seconds"]), make_app=MiniApp,
-        grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
+        grace=options["grace"], settings=Settings(**options["connections"]),
         setup=patient,
     )  # fmt: skip
     if options["is_real"]:

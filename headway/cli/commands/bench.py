@@ -1,8 +1,7 @@
-"""`headway bench`: measure speed, with the options and result keys of `vllm bench`."""
+"""`headway bench throughput` and `latency`, with the options and result keys of `vllm bench`."""
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -13,27 +12,20 @@ import typer
 from rich.console import Console
 
 from headway.cli.commands import bench_serve
-from headway.cli.options.command import Command
 from headway.cli.options.common import Json, progress_bar, spread
-from headway.cli.options.dataset import NAMES, Dataset, Work, random_work
-from headway.cli.options.model import ModelOptions
-from headway.cli.view import live
+from headway.cli.options.model import EngineFlags, load_model
+from headway.cli.view import live, render
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ExecutorError
 from headway.lab.loadgen import report
 from headway.lab.loadgen.requests import LengthRange, parse_length_range
+from headway.lab.real.dataset import NAMES, Dataset, Work, random_work
 from headway.observe.trace import header
+from headway.options import EngineOptions
 
 if TYPE_CHECKING:
     from headway.llm import LLM
 
-app = typer.Typer(
-    name="bench",
-    add_completion=False,
-    help="Measure throughput, latency or a server. Result keys are those of `vllm bench`.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
 NumPrompts = Annotated[int, typer.Option(help="Number of requests, all submitted at once.", min=1)]
 InputLen = Annotated[str, typer.Option(help="Prompt tokens: 128, or a range such as 100-1024.")]
 OutputLen = Annotated[str, typer.Option(help="Output tokens: 64, or a range such as 16-256.")]
@@ -61,10 +53,8 @@ MaxLen = Annotated[
 BatchSize = Annotated[int, typer.Option(help="Requests per batch.", min=1)]
 Iters = Annotated[int, typer.Option(help="Number of measured batches.", min=1)]
 Warmup = Annotated[int, typer.Option(help="Number of warm-up batches, not measured.", min=0)]
-app.command("serve", cls=Command)(bench_serve.serve_command)
 
 
-@app.command("throughput", cls=Command)
 @spread
 def throughput_command(
     num_prompts: NumPrompts = 32,
@@ -77,7 +67,7 @@ def throughput_command(
     max_output_len: MaxLen = None,
     json_: Json = False,
     *,
-    model: ModelOptions,
+    model: EngineFlags,
 ) -> None:
     """Measure tokens and requests per second, and latencies, of many requests at once.
 
@@ -90,8 +80,10 @@ def throughput_command(
         max_input=max_input_len, max_output=max_output_len,
     )  # fmt: skip
     source = random.Random(seed)
-    with model.load() as llm:
-        work = dataset.load(llm, source)
+    with load_model(model) as llm:
+        work, missing = dataset.load(llm, source)
+        if missing:
+            render.note(f"note: {missing}")
         warm_up = random_work(llm, source, 1, LengthRange(8, 8), LengthRange(2, 2))
         _run(llm, warm_up)
         metrics = live.measure(llm)
@@ -101,12 +93,11 @@ def throughput_command(
             seconds = time.perf_counter() - start
         result = report.throughput(metrics, seconds)
     if json_:
-        print(json.dumps({**_setting(llm, model), **result}, indent=2))
+        render.print_json({**_setting(llm, model), **result})
     else:
         _show_throughput(result)
 
 
-@app.command("latency", cls=Command)
 @spread
 def latency_command(
     batch_size: BatchSize = 8,
@@ -117,7 +108,7 @@ def latency_command(
     seed: Seed = 0,
     json_: Json = False,
     *,
-    model: ModelOptions,
+    model: EngineFlags,
 ) -> None:
     """Measure the latency of batches that run one after the other.
 
@@ -126,7 +117,7 @@ def latency_command(
     source, seconds = random.Random(seed), list[float]()
     lengths = LengthRange(input_len, input_len), LengthRange(output_len, output_len)
     with (
-        model.load() as llm,
+        load_model(model) as llm,
         progress_bar("latency", num_iters_warmup + num_iters) as advance,
     ):
         for _ in range(num_iters_warmup + num_iters):
@@ -137,7 +128,7 @@ def latency_command(
             advance(1)
     result = report.latency(seconds[num_iters_warmup:])
     if json_:
-        print(json.dumps({**_setting(llm, model), **result}, indent=2))
+        render.print_json({**_setting(llm, model), **result})
     else:
         _show_latency(result, batch_size * output_len)
 
@@ -150,7 +141,7 @@ def _run(llm: LLM, work: Work) -> None:
                 raise ExecutorError(sample.error)
 
 
-def _setting(llm: LLM, model: ModelOptions) -> dict[str, Any]:
+def _setting(llm: LLM, model: EngineOptions) -> dict[str, Any]:
     """The model and the configuration that were measured."""
     named = {
         "model": model.model,

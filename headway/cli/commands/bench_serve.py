@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from rich.table import Table
 from headway.cli.options.common import Json, progress_bar, spread
 from headway.cli.options.loadgen import LoadgenOptions, LoadSpec, TargetOptions
 from headway.cli.options.planner import check_plot, save_plot
+from headway.cli.view import render
 from headway.errors import ConfigError
 from headway.lab import plots
 from headway.lab.loadgen import report
@@ -66,7 +66,7 @@ def serve_command(
         for spec, load in zip(specs, loads, strict=True)
     ]
     if json_:
-        print(json.dumps(results[0] if len(results) == 1 else {"runs": results}, indent=2))
+        render.print_json(results[0] if len(results) == 1 else {"runs": results})
     else:
         _show(results, loads)
     if plot is not None:
@@ -151,12 +151,11 @@ def _show_one(console: Console, result: dict[str, Any]) -> None:
 
 def latency_table(result: dict[str, Any], statistics: Sequence[str]) -> Table:
     """The latencies of a report in milliseconds, a row each."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for column in ("milliseconds", *statistics):
-        table.add_column(column, justify="left" if column == "milliseconds" else "right")
-    for key, name in report.LATENCIES.items():
-        table.add_row(name, *(f"{result[f'{each}_{key}_ms']:,.1f}" for each in statistics))
-    return table
+    rows = (
+        (name, *(f"{result[f'{each}_{key}_ms']:,.1f}" for each in statistics))
+        for key, name in report.LATENCIES.items()
+    )
+    return render.table(("milliseconds", *statistics), rows)
 
 
 def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
@@ -167,16 +166,17 @@ def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
     }  # fmt: skip
     if results[0]["request_goodput"] is None:
         del columns["good/s"]
-    table = Table(header_style="bold", box=None, pad_edge=False)
     key = "request_rate" if results[0]["max_concurrency"] is None else "max_concurrency"
     first = "rate" if key == "request_rate" else "concurrency"
-    for title in (first, "done", "failed", *columns):
-        table.add_column(title, justify="right", no_wrap=True)
-    for result in results:
-        cells = (f"{result[name]:,.{'0' if title == 'tok/s' else '1'}f}"
-                 for title, name in columns.items())  # fmt: skip
-        table.add_row(str(result[key]), f"{result['completed']:,}", f"{result['failed']:,}", *cells)
-    console.print(table)
+    rows = (
+        (
+            str(result[key]), f"{result['completed']:,}", f"{result['failed']:,}",
+            *(f"{result[name]:,.{'0' if title == 'tok/s' else '1'}f}"
+              for title, name in columns.items()),
+        )
+        for result in results
+    )  # fmt: skip
+    console.print(render.table((first, "done", "failed", *columns), rows, None, no_wrap=True))
 
 
 def _check_plot(plot: str | None) -> None:

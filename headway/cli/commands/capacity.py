@@ -1,8 +1,7 @@
-"""`headway capacity`: the highest request rate that meets latency targets."""
+"""`headway plan capacity`: the highest request rate that meets latency targets."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,14 +10,14 @@ from rich.console import Console
 
 from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, SimulationFlags, WorkloadText
 from headway.cli.view import render
 from headway.errors import ConfigError
-from headway.lab.cost import load_profile
 from headway.lab.planner.capacity import Capacity, CapacityQuestion, find_capacity
 from headway.lab.planner.evaluate import make_config
 from headway.lab.planner.targets import Targets, redundant
 
-DEFAULT_WORKLOAD = options.DEFAULT_WORKLOAD.replace("requests=200", "requests=1000")
+LONG_WORKLOAD = DEFAULT_WORKLOAD.replace("requests=200", "requests=1000")
 RUNS_PER_SEED = 8  # about; for the progress bar
 WIDE = 0.03  # half an interval, relative to the mean, that is worth a note
 SPLITTING = (
@@ -29,9 +28,7 @@ SPLITTING = (
 
 @options.spread
 def capacity_command(
-    workload: options.Workload = DEFAULT_WORKLOAD,
-    preset: options.Preset = "headway",
-    profile: options.ProfileName = "llama3.1-8b-a100-80gb",
+    workload: WorkloadText = LONG_WORKLOAD,
     rate: Annotated[
         float | None, typer.Option(help="Requests per second to serve: prints the replicas.")
     ] = None,
@@ -40,12 +37,10 @@ def capacity_command(
     ] = 8,
     seed: Annotated[int, typer.Option(help="The first seed.", min=0)] = 0,
     json_: options.Json = False,
-    async_scheduling: options.AsyncScheduling = False,
     *,
     targets: planner_options.TargetOptions,
-    selection: options.WorkloadOptions,
     runs: planner_options.RunOptions,
-    scheduler: options.SchedulerOptions,
+    simulation: SimulationFlags,
 ) -> None:
     """Find the highest request rate that meets the targets, with a confidence interval.
 
@@ -55,9 +50,9 @@ def capacity_command(
     if rate is not None and not 0 < rate < float("inf"):
         raise ConfigError(f"--rate must be a number above 0, not {rate:g}")
     question = CapacityQuestion(
-        profile=load_profile(profile), workload=planner_options.workload_of(workload, selection),
-        settings=planner_options.base_settings(preset, scheduler), targets=targets.targets(),
-        async_scheduling=async_scheduling,
+        profile=simulation.machine, workload=simulation.workload(workload),
+        settings=simulation.settings, targets=planner_options.read_targets(targets),
+        async_scheduling=simulation.async_scheduling,
     )  # fmt: skip
     with runs.evaluator() as evaluator:
         make_config(question.settings, question.profile)
@@ -65,7 +60,7 @@ def capacity_command(
         with options.progress_bar("simulating", seeds * RUNS_PER_SEED) as evaluator.advance:
             found = find_capacity(question, used, evaluator)
     if json_:
-        print(json.dumps(_described(question, found, rate), indent=2))
+        render.print_json(_described(question, found, rate))
         return
     _print(question, found, rate)
 

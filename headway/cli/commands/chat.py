@@ -18,7 +18,7 @@ import typer
 from rich.cells import cell_len
 
 from headway.cli.options.common import spread
-from headway.cli.options.model import ModelOptions, SamplingOptions, sampling_option
+from headway.cli.options.model import EngineFlags, SamplingOptions, load_model, sampling_option
 from headway.cli.view import live
 from headway.cli.view.chat_session import ChatSession
 
@@ -34,10 +34,10 @@ class ChatOptions(SamplingOptions):
 
 
 @spread
-def chat_command(system: System = "", *, model: ModelOptions, sampling: ChatOptions) -> None:
+def chat_command(system: System = "", *, model: EngineFlags, sampling: ChatOptions) -> None:
     """Chat with a model. Commands: /reset, /system, /stats, /help, /exit."""
     params = sampling.params()
-    with model.load() as llm:
+    with load_model(model) as llm:
         session = ChatSession(llm, params, system)
         session.check()
         write = Writer(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)

@@ -1,9 +1,10 @@
-"""`headway compare`: one workload under several schedulers, or several routing rules."""
+"""`headway compare`: one workload under several schedulers or routing rules, or the demo."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,6 +14,13 @@ from rich.console import Console
 from headway.cli.commands import replicas as replicas_command
 from headway.cli.options import common as options
 from headway.cli.options.planner import PlotFile, check_plot, save_plot
+from headway.cli.options.simulation import (
+    DEFAULT_WORKLOAD,
+    SimulationOptions,
+    WorkloadText,
+    make_config,
+    without,
+)
 from headway.cli.view import render
 from headway.config import Config
 from headway.errors import ConfigError
@@ -22,8 +30,19 @@ from headway.lab.plots import distribution
 from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.svg import Plot
-from headway.lab.workload.request import WorkloadRequest
+from headway.lab.workload.request import TokenSpace, WorkloadRequest
+from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler.policies.presets import PRESETS, read_changes
+
+DEMO_PROFILE = "llama3.1-8b-a100-80gb"
+DEMO_WORKLOAD = (
+    "requests=150,arrivals=poisson(20),prompt=lognormal(500,0.8),"
+    "output=lognormal(150,0.8),prefix=3x256@0.4"
+)
+MAX_NUM_SEQS, LONG, SHORT, NUM_WAITING = 8, 500, 10, 350
+DEMO_CHANGES = {"num_blocks": 1200, "num_host_blocks": 1200, "max_num_seqs": 64}
+WIDTH = 40
+SHADES = " ▁▂▃▄▅▆▇█"
 
 ALL_PRESETS = ",".join(PRESETS)
 Presets = Annotated[str, typer.Option(help="Comma-separated presets.")]
@@ -35,46 +54,54 @@ Variants = Annotated[
     ),
 ]
 
+Demo = Annotated[
+    bool,
+    typer.Option("--demo", help="Show static against continuous batching, then all presets."),
+]
+
 
 @options.spread
 def compare_command(
-    workload: options.Workload = options.DEFAULT_WORKLOAD,
+    workload: WorkloadText = DEFAULT_WORKLOAD,
     presets: Presets = ALL_PRESETS,
     variant: Variants = None,
     replicas: replicas_command.Replicas = None,
     routes: replicas_command.Routes = None,
     plot: PlotFile = None,
-    profile: options.ProfileName = "llama3.1-8b-a100-80gb",
+    demo: Demo = False,
     json_: options.Json = False,
-    async_scheduling: options.AsyncScheduling = False,
     *,
-    selection: options.WorkloadOptions,
-    scheduler: options.SchedulerOptions,
+    simulation: Annotated[SimulationOptions, without("preset")],
 ) -> None:
     """Run one workload under several presets and variants, and show the results side by side.
 
     With --replicas, compare routing rules instead, under the first preset.
     """
     check_plot(plot)
-    chosen, changes = load_profile(profile), scheduler.changes()
+    machine = simulation.machine
+    if demo:
+        given = variant, replicas, routes, plot
+        if workload != DEFAULT_WORKLOAD or simulation != SimulationOptions() or any(given):
+            raise ConfigError("--demo has its own workloads and settings; give only --json with it")
+        run_demo(as_json=json_)
+        return
     if replicas is not None or routes is not None:
         number = replicas_command.read_replicas(8 if replicas is None else replicas)
         rules = replicas_command.read_routes(routes or replicas_command.KNOWN)
         if variant or (presets != ALL_PRESETS and "," in presets):
             raise ConfigError("--routes compares rules under one preset; use --presets NAME")
         name = "headway" if presets == ALL_PRESETS else presets
-        config = options.make_config(name, chosen, changes)
-        requests = selection.load(workload)
+        config = simulation.config(name)
+        requests = simulation.workload(workload).requests()
         results = replicas_command.compare_routes(
-            requests, config, chosen, number, rules, async_scheduling=async_scheduling
+            requests, config, machine, number, rules, async_scheduling=simulation.async_scheduling
         )
-        title = f"{len(requests)} requests on {number} x {chosen.name}"
+        title = f"{len(requests)} requests on {number} x {machine.name}"
         replicas_command.print_routes(title, results, as_json=json_)
         save_plot(_ttft_plot(title, results), plot)
         return
     configs = {
-        name: options.make_config(name, chosen, changes)
-        for name in filter(None, map(str.strip, presets.split(",")))
+        name: simulation.config(name) for name in filter(None, map(str.strip, presets.split(",")))
     }
     if not configs and not variant:
         raise ConfigError(f"nothing to compare; give --presets ({ALL_PRESETS}) or --variant")
@@ -82,12 +109,12 @@ def compare_command(
         name, base, own = parse_variant(text)
         if name in configs:
             raise ConfigError(f"variant {name!r}: this name is already used")
-        configs[name] = options.make_config(base, chosen, {**changes, **own})
-    requests = selection.load(workload)
-    runs = run_all(requests, configs, chosen, async_scheduling)
-    summaries, title = summaries_of(runs), f"{len(requests)} requests on {chosen.name}"
+        configs[name] = simulation.config(base, **own)
+    requests = simulation.workload(workload).requests()
+    runs = run_all(requests, configs, machine, simulation.async_scheduling)
+    summaries, title = summaries_of(runs), f"{len(requests)} requests on {machine.name}"
     if json_:
-        print(json.dumps(summaries, indent=2))
+        render.print_json(summaries)
     else:
         Console().print(render.comparison(title, summaries))
     save_plot(_ttft_plot(title, runs), plot)
@@ -95,16 +122,10 @@ def compare_command(
 
 def _ttft_plot(title: str, results: Mapping[str, SimulationResult | ReplicasResult]) -> Plot:
     """The cumulative distribution of the time to first token of each run."""
-    times = {
-        name: np.array(
-            [
-                1e3 * (x.first_token - x.arrival)
-                for x in result.metrics.requests
-                if x.first_token >= 0
-            ]
-        )
-        for name, result in results.items()
-    }
+    times = {}
+    for name, result in results.items():
+        served = [each for each in result.metrics.requests if each.first_token >= 0]
+        times[name] = np.array([1e3 * (each.first_token - each.arrival) for each in served])
     return distribution(f"{title}: time to first token", times)
 
 
@@ -144,3 +165,57 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
     except ConfigError as error:
         raise ConfigError(f"variant {name.strip()!r}: {error}") from None
     return name.strip(), base, values
+
+
+def run_demo(*, as_json: bool) -> None:
+    """Run and print the demo."""
+    console, profile = Console(), load_profile(DEMO_PROFILE)
+    running = {name: running_per_step(name) for name in ("static", "vllm_v1", "headway")}
+    shares = {name: sum(counts[:LONG]) / LONG / MAX_NUM_SEQS for name, counts in running.items()}
+    requests = parse_synthetic(DEMO_WORKLOAD).generate()
+    configs = {name: make_config(name, profile, DEMO_CHANGES) for name in PRESETS}
+    summaries = summaries_of(run_all(requests, configs, profile, False))
+    if as_json:
+        render.print_json({"utilization": shares, "presets": summaries})
+        return
+    console.print(
+        f"\n[bold]Running requests per step[/], at most {MAX_NUM_SEQS}. One request generates "
+        f"{LONG} tokens,\n{MAX_NUM_SEQS - 1 + NUM_WAITING} requests generate {SHORT}. Percentage: "
+        "utilization while the long request runs.\n"
+    )
+    longest = max(map(len, running.values()))
+    for name, counts in running.items():
+        console.print(
+            f"  {name:8}[cyan]{bars(counts, longest)}[/]{shares[name]:5.0%}, {len(counts):,} steps "
+            "in total",
+            highlight=False,
+        )
+    console.print()
+    title = f"{len(requests)} requests with shared prefixes on {profile.name}, small KV cache"
+    console.print(render.comparison(title, summaries))
+    console.print(
+        "\n[dim]recomp: tokens recomputed after preemptions; between tokens: p50/p99/max[/]"
+        "\nNext: [bold]headway simulate --help[/], [bold]headway models --presets[/], "
+        "docs/policies.md"
+    )
+
+
+def running_per_step(name: str) -> list[float]:
+    """Running requests at every step: one long request, and short ones that can replace each other."""
+    space, lengths = TokenSpace(), [LONG, *[SHORT] * (MAX_NUM_SEQS - 1 + NUM_WAITING)]
+    requests = [
+        WorkloadRequest(id=str(i), pieces=(space.take(16),), num_output=length, max_tokens=length)
+        for i, length in enumerate(lengths)
+    ]
+    profile = load_profile(DEMO_PROFILE)
+    config = replace(make_config(name, profile, {}), max_num_seqs=MAX_NUM_SEQS)
+    return list(simulate(requests, config, profile).metrics.steps["running"])
+
+
+def bars(values: list[float], longest: int) -> str:
+    """A row of bars, each the mean of a few steps; as wide as its share of the longest run."""
+    width = max(1, round(WIDTH * len(values) / longest))
+    bounds = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [sum(values[a:b]) / max(1, b - a) for a, b in pairwise(bounds)]
+    shades = (SHADES[round(mean / MAX_NUM_SEQS * (len(SHADES) - 1))] for mean in means)
+    return "".join(shades).ljust(WIDTH)

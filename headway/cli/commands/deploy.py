@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from headway.cli.commands.serve import Model, make_factory
+from headway.cli.commands.serve import Model
 from headway.cli.options.common import panel, spread
 from headway.cli.options.fleet import FleetFlags, anywhere
-from headway.cli.options.model import ModelOptions
+from headway.cli.options.model import ServedFlags, load_model
 from headway.cli.options.packages import check_extras
-from headway.cli.options.serve import ServeOptions
+from headway.cli.options.serve import ServeFlags, ServeOptions
 from headway.errors import ConfigError
+from headway.options import EngineOptions
 
 _deploy = panel("Deployment")
 IMPORT_PATH = "headway.cli.commands.deploy:app"
@@ -42,9 +43,9 @@ def deploy_command(
     name: Model = None,
     *,
     deployment: DeployFlags,
-    serving: ServeOptions,
+    serving: ServeFlags,
     fleet: FleetFlags,
-    model: ModelOptions,
+    model: ServedFlags,
 ) -> None:
     """Deploy a model on a running Ray cluster: replicas, and the server behind Serve's proxies.
 
@@ -56,7 +57,7 @@ def deploy_command(
     fleet = replace(fleet, replicas=fleet.replicas or 1, ray_address=fleet.ray_address or "auto")
     if not deployment.delete:
         _check(serving)
-        serving, model = anywhere(serving, model)
+        model = anywhere(model)
     if deployment.print_config:
         print(config_file(deployment.app_name, serving, fleet, model))
         return
@@ -86,14 +87,15 @@ def _check(serving: ServeOptions) -> None:
 
 
 def _deploy_now(
-    deployment: DeployFlags, serving: ServeOptions, fleet: FleetFlags, model: ModelOptions
+    deployment: DeployFlags, serving: ServeOptions, fleet: FleetFlags, model: EngineOptions
 ) -> None:
     from headway.on_ray.cluster import deploy
+    from headway.server.serving import server_factory
 
     options = fleet.options(model, name=deployment.app_name)
     assert options is not None, "--replicas has a value"
     model = replace(model, threads=fleet.threads(model))
-    factory = make_factory(serving, model, serving.settings())
+    factory = server_factory(serving.options(model), load_model)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with console.status("connecting to Ray") as status:
 
@@ -111,11 +113,11 @@ def _deploy_now(
     console.print(f"Stop it with `headway deploy --delete --name {options.name}`.")
 
 
-PARTS: tuple[Any, ...] = (ServeOptions, FleetFlags, ModelOptions)
+PARTS: tuple[Any, ...] = (ServeOptions, FleetFlags, EngineOptions)
 FILES = ("chat_template", "api_key_file")  # args that are paths
 
 
-def config_file(name: str, serving: ServeOptions, fleet: FleetFlags, model: ModelOptions) -> str:
+def config_file(name: str, serving: ServeOptions, fleet: FleetFlags, model: EngineOptions) -> str:
     """A config file for `serve deploy` with all flags that differ from their defaults, as JSON.
 
     JSON is valid YAML, which `serve deploy` reads. ConfigError if it would lack an API key.
@@ -152,15 +154,15 @@ def app(args: dict[str, Any]) -> Any:
         raise ConfigError(f"unknown args: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
 
     from headway.on_ray.serve import application, shared
+    from headway.server.serving import server_factory
 
     def part(kind: type[Any]) -> Any:
         return kind(**{key: value for key, value in args.items() if known[key] is kind})
 
-    serving, fleet, model = part(ServeOptions), part(FleetFlags), part(ModelOptions)
+    serving, fleet, model = part(ServeOptions), part(FleetFlags), part(EngineOptions)
     fleet = replace(fleet, replicas=fleet.replicas or 1, ray_address="auto")
     options = fleet.options(model, name=name)
     assert options is not None, "replicas has a value"
-    serving, model = anywhere(serving, replace(model, threads=fleet.threads(model)))
-    return application(
-        make_factory(serving, model, serving.settings()), shared(options), serving.api_server_count
-    )
+    model = anywhere(replace(model, threads=fleet.threads(model)))
+    factory = server_factory(serving.options(model), load_model)
+    return application(factory, shared(options), serving.api_server_count)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from rich.console import Console
 from rich.table import Table
 
@@ -57,10 +55,8 @@ def compare_pools(
             )  # fmt: skip
     summaries = {name: result.summary() for name, result in results.items()}
     if as_json:
-        print(
-            json.dumps(
-                dict(zip(("disaggregated", "colocated"), summaries.values(), strict=True)), indent=2
-            )
+        render.print_json(
+            dict(zip(("disaggregated", "colocated"), summaries.values(), strict=True))
         )
     else:
         title = f"{len(requests)} requests, {sum(pools)} replicas on {profile.name}"
@@ -72,18 +68,17 @@ def compare_pools(
 
 def _pools(summaries: dict[str, Summary]) -> Table:
     """A row for each pool: how busy it is, and what its steps compute."""
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("pool", "replicas", "busy", "steps", "running", "waiting", "prefill", "preempt"):
-        table.add_column(column, justify="left" if column == "pool" else "right", no_wrap=True)
-    for summary in summaries.values():
-        for name, pool in summary["pools"].items():
-            step = pool["per_step"]
-            table.add_row(
-                name, str(pool["replicas"]), f"{pool['busy']:.0%}", f"{pool['steps']:,}",
-                f"{step['running']:.1f}", f"{step['waiting']:.1f}", f"{step['prefill_share']:.0%}",
-                f"{pool['preemptions']:,}",
-            )  # fmt: skip
-    return table
+    columns = ("pool", "replicas", "busy", "steps", "running", "waiting", "prefill", "preempt")
+    pools = [each for summary in summaries.values() for each in summary["pools"].items()]
+    rows = (
+        (
+            name, str(pool["replicas"]), f"{pool['busy']:.0%}", f"{pool['steps']:,}",
+            f"{step['running']:.1f}", f"{step['waiting']:.1f}", f"{step['prefill_share']:.0%}",
+            f"{pool['preemptions']:,}",
+        )
+        for name, pool in pools for step in [pool["per_step"]]
+    )  # fmt: skip
+    return render.table(columns, rows, no_wrap=True, padding=(0, 1, 0, 0))
 
 
 def _note(summaries: dict[str, Summary]) -> str:

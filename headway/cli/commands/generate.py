@@ -15,12 +15,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from headway.cli.options import prompts
 from headway.cli.options.common import check_writable, spread
-from headway.cli.options.model import ModelOptions, SamplingOptions, sampling_option
-from headway.cli.options.prompts import PromptEntry
+from headway.cli.options.model import EngineFlags, SamplingOptions, load_model, sampling_option
 from headway.cli.view import live, render
 from headway.errors import HeadwayError, InvalidRequest
+from headway.lab.real import prompts
+from headway.lab.real.prompts import PromptEntry
+from headway.options import EngineOptions
 
 if TYPE_CHECKING:  # these need optional packages
     from headway.engine.outputs import CompletionOutput, RequestOutput
@@ -69,7 +70,7 @@ def generate_command(
     out: Out = None,
     json_: Json = False,
     *,
-    model: ModelOptions,
+    model: EngineFlags,
     sampling: GenerateOptions,
 ) -> None:
     """Complete prompts from the command line, a file or stdin.
@@ -93,13 +94,13 @@ def generate_command(
 
 
 def _run(
-    asks: list[PromptEntry], model: ModelOptions, emit: Callable[[Row], None] | None
+    asks: list[PromptEntry], model: EngineOptions, emit: Callable[[Row], None] | None
 ) -> tuple[float, dict[int, RequestOutput]]:
     """Run all valid prompts; returns the seconds it took, and the outputs by index."""
     results: dict[int, RequestOutput] = {}
     seconds = 0.0
     if not all(ask.error for ask in asks):
-        with model.load() as llm:
+        with load_model(model) as llm:
             ready = prompts.apply_chat_template(llm, asks)
             begun = time.perf_counter()
             results = answer(llm, ready, lambda *both: emit(row(*both)) if emit else None)

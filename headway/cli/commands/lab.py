@@ -1,4 +1,4 @@
-"""`headway lab` and `headway step`: look at every decision of a run, on a page or in a terminal."""
+"""`headway lab`: look at every decision of a run, on a page or in the terminal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import typer
 
 from headway.cli.commands.compare import parse_variant
 from headway.cli.options import common as options
+from headway.cli.options.simulation import SimulationOptions, without
 from headway.errors import ConfigError, FormatError, HeadwayError
-from headway.lab.cost import load_profile
 from headway.lab.film.describe import frame_lines, why
 from headway.lab.film.format import Mark
 from headway.lab.film.reader import Film, read_film
 from headway.lab.film.run import FilmedRun, film_of_file
-from headway.lab.film.spec import DEFAULT_PROFILE, RunSpec, read_spec
+from headway.lab.film.spec import RunSpec, read_spec
 from headway.lab.simulate import config_for
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
@@ -62,28 +62,34 @@ def lab_command(
         str | None,
         typer.Option(help="Show a second scheduler beside it: 'preset; slot=value; number=value'."),
     ] = None,
-    preset: options.Preset = "headway",
-    profile: options.ProfileName = DEFAULT_PROFILE,
-    async_scheduling: options.AsyncScheduling = False,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="Show plain text and read commands: h lists them.")
+    ] = False,
     allow_own_policies: options.AllowOwnPolicies = False,
     *,
-    scheduler: options.SchedulerOptions,
+    simulation: Annotated[SimulationOptions, without("limit", "speed", "allowed_tokens")],
 ) -> None:
-    """Step through every decision of the scheduler on a web page."""
+    """Step through every decision of the scheduler on a web page or in the terminal."""
+    for flag, value in {"--attach": attach, "--export": export, "--against": against}.items():
+        if terminal and value:
+            raise ConfigError(f"{flag} {value} cannot be used with --terminal")
     options.import_from_working_directory()
     if attach:
         follow(attach, api_key)  # ConfigError now if the server cannot be followed
         _serve(LabApp("attach", live=partial(follow, attach, api_key)), port, open_page)
         return
-    spec = _spec(source, preset, profile, async_scheduling, scheduler)
+    spec = _spec(source, simulation)
     traces = {Path(source).name: Path(source)} if spec.trace else {}
     changes: dict[str, Any] = {}
     if against:
         _, other, changes = parse_variant(f"against: {against}")
-        config_for(other, load_profile(profile), changes, ANY)  # ConfigError if a value is wrong
+        config_for(other, simulation.machine, changes, ANY)  # ConfigError if a value is wrong
     own = own_policies(spec.set, changes)  # typed on the command line
-    # ConfigError or FormatError now if there is no such run
-    run = _film(spec, traces, ANY if export and allow_own_policies else own)
+    allowed = ANY if (export or terminal) and allow_own_policies else own
+    if terminal:
+        _step(spec, traces, allowed)
+        return
+    run = _film(spec, traces, allowed)  # ConfigError or FormatError now if there is no such run
     if export:
         film = b"".join(run)
         _warn(read_film([film]))
@@ -101,37 +107,23 @@ def lab_command(
     _serve(app, port, open_page, link)
 
 
-@options.spread
-def step_command(
-    source: Source = "",
-    preset: options.Preset = "headway",
-    profile: options.ProfileName = DEFAULT_PROFILE,
-    async_scheduling: options.AsyncScheduling = False,
-    allow_own_policies: options.AllowOwnPolicies = False,
-    *,
-    scheduler: options.SchedulerOptions,
-) -> None:
-    """Step through every decision of the scheduler in the terminal, forwards and backwards."""
-    options.import_from_working_directory()
-    spec = _spec(source, preset, profile, async_scheduling, scheduler)
-    own = ANY if allow_own_policies else own_policies(spec.set)
-    film = read_film(_film(spec, {Path(source).name: Path(source)}, own))
+def _step(spec: RunSpec, traces: dict[str, Path], own: Container[str]) -> None:
+    """Show the run in the terminal, and read commands from stdin."""
+    film = read_film(_film(spec, traces, own))
     if not film.num_frames:
         raise ConfigError((film.end or {}).get("error") or "the run has no steps")
     _warn(film)
     Stepper(film).run(iter(sys.stdin.readline, ""))
 
 
-def _spec(
-    source: str, preset: str, profile: str, is_async: bool, scheduler: options.SchedulerOptions
-) -> RunSpec:
+def _spec(source: str, simulation: SimulationOptions) -> RunSpec:
     settings: dict[str, Any] = {
-        "preset": preset, "profile": profile, "set": scheduler.changes(),
-        "async_scheduling": is_async,
+        "preset": simulation.preset, "profile": simulation.profile, "set": simulation.changes,
+        "async_scheduling": simulation.async_scheduling,
     }  # fmt: skip
     if not source:
         settings["workload"] = DEFAULT_SPEC["workload"]
-        settings["set"] = {**DEFAULT_SPEC["set"], **scheduler.changes()}  # type: ignore[dict-item]
+        settings["set"] = {**DEFAULT_SPEC["set"], **simulation.changes}  # type: ignore[dict-item]
     elif "=" in source and not Path(source).exists():
         settings["workload"] = source
     else:

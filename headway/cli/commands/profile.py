@@ -1,40 +1,18 @@
-"""`headway profile`: measure a model on this machine, so that the simulator can predict it."""
+"""`headway bench profile`: measure a model on this machine for the simulator."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
-from headway.cli.options.common import Json, check_writable, progress_bar
-from headway.cli.options.model import KV_MEMORY_DEFAULT, MODEL_HELP, ModelOptions, resolved
-from headway.cli.view.render import print_profile, warn_of_profile
-from headway.cli.workload_run import run_workload
-from headway.engine.gc_freeze import gc_freeze
-from headway.lab.cost import Model, Profile, as_json, save_profile
-from headway.lab.profiling.calibration import (
-    CPU_CALIBRATION,
-    GPU_CALIBRATION,
-    QUICK_CPU_CALIBRATION,
-    QUICK_GPU_CALIBRATION,
-    Calibration,
-    HeldOutError,
-    Wave,
-    held_out_error,
-    make_calibration,
-)
-from headway.lab.profiling.fit import fit, observations
-from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.observe.trace import Line, describe_step
-from headway.plan import Copy, Plan, StepReport
-
-if TYPE_CHECKING:
-    from headway.llm import LLM
+from headway.cli.options.common import Json, check_writable, progress_bar, spread
+from headway.cli.options.model import MODEL_HELP, ProfileFlags, load_model, resolved
+from headway.cli.view import render
+from headway.lab.cost import as_json, save_profile
+from headway.lab.real.profiling import measure
 
 ModelName = Annotated[str, typer.Argument(help=MODEL_HELP)]
 Out = Annotated[
@@ -43,181 +21,39 @@ Out = Annotated[
 Name = Annotated[
     str | None, typer.Option(help="Name of the profile.", show_default="model and dtype")
 ]
-AsForRun = Annotated[str, typer.Option(help="As for `headway run`.")]
-KvMemory = Annotated[
-    str | None,
-    typer.Option(help="Memory of the KV cache, e.g. 2GiB.", show_default=KV_MEMORY_DEFAULT),
-]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="chosen by torch")]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Run fewer and shorter requests; less accurate.")
 ]
 CPU_MAX_NUM_SEQS = 32
-WARM_UP = Wave([(16, 4)], 1)
-CALIBRATIONS = {  # by is_on_gpu and is_quick
-    (False, False): CPU_CALIBRATION, (False, True): QUICK_CPU_CALIBRATION,
-    (True, False): GPU_CALIBRATION, (True, True): QUICK_GPU_CALIBRATION,
-}  # fmt: skip
-COPIED = (1, 4, 16, 64)  # blocks
-TIMES_COPIED = 5
 
 
-class Logs(NamedTuple):
-    """The measured steps: those to fit, the held-out ones, and those without async scheduling."""
-
-    fitted: list[Line]
-    held_out: list[Line]
-    synchronous: list[Line]
-
-
-class Measurement(NamedTuple):
-    """A fitted profile, its error, and a warning for every rate that is not determined."""
-
-    profile: Profile
-    error: HeldOutError
-    warnings: list[str]
-
-
+@spread
 def profile_command(
     model: ModelName = "smollm2-135m",
     out: Out = None,
     name: Name = None,
-    device: AsForRun = "auto",
-    dtype: AsForRun = "auto",
-    quantization: AsForRun = "none",
-    threads: Threads = None,
-    load_format: AsForRun = "auto",
-    kv_memory: KvMemory = None,
     quick: Quick = False,
     json_: Json = False,
+    *,
+    chosen: ProfileFlags,
 ) -> None:
     """Measure a model on this machine and write a profile for `headway simulate --profile FILE`.
 
     Runs requests of many lengths in batches of many sizes and fits the cost model to the step
     times. The reported error is that of predicting a held-out run from its requests alone.
     """
-    precision = resolved(dtype, quantization, device)
-    max_num_seqs = None if is_gpu(device) else CPU_MAX_NUM_SEQS
+    precision, is_gpu = resolved(chosen.dtype, chosen.quantization, chosen.device)
+    max_num_seqs = None if is_gpu else CPU_MAX_NUM_SEQS
     name = name or f"{Path(model).name.lower().removesuffix('.gguf')}-{precision}"
     out = out or Path(f"{name}.json")
     check_writable(out)
-    chosen = ModelOptions(
-        model=model, device=device, dtype=dtype, quantization=quantization, threads=threads,
-        load_format=load_format, kv_memory=kv_memory,
-    )  # fmt: skip
-    with chosen.load(max_num_seqs=max_num_seqs) as llm:
-        profile, error, warnings = measure(llm, name, is_quick=quick)
+    with load_model(replace(chosen, model=model), max_num_seqs=max_num_seqs) as llm:
+        profile, error, warnings = measure(llm, name, is_quick=quick, bar=progress_bar)
     save_profile(profile, out)
     if json_:
         held_out = error._asdict()
         found = {"held_out": held_out, "warnings": warnings, "profile": as_json(profile)}
-        print(json.dumps({"out": str(out), **found}, indent=2))
+        render.print_json({"out": str(out), **found})
     else:
-        print_profile(profile, error, out)
-    warn_of_profile(error, warnings)
-
-
-def is_gpu(device: str) -> bool:
-    """Whether this device is a GPU."""
-    from headway.model.devices import use_device
-
-    return use_device(device).type == "cuda"
-
-
-def measure(llm: LLM, name: str, *, is_quick: bool) -> Measurement:
-    """Measure a loaded model."""
-    kv_tokens = llm.config.num_blocks * llm.config.block_size
-    spec = CALIBRATIONS[llm.loaded.is_on_gpu, is_quick]
-    logs = run(llm, make_calibration(min(llm.config.max_model_len, kv_tokens), spec))
-    return fit_profile(llm, name, logs, copy_blocks(llm))
-
-
-def fit_profile(llm: LLM, name: str, logs: Logs, copies: list[Line]) -> Measurement:
-    """Fit a profile to the measured steps."""
-    config, work = llm.config, model_work(llm)
-    kv_tokens = config.num_blocks * config.block_size
-    seen = observations([*logs.fitted, *copies])
-    if logs.synchronous:
-        seen = replace(seen, gaps=observations(logs.synchronous).gaps)
-    machine, warnings = fit(seen, work, config.block_size)
-    profile = Profile(
-        name=name, description="", kv_tokens=kv_tokens, model=work, machine=machine,
-        source="measured",
-    )  # fmt: skip
-    error = held_out_error(logs.held_out, config, profile, llm.engine.async_scheduling)
-    sentences = [
-        f"{llm.model_name}, {llm.loaded.decoder.backend.name}, measured by `headway profile`.",
-        f"Error on a held-out run: steps {error.median:.1%} (median) and {error.p90:.1%} (p90), "
-        f"simulated duration {error.simulated:+.1%}.",
-        *(f"Warning: {warning}." for warning in warnings),
-    ]
-    profile = replace(profile, description=" ".join(sentences), held_out=error._asdict())
-    return Measurement(profile, error, warnings)
-
-
-def model_work(llm: LLM) -> Model:
-    """The work of the model, computed from its shapes."""
-    decoder, loaded = llm.loaded.decoder, llm.loaded
-    config, num_slots = decoder.config, loaded.config.num_blocks * loaded.config.block_size
-    layers = (shape for name, shape in config.shapes().items() if ".layers." in name)
-    # An embedding table that is not the LM head as well is looked up, not read completely.
-    looked_up = 0 if config.tie_embeddings else decoder.embedding.num_bytes
-    return Model(
-        weight_bytes=decoder.num_bytes - looked_up,
-        kv_bytes=loaded.kv_bytes / num_slots,
-        dense_flops=2 * sum(math.prod(shape) for shape in layers if len(shape) == 2),
-        attention_flops=4 * config.num_layers * config.num_heads * config.head_dim,
-        head_flops=2 * config.hidden_size * config.vocab_size,
-        max_model_len=config.max_model_len,
-    )
-
-
-def run(llm: LLM, calibration: Calibration) -> Logs:
-    """Run all waves; with async scheduling, some again without it, which shows the time it hides."""
-    logs, is_async = Logs([], [], []), llm.engine.async_scheduling
-    before, held_out, after = calibration.before, [calibration.held_out], calibration.after
-    stages: list[tuple[list[Wave], list[Line], bool]] = [
-        ([WARM_UP], [], is_async), (before, logs.fitted, is_async),
-        (held_out, logs.held_out, is_async), (after, logs.fitted, is_async),
-        (before if is_async else [], logs.synchronous, False),
-    ]  # fmt: skip
-    total = sum(len(wave.lengths) for waves, *_ in stages for wave in waves)
-    with gc_freeze(), progress_bar("profiling", total) as advance:
-        for waves, log, hides_host in stages:
-            for wave in waves:
-                run_wave(llm, wave, log, hides_host, advance)
-    return logs
-
-
-def run_wave(
-    llm: LLM, wave: Wave, log: list[Line], is_async: bool, advance: Callable[[int], None]
-) -> None:
-    """Run prompts of these lengths, which share no prefix, with outputs of full length."""
-    space = TokenSpace()
-    requests = [
-        WorkloadRequest(id=str(i), pieces=(space.take(a),), num_output=b, max_tokens=b)
-        for i, (a, b) in enumerate(wave.lengths)
-    ]
-    config = replace(llm.config, max_num_seqs=min(wave.max_num_seqs, llm.config.max_num_seqs))
-    observers = [lambda report: log.append(describe_step(report))]
-    run_workload(
-        llm, requests, config, async_scheduling=is_async, observers=observers, progress=advance
-    )
-
-
-def copy_blocks(llm: LLM) -> list[Line]:
-    """Steps that copy some blocks to the host and back, which leaves their content unchanged."""
-    from headway.executor.gpu.swap_cost import finish
-
-    lines = []
-    limit = min(llm.config.num_blocks, llm.config.num_host_blocks)
-    for num_blocks in (size for size in COPIED if size <= limit):
-        copies = [Copy(block, block) for block in range(num_blocks)]
-        for time in range(TIMES_COPIED + 1):
-            for plan in (Plan(0, copies_out=copies), Plan(0, copies_in=copies)):
-                result = llm.executor.launch(plan).wait()
-                finish(llm.executor)
-                result.ended = llm.executor.now()
-                if time:  # the first copy includes page faults of new memory
-                    lines.append(describe_step(StepReport(plan, result, [])))
-    return lines
+        render.print_profile(profile, error, out)
+    render.warn_of_profile(error, warnings)

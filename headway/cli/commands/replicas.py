@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ from headway.checks import whole_number
 from headway.cli.options import common as options
 from headway.cli.view import render
 from headway.config import Config
-from headway.errors import ConfigError, FormatError
+from headway.errors import ConfigError
 from headway.fleet.routing import DEFAULT_ROUTE, ROUTES, RouteRule, parse_route
 from headway.lab.cluster import ReplicasResult, simulate_replicas
 from headway.lab.cost import Profile
@@ -88,10 +87,7 @@ def run_replicas(
     paths = trace_paths(trace_out, number) if trace_out else []
     total = sum(request.n for request in requests)
     with ExitStack() as stack:
-        try:
-            files = [stack.enter_context(path.open("w", encoding="utf-8")) for path in paths]
-        except OSError as error:
-            raise FormatError(trace_out, None, f"cannot be written: {error.strerror}") from None
+        files = [stack.enter_context(options.written(path)) for path in paths]
         writers = [
             TraceWriter(file, with_profile(config, profile), async_scheduling, profile=profile.name,
                         replica=str(place), has_blocks=trace_blocks, redact=trace_redact)
@@ -111,7 +107,7 @@ def print_replicas(title: str, result: ReplicasResult, *, as_json: bool) -> None
     findings = diagnose_replicas(summary, config)
     if as_json:
         doctor = [finding._asdict() for finding in findings]
-        print(json.dumps({"config": config, **summary, "doctor": doctor}, indent=2))
+        render.print_json({"config": config, **summary, "doctor": doctor})
         return
     console = Console()
     console.print(Group(render.report(title, summary), "", _table(summary["pools"]["colocated"])))
@@ -121,16 +117,17 @@ def print_replicas(title: str, result: ReplicasResult, *, as_json: bool) -> None
 
 def _table(pool: Summary) -> Table:
     """A row for each replica, and one for the largest value divided by the mean."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for column in ("replica", "requests", "busy", "tokens", "hits", "TTFT p50", "p90", "running"):
-        table.add_column(column, justify="left" if column == "replica" else "right", no_wrap=True)
-    for each in pool["each"]:
-        table.add_row(
+    columns = ("replica", "requests", "busy", "tokens", "hits", "TTFT p50", "p90", "running")
+    rows = (
+        (
             escape(each["name"]), f"{each['requests']:,}", f"{each['busy']:.0%}",
             f"{each['computed_tokens']:,}", f"{each['cache_hit_ratio']:.0%}",
             render.seconds(each["ttft"]["p50"]), render.seconds(each["ttft"]["p90"]),
             f"{each['per_step']['running']:.1f}",
-        )  # fmt: skip
+        )
+        for each in pool["each"]
+    )  # fmt: skip
+    table = render.table(columns, rows, no_wrap=True)
     shown = (f"{pool['balance'][name]:.2f}" for name in ("requests", "busy", "computed_tokens"))
     table.add_row("max / mean", *shown, style="dim")
     return table
@@ -158,21 +155,17 @@ def print_routes(title: str, results: dict[str, ReplicasResult], *, as_json: boo
     """A row for each rule: latencies, hits and balance."""
     summaries = {name: result.summary() for name, result in results.items()}
     if as_json:
-        print(json.dumps(summaries, indent=2))
+        render.print_json(summaries)
         return
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    columns = ("TTFT p50", "p90", "p99", "between p99", "total p90", "hits", "max/mean")
-    table.add_column("route", style="bold", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("route", "TTFT p50", "p90", "p99", "between p99", "total p90", "hits", "max/mean")
+    rows = []
     for name, summary in summaries.items():
-        balance = summary["pools"]["colocated"]["balance"]
         times = [summary["ttft"][mark] for mark in ("p50", "p90", "p99")]
         times += [summary["time_between_tokens"]["p99"], summary["end_to_end"]["p90"]]
-        table.add_row(
-            escape(name), *map(render.seconds, times), f"{summary['cache_hit_ratio']:.1%}",
-            f"{balance['busy']:.2f}",
-        )  # fmt: skip
+        busy = summary["pools"]["colocated"]["balance"]["busy"]
+        hits = f"{summary['cache_hit_ratio']:.1%}"
+        rows.append((f"[bold]{escape(name)}[/]", *map(render.seconds, times), hits, f"{busy:.2f}"))
+    table = render.table(columns, rows, no_wrap=True, padding=(0, 1, 0, 0))
     note = (
         "\n[dim]between: time between tokens; total: end to end; hits: share of prompt tokens found "
         "in a cache; max/mean: of the replicas' busy time[/]"

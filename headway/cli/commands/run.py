@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -18,12 +17,13 @@ from rich.text import Text
 
 from headway.cli.commands import generate
 from headway.cli.options.common import Json, check_writable, spread
-from headway.cli.options.model import ModelOptions
-from headway.cli.options.prompts import PromptEntry
+from headway.cli.options.model import EngineFlags, load_model
 from headway.cli.view import live, render
 from headway.errors import FormatError
+from headway.lab.real.prompts import PromptEntry
 from headway.lab.summary import Summary, summarize
 from headway.model.registry import cache_root
+from headway.options import EngineOptions
 from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ PROMPTS = (
 
 
 @spread
-def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: ModelOptions) -> None:
+def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: EngineFlags) -> None:
     """Run ten prompts together, show the scheduler's decisions, then print the texts.
 
     max_num_seqs and the KV cache are small by default, so that requests wait and blocks run out.
@@ -116,7 +116,7 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Mod
     if model.kv_memory is None:
         defaults["num_blocks"] = NUM_BLOCKS
     model, trace = _with_trace(model)
-    with model.load(**defaults) as llm:
+    with load_model(model, **defaults) as llm:
         entries = [_entry(llm, index, max_tokens) for index in range(len(PROMPTS))]
         metrics = live.measure(llm)
         with live.RunView(llm, Console(stderr=True)):
@@ -134,17 +134,17 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Mod
             "kv_cache": kv_cache,
             "results": rows,
         }
-        print(json.dumps({**run, "summary": summary}, indent=2))
+        render.print_json({**run, "summary": summary})
         return
     _show(llm, results, summary)
     if trace is not None:
         print(f"\nOpen this run in the lab: headway lab {shlex.quote(str(trace))}")
 
 
-def _with_trace(model: ModelOptions) -> tuple[ModelOptions, Path | None]:
+def _with_trace(model: EngineOptions) -> tuple[EngineOptions, Path | None]:
     """The options, and the trace of the run: the one asked for, else one in the cache folder."""
     if model.trace_out is not None:
-        return model, model.trace_out
+        return model, Path(model.trace_out)
     path = cache_root() / "last_run.trace.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,19 +1,19 @@
-"""`headway sweep` and `headway breakeven`: simulations over knobs, and swap against recompute."""
+"""`headway plan sweep` and `breakeven`: simulations over knobs, and swap against recompute."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, ProfileName, SimulationFlags
 from headway.cli.view import render
 from headway.lab.cost import load_profile
+from headway.lab.film.spec import DEFAULT_PROFILE
 from headway.lab.planner import breakeven
 from headway.lab.planner.space import KNOBS, WORKLOAD_KNOBS, check, parse_knobs, points, text_of
 from headway.lab.planner.sweep import (
@@ -29,7 +29,6 @@ BREAKEVEN_TERMS = (
     "swap: the copies out and in. recompute: the time that the tokens add to steps that run anyway. "
     "recompute alone: in a step of their own."
 )
-PROFILE = "llama3.1-8b-a100-80gb"
 Knobs = Annotated[
     list[str],
     typer.Argument(
@@ -48,38 +47,33 @@ WorkloadText = Annotated[
 @options.spread
 def sweep_command(
     knobs: Knobs,
-    workload: WorkloadText = options.DEFAULT_WORKLOAD,
-    preset: options.Preset = "headway",
-    profile: options.ProfileName = PROFILE,
+    workload: WorkloadText = DEFAULT_WORKLOAD,
     metric: Metric = "output_tokens_per_second",
     plot: planner_options.PlotFile = None,
     json_: options.Json = False,
-    async_scheduling: options.AsyncScheduling = False,
     *,
-    selection: options.WorkloadOptions,
     runs: planner_options.RunOptions,
-    scheduler: options.SchedulerOptions,
+    simulation: SimulationFlags,
 ) -> None:
     """Simulate every combination of settings on one workload, as a table and a plot."""
     planner_options.check_plot(plot)
-    chosen = load_profile(profile)
-    work = planner_options.workload_of(workload, selection)
-    base = planner_options.base_settings(preset, scheduler)
+    machine, work = simulation.machine, simulation.workload(workload)
+    base = simulation.settings
     with runs.evaluator() as evaluator:
-        space = check(parse_knobs(knobs, (*KNOBS, *WORKLOAD_KNOBS)), base, chosen)
-        check_metric(metric, base, chosen)
+        space = check(parse_knobs(knobs, (*KNOBS, *WORKLOAD_KNOBS)), base, machine)
+        check_metric(metric, base, machine)
         with options.progress_bar("simulating", len(points(space))) as evaluator.advance:
-            results = run_sweep(space, base, chosen, work, evaluator, async_scheduling)
+            results = run_sweep(space, base, machine, work, evaluator, simulation.async_scheduling)
     num_seeds = len(space.get("seed", ()))
     shown = over_seeds(results) if num_seeds > 1 and len(space) > 1 else results
     drawn = plot_of(shown, metric)
     if json_:
         reports = [{"knobs": each.knobs, **each.outcome.summary} for each in results]
-        print(json.dumps({**planner_options.described(chosen), "runs": reports}, indent=2))
+        render.print_json({**planner_options.described(machine), "runs": reports})
     else:
         means = f", means over {num_seeds} seeds" if shown is not results else ""
-        _print_sweep(f"{len(results)} runs on {chosen.name}{means}", shown, metric)
-        planner_options.print_end(drawn, chosen)
+        _print_sweep(f"{len(results)} runs on {machine.name}{means}", shown, metric)
+        planner_options.print_end(drawn, machine)
     planner_options.save_plot(drawn, plot)
 
 
@@ -93,28 +87,23 @@ def _print_sweep(title: str, results: list[SweepPoint], metric: str) -> None:
 
 
 def breakeven_command(
-    profile: options.ProfileName = PROFILE,
+    profile: ProfileName = DEFAULT_PROFILE,
     plot: planner_options.PlotFile = None,
     json_: options.Json = False,
 ) -> None:
     """Compare swapping with recomputing a preempted request, by its length."""
     planner_options.check_plot(plot)
-    chosen = load_profile(profile)
-    rows, at, drawn = breakeven.table(chosen), breakeven.crossing(chosen), breakeven.plot(chosen)
+    machine = load_profile(profile)
+    rows, at, drawn = breakeven.table(machine), breakeven.crossing(machine), breakeven.plot(machine)
     if json_:
         lines: list[dict[str, Any]] = [{**asdict(row), "cheaper": row.cheaper} for row in rows]
-        print(json.dumps(
-            {**planner_options.described(chosen), "crossing": at, "rows": lines}, indent=2
-        ))  # fmt: skip
+        render.print_json({**planner_options.described(machine), "crossing": at, "rows": lines})
     else:
-        table = Table(header_style="bold", box=None, pad_edge=False)
-        for name in ("tokens", "swap", "recompute", "recompute alone", "cheaper"):
-            table.add_column(name, justify="right")
-        for row in rows:
-            times = map(render.seconds, (row.swap, row.recompute, row.recompute_alone))
-            table.add_row(f"{row.tokens:,}", *times, row.cheaper)
-        Console().print(table)
+        columns = ("tokens", "swap", "recompute", "recompute alone", "cheaper")
+        times = [map(render.seconds, (r.swap, r.recompute, r.recompute_alone)) for r in rows]
+        cells = [(f"{r.tokens:,}", *t, r.cheaper) for r, t in zip(rows, times, strict=True)]
+        Console().print(render.table(columns, cells, None))
         found = f"a swap is cheaper from {at:,} tokens up" if at else "a swap is never cheaper"
-        Console().print(f"\nOn {chosen.name} {found}. {BREAKEVEN_TERMS}", highlight=False)
-        planner_options.print_end(drawn, chosen)
+        Console().print(f"\nOn {machine.name} {found}. {BREAKEVEN_TERMS}", highlight=False)
+        planner_options.print_end(drawn, machine)
     planner_options.save_plot(drawn, plot)

@@ -138,11 +138,7 @@ def keys() -> Iterator[Any]:
         import tty
 
         before = termios.tcgetattr(sys.stdin)
-    except (
-        ImportError,
-        OSError,
-        ValueError,
-    ):  # stdin is not a terminal, or the platform has no termios
+    except (ImportError, OSError, ValueError):  # stdin is no terminal, or there is no termios
         yield lambda wait: time.sleep(wait)
         return
 

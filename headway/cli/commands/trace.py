@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headway.cli.options.common import AllowOwnPolicies, import_from_working_directory
+from headway.cli.options.common import AllowOwnPolicies, import_from_working_directory, written
 from headway.cli.view import render
 from headway.errors import ConfigError, FormatError, HeadwayError
 from headway.lab.diff import Difference, diff
@@ -66,10 +66,8 @@ def trace_command(
 
 def _export(file: Path, target: Path, as_json: bool) -> None:
     events = list(to_perfetto(read_trace(file)))
-    try:
-        target.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-    except OSError as error:
-        raise FormatError(target, None, f"cannot be written: {error.strerror}") from None
+    with written(target) as output:
+        output.write(json.dumps({"traceEvents": events}))
     text = f"{render.counted(len(events), 'event')} written to {target}; open the file in ui.perfetto.dev"
     print(json.dumps({"events": len(events)}) if as_json else text)
 

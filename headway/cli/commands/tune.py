@@ -1,31 +1,31 @@
-"""`headway tune`: the best settings of a scheduler for a profile, a workload and targets."""
+"""`headway plan tune`: the best settings of a scheduler for a profile, a workload and targets."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
 from headway.cli.options.packages import check_extras
-from headway.cli.workload_run import FITTING, run_workload
-from headway.lab.cost import load_profile
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, SimulationFlags, WorkloadText
+from headway.cli.view import render
 from headway.lab.planner import advice
 from headway.lab.planner.evaluate import Evaluator, make_config
 from headway.lab.planner.search import TuneQuestion
 from headway.lab.planner.space import check, default_space, parse_knobs, text_of
 from headway.lab.planner.targets import redundant
 from headway.lab.planner.tune import Answer, Change, Verified, compare, complete, tune
+from headway.lab.real.run import FITTING, run_workload
 from headway.lab.simulate import with_profile
 from headway.lab.summary import summarize
 from headway.lab.svg import Curve, Plot
 
+TEXTS = ("settings", "instead of")  # columns aligned left
 Budget = Annotated[
     int,
     typer.Option(help="How much to simulate, in runs of the whole workload.", min=1, max=100_000),
@@ -46,21 +46,17 @@ Verify = Annotated[
 
 @options.spread
 def tune_command(
-    workload: options.Workload = options.DEFAULT_WORKLOAD,
-    preset: options.Preset = "headway",
-    profile: options.ProfileName = "llama3.1-8b-a100-80gb",
+    workload: WorkloadText = DEFAULT_WORKLOAD,
     knob: KnobValues = None,
     budget: Budget = 60,
     seed: Annotated[int, typer.Option(help="Of the search and the fresh seeds.", min=0)] = 0,
     verify: Verify = None,
     plot: planner_options.PlotFile = None,
     json_: options.Json = False,
-    async_scheduling: options.AsyncScheduling = False,
     *,
     targets: planner_options.TargetOptions,
-    selection: options.WorkloadOptions,
     runs: planner_options.RunOptions,
-    scheduler: options.SchedulerOptions,
+    simulation: SimulationFlags,
 ) -> None:
     """Find the best settings for a workload subject to latency targets, and say why.
 
@@ -70,26 +66,26 @@ def tune_command(
     if verify:
         check_extras("--verify", "torch")
     with runs.evaluator() as evaluator:
-        base = planner_options.base_settings(preset, scheduler)
-        chosen = load_profile(profile)
-        space = parse_knobs(knob or ()) or default_space(make_config(base, chosen))
-        free = {name: values for name, values in space.items() if name not in scheduler.changes()}
+        base = simulation.settings
+        machine = simulation.machine
+        space = parse_knobs(knob or ()) or default_space(make_config(base, machine))
+        free = {name: values for name, values in space.items() if name not in simulation.changes}
         question = TuneQuestion(
-            profile=chosen, workload=planner_options.workload_of(workload, selection), base=base,
-            targets=targets.targets(), space=check(free, base, chosen),
-            async_scheduling=async_scheduling,
+            profile=machine, workload=simulation.workload(workload), base=base,
+            targets=planner_options.read_targets(targets), space=check(free, base, machine),
+            async_scheduling=simulation.async_scheduling,
         )  # fmt: skip
         with options.progress_bar("simulating", budget) as evaluator.advance:
             answer = tune(question, evaluator, budget=budget, seed=seed)
         verified = _verified(question, answer, evaluator, verify) if verify else []
-    drawn, commands = pareto_plot(answer), _commands(question, answer, profile)
+    drawn, commands = pareto_plot(answer), _commands(question, answer, simulation.profile)
     if json_:
-        print(json.dumps(_described(question, answer, verified, commands), indent=2))
+        render.print_json(_described(question, answer, verified, commands))
     else:
         _print(question, answer)
         _print_commands(Console(highlight=False), commands)
         _print_verified(Console(highlight=False), verified)
-        planner_options.print_end(drawn, chosen)
+        planner_options.print_end(drawn, machine)
     planner_options.save_plot(drawn, plot)
 
 
@@ -159,18 +155,18 @@ def _print(question: TuneQuestion, answer: Answer) -> None:
     _print_gain(console, question, answer)
     _print_why(console, answer)
     console.print("\n[bold]Pareto front[/]")
-    console.print(_table(("tok/s", "tok/s per user", "settings"), [
+    console.print(render.table(("tok/s", "tok/s per user", "settings"), [
         (f"{p.tokens_per_second:,.0f}", f"{p.tokens_per_second_per_user:.1f}", text_of(p.settings))
         for p in answer.pareto
-    ]))  # fmt: skip
+    ], TEXTS))  # fmt: skip
 
 
 def _print_verified(console: Console, verified: Sequence[Verified]) -> None:
     if verified:
         console.print("\n[bold]Predicted and measured[/]")
-        console.print(_table(("", "predicted", "measured", "error"), [
+        console.print(render.table(("", "predicted", "measured", "error"), [
             (v.name, f"{v.predicted:.4g}", f"{v.measured:.4g}", f"{v.error:+.1%}") for v in verified
-        ]))  # fmt: skip
+        ], TEXTS))  # fmt: skip
 
 
 def _print_gain(console: Console, question: TuneQuestion, answer: Answer) -> None:
@@ -191,20 +187,20 @@ def _print_gain(console: Console, question: TuneQuestion, answer: Answer) -> Non
         f"Gain over the defaults: [bold]{mean:+.1%}[/] (95 % interval {low:+.1%} to {high:+.1%}), "
         f"means over {seeds} fresh seeds:\n"
     )
-    console.print(_table(("", "defaults", "best", "difference", "95 % interval"), [
+    console.print(render.table(("", "defaults", "best", "difference", "95 % interval"), [
         (c.name, f"{c.default:,.4g}", f"{c.best:,.4g}", f"{c.difference.mean:+,.3g}",
          f"{c.difference.low:+,.3g} to {c.difference.high:+,.3g}")
         for c in answer.compared
-    ]))  # fmt: skip
+    ], TEXTS))  # fmt: skip
 
 
 def _print_why(console: Console, answer: Answer) -> None:
     if answer.changes:
         console.print("\n[bold]Why[/]: what each change buys, by a run without it")
-        console.print(_table(("change", "instead of", "without it"), [
+        console.print(render.table(("change", "instead of", "without it"), [
             (f"{c.knob}={c.value}", str(c.default).partition("(")[0], _loss(c))
             for c in answer.changes
-        ]))  # fmt: skip
+        ], TEXTS))  # fmt: skip
     findings = {"with the defaults": answer.before, "with these settings": answer.after}
     for title, found in findings.items():
         console.print(f"\n[bold]The doctor {title}[/]")
@@ -229,13 +225,3 @@ def _print_commands(console: Console, commands: dict[str, Any]) -> None:
             console.print(advice.wrapped(commands[name]), markup=False, soft_wrap=True)
     if rest := commands["without_vllm_counterpart"]:
         console.print(f"vllm serve has no counterpart of {', '.join(rest)}.", markup=False)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for place, name in enumerate(header):
-        is_text = not place or name in ("settings", "instead of")
-        table.add_column(name, justify="left" if is_text else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table

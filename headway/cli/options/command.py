@@ -7,13 +7,17 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from headway.cli.options.replaced import REPLACED
 from headway.errors import ConfigError
 from headway.unsupported import unsupported
 
 
+def first_paragraph(help: str | None) -> str:
+    """The first paragraph of a help text, on one line."""
+    return " ".join((help or "").split("\n\n")[0].split())
+
+
 class Command(TyperCommand):
-    """A command with its options in panels; the error for an old flag names the new one."""
+    """A command with its options in panels."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -26,21 +30,16 @@ class Command(TyperCommand):
 
     def _problem(self, error: Any, given: list[str]) -> str:
         """What is wrong with the arguments, on one line."""
-        old, parameter = getattr(error, "option_name", ""), getattr(error, "param", None)
-        known = {flag for p in self.params for flag in (*p.opts, *p.secondary_opts)}
-        new = [flag for flag in REPLACED.get(old, ()) if flag in known - {old}]
-        if new:
-            return f"there is no option {old}; use {' or '.join(new)}"
-        if problem := unsupported(old):
+        if problem := unsupported(getattr(error, "option_name", "")):
             return problem
+        parameter = getattr(error, "param", None)
         for flag, value in pairwise([word for each in given for word in each.split("=", 1)]):
             if parameter is not None and flag in parameter.opts:
                 return f"{flag} {value}: {error.message}"
         return " ".join(error.format_message().split())
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """The first paragraph of the help, in full."""
-        return " ".join((self.help or "").split("\n\n")[0].split())
+        return first_paragraph(self.help)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the panels as plain text: Rich truncates long names at 80 columns."""

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the workload and config that they describe.
+"""Options that several commands share.
 
 Options that belong together are one dataclass; `spread` lets a command take them as one argument.
 """
@@ -9,10 +9,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import IO, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -20,24 +20,17 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
 
-from headway.config import Config
 from headway.errors import FormatError
-from headway.lab.cost import Profile
-from headway.lab.simulate import config_for
-from headway.lab.workload.files import load_workload
-from headway.lab.workload.request import MAX_TOKENS, WorkloadRequest
-from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS
+from headway.scheduler.policies.presets import PRESETS, SLOTS
 from headway.scheduler.policies.queue import custom
-from headway.scheduler.policies.text import ANY
 
 SCHEDULER = "Scheduler"
-DEFAULT_WORKLOAD = (
-    "requests=200,arrivals=poisson(10),prompt=lognormal(300,0.8),output=lognormal(250,0.7)"
-)
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
 SLOT_HELP = {
@@ -60,29 +53,19 @@ def panel(name: str) -> Callable[..., Any]:
 
 
 scheduler_option = panel(SCHEDULER)
-_workload = panel("Workload")
 
 
 def _slot(name: str) -> Any:
     known = ", ".join(f.__name__ for f in SLOTS[name] if f is not custom)
-    return _number(f"{SLOT_HELP[name]}: {known}, or module:function.")
+    text = f"{SLOT_HELP[name]}: {known}, or module:function."
+    return Annotated[str | None, scheduler_option(text, show_default="from the preset")]
 
 
-def _number(text: str, default: str = "from the preset") -> Any:
-    return scheduler_option(text, show_default=default)
+def number_flag(text: str, default: str = "from the preset") -> Any:
+    """The annotation of a scheduler option that is a whole number."""
+    return Annotated[int | None, scheduler_option(text, show_default=default)]
 
 
-Workload = Annotated[
-    str,
-    typer.Argument(
-        help="Workload file (Azure .csv, Mooncake or Headway .jsonl, decision trace) or synthetic "
-        "workload, "
-        "e.g. 'arrivals=poisson(5),prompt=uniform(100,1024),output=lognormal(200,0.8)'."
-    ),
-]
-ProfileName = Annotated[
-    str, typer.Option("--profile", help="Name of a bundled profile, or a .json file.")
-]
 Preset = Annotated[str, scheduler_option(f"Scheduler preset: {', '.join(PRESETS)}.", "--preset")]
 MAX_NUM_SEQS = "Maximum number of running requests."
 MAX_NUM_BATCHED_TOKENS = "Maximum number of tokens computed in one step."
@@ -99,82 +82,44 @@ AllowOwnPolicies = Annotated[
         "imported. The lab's page asks before each.",
     ),
 ]
-AsyncScheduling = Annotated[
-    bool, scheduler_option(ASYNC_SCHEDULING, "--async-scheduling/--no-async-scheduling")
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerOptions:
-    """The policies and numbers of a scheduler; None keeps the preset's value."""
-
-    batching: Annotated[str | None, _slot("batching")] = None
-    queue: Annotated[str | None, _slot("queue")] = None
-    chunk: Annotated[str | None, _slot("chunk")] = None
-    headroom: Annotated[str | None, _slot("headroom")] = None
-    victim: Annotated[str | None, _slot("victim")] = None
-    swap: Annotated[str | None, _slot("swap")] = None
-    max_num_seqs: Annotated[int | None, _number(MAX_NUM_SEQS)] = None
-    max_num_batched_tokens: Annotated[int | None, _number(MAX_NUM_BATCHED_TOKENS)] = None
-    num_scheduler_steps: Annotated[
-        int | None, _number("Decode steps per plan while no request waits.")
-    ] = None
-    block_size: Annotated[int | None, _number("Tokens in a KV cache block.")] = None
-    num_blocks: Annotated[
-        int | None, _number("KV cache blocks on the device.", default="as many as fit")
-    ] = None
-    num_host_blocks: Annotated[
-        int | None,
-        _number(
-            "KV cache blocks in host memory, for swapping.",
-            default="0; up to num_blocks if the swap rule may swap",
-        ),
-    ] = None
-    max_model_len: Annotated[int | None, _number(MAX_MODEL_LEN)] = None
-
-    def changes(self) -> dict[str, Any]:
-        """The values that differ from the preset."""
-        given = {name: getattr(self, name) for name in (*SLOTS, *NUMBERS)}
-        return {name: value for name, value in given.items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadOptions:
-    """How the requests of a workload are selected and changed."""
-
-    limit: Annotated[int | None, _workload("Use only the first N requests.")] = None
-    speed: Annotated[float, _workload("Divide arrival times by this factor.")] = 1.0
-    allowed_tokens: Annotated[
-        int | None,
-        _workload(
-            "max_tokens of requests whose workload file has none. If it is larger than the "
-            "real output, the scheduler does not know when a request ends.",
-            show_default="the real output",
-            min=1,
-            max=MAX_TOKENS,
-        ),
-    ] = None
-
-    def load(self, workload: str) -> list[WorkloadRequest]:
-        """The requests of a file or of a synthetic workload."""
-        return load_workload(workload, self.limit, self.speed, self.allowed_tokens)
+Flags = dict[str, Any]  # by the name of a field: its option, or an annotation with another type
+SCHEDULER_FLAGS: Flags = {
+    **{name: _slot(name) for name in SLOTS},
+    "max_num_seqs": number_flag(MAX_NUM_SEQS),
+    "max_num_batched_tokens": number_flag(MAX_NUM_BATCHED_TOKENS),
+    "num_scheduler_steps": number_flag("Decode steps per plan while no request waits."),
+    "block_size": number_flag("Tokens in a KV cache block."),
+    "num_blocks": number_flag("KV cache blocks on the device.", default="as many as fit"),
+    "num_host_blocks": number_flag(
+        "KV cache blocks in host memory, for swapping.",
+        default="0; up to num_blocks if the swap rule may swap",
+    ),
+    "max_model_len": number_flag(MAX_MODEL_LEN),
+}
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the dataclass parameters of a command by one option for each of their fields."""
+    """Replace some parameters of a command by several options each.
+
+    Their annotations are dataclasses whose fields have options, or `Annotated[type, Flags]`: flags
+    for the fields of a dataclass, for its method `from_flags`, or for a dict of those given.
+    """
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     taken = inspect.signature(command).parameters.values()
+    groups = {name: found for name, hint in hints.items() if (found := _flags_of(hint))}
     shown = [p.replace(annotation=hints[p.name]) for p in taken if p.name not in groups]
-    of_groups = [option for group in groups.values() for option in _options_of(group)]
+    of_groups = [
+        inspect.Parameter(name, KEYWORD_ONLY, default=default, annotation=annotation)
+        for _, flags in groups.values() for name, (annotation, default) in flags.items()
+    ]  # fmt: skip
     # The scheduler's options are many; --help shows them last.
     of_groups.sort(key=lambda p: p.annotation.__metadata__[0].rich_help_panel == SCHEDULER)
     shown += of_groups
 
     @wraps(command)
     def run(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
+        for name, (make, flags) in groups.items():
+            given[name] = make(**{flag: given.pop(flag) for flag in flags})
         command(**given)
 
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -182,22 +127,32 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _flags_of(hint: Any) -> tuple[Callable[..., Any], dict[str, tuple[Any, Any]]] | None:
+    """What makes a group from its options, and their annotations and defaults by name; or None."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return hint, _fields_of(hint)
+    flags = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, dict)), {})
+    if not flags:
+        return None
+    kind: Any = getattr(hint.__origin__, "__origin__", hint.__origin__)  # dict of dict[str, Any]
+    known: dict[str, tuple[Any, Any]] = {} if kind is dict else _fields_of(kind)
+    options = {}
+    for name, flag in flags.items():
+        type_, default = known.get(name, (None, None))
+        is_annotation = hasattr(flag, "__metadata__")
+        options[name] = (flag if is_annotation else Annotated[type_, flag], default)
+    return (_given if kind is dict else getattr(kind, "from_flags", kind)), options
+
+
 @cache
-def _options_of(group: Any) -> list[inspect.Parameter]:
-    """The fields of a dataclass as parameters; evaluating the annotations takes a while."""
+def _fields_of(group: Any) -> dict[str, tuple[Any, Any]]:
+    """Annotations and defaults of a dataclass; evaluating the annotations takes a while."""
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
-        )
-        for f in fields(group)
-    ]
+    return {f.name: (hints[f.name], f.default) for f in fields(group)}
 
 
-def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
-    """A preset with the changes of the command line; policies may be in the working directory."""
-    import_from_working_directory()
-    return config_for(name, profile, changes, ANY)
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def import_from_working_directory() -> None:
@@ -221,13 +176,27 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
+def written(path: Path) -> Iterator[IO[str]]:
+    """A new text file; FormatError if it cannot be written."""
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise FormatError(path, None, f"cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def stderr_progress(*columns: ProgressColumn) -> Iterator[Progress]:
+    """Progress bars on stderr with these columns after the title, removed at the end."""
+    console, title = Console(stderr=True), TextColumn("{task.description}", markup=False)
+    is_hidden = not console.is_terminal
+    with Progress(title, *columns, console=console, transient=True, disable=is_hidden) as progress:
+        yield progress
+
+
+@contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Any]:
     """A progress bar on stderr, removed at the end; yields a function that advances it."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    is_hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+    with stderr_progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task(title, total=total)
         yield lambda count: progress.advance(task, count)

@@ -16,9 +16,9 @@ from headway.cli.options.packages import check_extras
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.cli.options.model import ModelOptions
     from headway.cli.options.serve import ServeOptions
     from headway.on_ray.options import FleetOptions
+    from headway.options import EngineOptions
     from headway.server.process.serve import ServerFactory
 
 _fleet = panel("Replicas")
@@ -52,7 +52,7 @@ class FleetFlags:
         str, _fleet("Rule that picks the replica of a request, as in headway simulate.")
     ] = "prefix_load"
 
-    def options(self, model: ModelOptions, name: str = "") -> FleetOptions | None:
+    def options(self, model: EngineOptions, name: str = "") -> FleetOptions | None:
         """The fleet that the flags describe; None without --replicas. ConfigError without Ray.
 
         `name` is that of the application; by default one that no other has.
@@ -85,14 +85,14 @@ class FleetFlags:
                 "of its own; `headway deploy` runs several gateways"
             )
 
-    def threads(self, model: ModelOptions) -> int:
+    def threads(self, model: EngineOptions) -> int:
         """CPU threads of each process: as given, or an equal share of this machine's cores."""
         return model.threads or max(1, (os.cpu_count() or 1) // self._num_processes(model))
 
-    def _num_processes(self, model: ModelOptions) -> int:
+    def _num_processes(self, model: EngineOptions) -> int:
         return (self.max_replicas or self.replicas or 1) * model.tensor_parallel_size
 
-    def _num_cpus(self, model: ModelOptions) -> float:
+    def _num_cpus(self, model: EngineOptions) -> float:
         """What Ray reserves: the threads; less if the replicas share this machine's cores."""
         threads = self.threads(model) * model.tensor_parallel_size
         if self.ray_address is not None or model.threads is not None:
@@ -110,7 +110,7 @@ def _uses_gpu(device: str) -> bool:
     return why_no_cuda() is None
 
 
-def anywhere(serving: ServeOptions, model: ModelOptions) -> tuple[ServeOptions, ModelOptions]:
+def anywhere(model: EngineOptions) -> EngineOptions:
     """The options for processes that run in other folders; ConfigError for a trace file."""
     if model.trace_out is not None:
         raise ConfigError(
@@ -119,10 +119,10 @@ def anywhere(serving: ServeOptions, model: ModelOptions) -> tuple[ServeOptions, 
         )
     from headway.model.registry import BUNDLED
 
-    template, path = serving.chat_template, Path(model.model).expanduser()
+    template, path = model.chat_template, Path(model.model).expanduser()
     if model.model not in BUNDLED and path.exists():
         model = replace(model, model=str(path.absolute()))
-    return replace(serving, chat_template=template and template.expanduser().absolute()), model
+    return replace(model, chat_template=template and Path(template).expanduser().absolute())
 
 
 def run_fleet(

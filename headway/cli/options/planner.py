@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from headway.cli.options.common import SchedulerOptions, WorkloadOptions, check_writable, panel
+from headway.cli.options.common import check_writable, panel
 from headway.cli.options.common import import_from_working_directory as allow_own_policies
 from headway.errors import ConfigError
 from headway.lab import plots
 from headway.lab.cost import Profile
-from headway.lab.planner.evaluate import Evaluator, History, Settings
+from headway.lab.planner.evaluate import Evaluator, History
 from headway.lab.planner.executors import JobExecutor, OnRay, Processes
 from headway.lab.planner.targets import Target, Targets, parse_duration
-from headway.lab.planner.workload import Workload
 from headway.lab.svg import Plot
 from headway.model.registry import cache_root
 
@@ -37,40 +36,26 @@ def _target(latency: str, statistic: str) -> Any:
     return _targets(text, f"--{latency}-{statistic}", metavar="TIME")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetOptions:
-    """Upper limits of latencies; p999 is the 99.9th percentile."""
+STATISTICS = ("p50", "p90", "p99", "p99.9", "max")
+# Upper limits of latencies; those that were given, by name.
+TargetOptions = Annotated[
+    dict[str, str],
+    {
+        f"{latency}_{statistic.replace('.', '')}": Annotated[
+            str | None, _target(latency, statistic)
+        ]
+        for latency in NAMES for statistic in STATISTICS
+    },
+]  # fmt: skip
 
-    ttft_p50: Annotated[str | None, _target("ttft", "p50")] = None
-    ttft_p90: Annotated[str | None, _target("ttft", "p90")] = None
-    ttft_p99: Annotated[str | None, _target("ttft", "p99")] = None
-    ttft_p999: Annotated[str | None, _target("ttft", "p99.9")] = None
-    ttft_max: Annotated[str | None, _target("ttft", "max")] = None
-    tbt_p50: Annotated[str | None, _target("tbt", "p50")] = None
-    tbt_p90: Annotated[str | None, _target("tbt", "p90")] = None
-    tbt_p99: Annotated[str | None, _target("tbt", "p99")] = None
-    tbt_p999: Annotated[str | None, _target("tbt", "p99.9")] = None
-    tbt_max: Annotated[str | None, _target("tbt", "max")] = None
-    stall_p50: Annotated[str | None, _target("stall", "p50")] = None
-    stall_p90: Annotated[str | None, _target("stall", "p90")] = None
-    stall_p99: Annotated[str | None, _target("stall", "p99")] = None
-    stall_p999: Annotated[str | None, _target("stall", "p99.9")] = None
-    stall_max: Annotated[str | None, _target("stall", "max")] = None
-    e2e_p50: Annotated[str | None, _target("e2e", "p50")] = None
-    e2e_p90: Annotated[str | None, _target("e2e", "p90")] = None
-    e2e_p99: Annotated[str | None, _target("e2e", "p99")] = None
-    e2e_p999: Annotated[str | None, _target("e2e", "p99.9")] = None
-    e2e_max: Annotated[str | None, _target("e2e", "max")] = None
 
-    def targets(self) -> Targets:
-        """The targets that were given; ConfigError names one that is no duration."""
-        found = []
-        for entry in fields(self):
-            latency, _, statistic = entry.name.replace("p999", "p99.9").partition("_")
-            if (text := getattr(self, entry.name)) is not None:
-                seconds = parse_duration(f"--{latency}-{statistic}", text)
-                found.append(Target(latency, statistic, seconds))
-        return tuple(found)
+def read_targets(given: dict[str, str]) -> Targets:
+    """The targets that were given; ConfigError names one that is no duration."""
+    found = []
+    for name, text in given.items():
+        latency, _, statistic = name.replace("p999", "p99.9").partition("_")
+        found.append(Target(latency, statistic, parse_duration(f"--{latency}-{statistic}", text)))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,17 +123,6 @@ def save_plot(plot: Plot, path: Path | None) -> None:
     if path is not None:
         plots.save(plot, path)
         Console(stderr=True).print(f"plot: {path}", markup=False, highlight=False)
-
-
-def base_settings(preset: str, scheduler: SchedulerOptions) -> Settings:
-    return {"preset": preset, **scheduler.changes()}
-
-
-def workload_of(text: str, selection: WorkloadOptions) -> Workload:
-    return Workload(
-        text=text, limit=selection.limit, speed=selection.speed,
-        allowed_tokens=selection.allowed_tokens,
-    )  # fmt: skip
 
 
 def described(profile: Profile) -> dict[str, str]:

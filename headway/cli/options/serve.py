@@ -7,135 +7,116 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from headway.checks import one_of
-from headway.cli.options.common import panel
+from headway.cli.options.common import Flags, panel
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
+from headway.server.toolcalls.formats import PARSERS
 
 if TYPE_CHECKING:
-    from headway.server.settings import ConnectionSettings, Settings
+    from headway.options import EngineOptions
+    from headway.server.serving import ServerOptions
 
 _server, _limit, _logs = panel("Server"), panel("Limits"), panel("Logs")
 NONE = "no limit"
-PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral")
+
+
+FLAGS: Flags = {
+    "host": _server("Address to listen on; 0.0.0.0 allows connections from other machines."),
+    "port": _server("Port to listen on; 0 chooses a free one.", min=0, max=65535),
+    "served_model_name": _server("Model name in the API.", show_default="as given"),
+    "tool_call_parser": _server(
+        f"Format of tool calls: {', '.join(PARSERS)}. Unless it is auto, the system message "
+        "describes the tools if the chat template does not."
+    ),
+    "api_server_count": _server("Number of processes that handle HTTP requests.", min=1),
+    "engine_process": _server(
+        "Run the engine in a separate process.",
+        "--engine-process/--no-engine-process",
+        show_default="on a GPU or with several API servers",
+    ),
+    "api_key": _server("API key that clients must send. Also HEADWAY_API_KEY. May be repeated."),
+    "api_key_file": _server("File with API keys, one per line."),
+    "allowed_origins": _server(
+        "Origin of web pages that may use the API (CORS). May be repeated.", show_default="none"
+    ),
+    "allowed_host": _server(
+        "Accepted Host header; '*' accepts any. May be repeated.",
+        show_default="local names on a loopback address without API key, otherwise any",
+    ),
+    "grace": _server("Seconds that open requests get to finish after SIGTERM or Ctrl-C.", min=0.0),
+    "watchdog": _server(
+        "Fail /health if requests are pending and no step ends for this many seconds.", min=0.1
+    ),
+    "metrics_prefix": _server("Metric name prefix. Use 'vllm' for existing vLLM dashboards."),
+    "disable_additional_properties": _server(
+        "Treat additionalProperties of JSON schemas as false where a schema does not set it.",
+        "--disable-additional-properties",
+    ),
+    "spans": _server("Export OpenTelemetry spans, configured by OTEL_* variables.", "--spans"),
+    "max_waiting": _limit("Maximum number of waiting requests; further requests get a 429.", min=1),
+    "max_waiting_tokens": _limit(
+        "Maximum number of waiting prompt tokens; further requests get a 429.", min=1
+    ),
+    "max_per_client": _limit(
+        "Maximum number of open requests per `user`. Requests without `user` count as one client.",
+        show_default=NONE,
+        min=1,
+    ),
+    "timeout": _limit(
+        "Maximum duration of a request after its body has arrived, in seconds.",
+        show_default=NONE,
+        min=0.001,
+    ),
+    "stall_timeout": _limit(
+        "Disconnect a client that reads nothing for this many seconds.", min=0.001
+    ),
+    "timeout_head": _limit("Seconds for the headers of a request to arrive.", min=0.001),
+    "timeout_keep_alive": _limit("Seconds until an idle connection is closed.", min=0.001),
+    "max_connections": _limit(
+        "Maximum number of connections per API server; more get a 503.",
+        show_default="derived from the limit of open files",
+        min=1,
+    ),
+    "max_connections_per_address": _limit(
+        "Maximum number of connections per IP address.", show_default=NONE, min=1
+    ),
+    "max_body": _limit("Maximum size of a request body, in bytes.", min=1),
+    "log_format": _logs("Log format: human or json."),
+    "log_level": _logs("Log level: debug, info, warning or error."),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Address, access, limits and logging of the server."""
 
-    host: Annotated[
-        str, _server("Address to listen on; 0.0.0.0 allows connections from other machines.")
-    ] = "127.0.0.1"
-    port: Annotated[int, _server("Port to listen on; 0 chooses a free one.", min=0, max=65535)] = (
-        8000
-    )
-    served_model_name: Annotated[
-        str | None, _server("Model name in the API.", show_default="as given")
-    ] = None
-    chat_template: Annotated[
-        Path | None,
-        _server("File with a Jinja chat template.", show_default="the model's own"),
-    ] = None
-    tool_call_parser: Annotated[
-        str,
-        _server(
-            f"Format of tool calls: {', '.join(PARSERS)}. Unless it is auto, the system message "
-            "describes the tools if the chat template does not."
-        ),
-    ] = "auto"
-    api_server_count: Annotated[
-        int, _server("Number of processes that handle HTTP requests.", min=1)
-    ] = 1
-    engine_process: Annotated[
-        bool | None,
-        _server(
-            "Run the engine in a separate process.", "--engine-process/--no-engine-process",
-            show_default="on a GPU or with several API servers",
-        ),
-    ] = None  # fmt: skip
-    api_key: Annotated[
-        list[str] | None,
-        _server("API key that clients must send. Also HEADWAY_API_KEY. May be repeated."),
-    ] = None
-    api_key_file: Annotated[Path | None, _server("File with API keys, one per line.")] = None
-    allowed_origins: Annotated[
-        list[str] | None,
-        _server(
-            "Origin of web pages that may use the API (CORS). May be repeated.", show_default="none"
-        ),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        _server(
-            "Accepted Host header; '*' accepts any. May be repeated.",
-            show_default="local names on a loopback address without API key, otherwise any",
-        ),
-    ] = None
-    grace: Annotated[
-        float, _server("Seconds that open requests get to finish after SIGTERM or Ctrl-C.", min=0.0)
-    ] = 30.0
-    watchdog: Annotated[
-        float,
-        _server(
-            "Fail /health if requests are pending and no step ends for this many seconds.", min=0.1
-        ),
-    ] = 30.0
-    metrics_prefix: Annotated[
-        str, _server("Metric name prefix. Use 'vllm' for existing vLLM dashboards.")
-    ] = "headway"
-    disable_additional_properties: Annotated[
-        bool,
-        _server(
-            "Treat additionalProperties of JSON schemas as false where a schema does not set it.",
-            "--disable-additional-properties",
-        ),
-    ] = False
-    spans: Annotated[
-        bool, _server("Export OpenTelemetry spans, configured by OTEL_* variables.", "--spans")
-    ] = False
-    max_waiting: Annotated[
-        int, _limit("Maximum number of waiting requests; further requests get a 429.", min=1)
-    ] = 1024
-    max_waiting_tokens: Annotated[
-        int, _limit("Maximum number of waiting prompt tokens; further requests get a 429.", min=1)
-    ] = 1 << 20
-    max_per_client: Annotated[
-        int | None,
-        _limit(
-            "Maximum number of open requests per `user`. Requests without `user` count as one client.",
-            show_default=NONE, min=1,
-        ),
-    ] = None  # fmt: skip
-    timeout: Annotated[
-        float | None,
-        _limit(
-            "Maximum duration of a request after its body has arrived, in seconds.",
-            show_default=NONE, min=0.001,
-        ),
-    ] = None  # fmt: skip
-    stall_timeout: Annotated[
-        float, _limit("Disconnect a client that reads nothing for this many seconds.", min=0.001)
-    ] = 60.0
-    timeout_head: Annotated[
-        float, _limit("Seconds for the headers of a request to arrive.", min=0.001)
-    ] = 10.0
-    timeout_keep_alive: Annotated[
-        float, _limit("Seconds until an idle connection is closed.", min=0.001)
-    ] = 75.0
-    max_connections: Annotated[
-        int | None,
-        _limit(
-            "Maximum number of connections per API server; more get a 503.",
-            show_default="derived from the limit of open files", min=1,
-        ),
-    ] = None  # fmt: skip
-    max_connections_per_address: Annotated[
-        int | None,
-        _limit("Maximum number of connections per IP address.", show_default=NONE, min=1),
-    ] = None
-    max_body: Annotated[int, _limit("Maximum size of a request body, in bytes.", min=1)] = 16 << 20
-    log_format: Annotated[str, _logs("Log format: human or json.")] = "human"
-    log_level: Annotated[str, _logs("Log level: debug, info, warning or error.")] = "info"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    tool_call_parser: str = "auto"
+    api_server_count: int = 1
+    engine_process: bool | None = None
+    api_key: list[str] | None = None
+    api_key_file: Path | None = None
+    allowed_origins: list[str] | None = None
+    allowed_host: list[str] | None = None
+    grace: float = 30.0
+    watchdog: float = 30.0
+    metrics_prefix: str = "headway"
+    disable_additional_properties: bool = False
+    spans: bool = False
+    max_waiting: int = 1024
+    max_waiting_tokens: int = 1 << 20
+    max_per_client: int | None = None
+    timeout: float | None = None
+    stall_timeout: float = 60.0
+    timeout_head: float = 10.0
+    timeout_keep_alive: float = 75.0
+    max_connections: int | None = None
+    max_connections_per_address: int | None = None
+    max_body: int = 16 << 20
+    log_format: str = "human"
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         if self.engine_process is False and self.api_server_count > 1:
@@ -144,8 +125,8 @@ class ServeOptions:
                 "remove --no-engine-process"
             )
         one_of("--log-format", self.log_format, ("human", "json"))
-        one_of("--log-level", self.log_level, ("debug", "info", "warning", "error"))
         one_of("--tool-call-parser", self.tool_call_parser, PARSERS)
+        one_of("--log-level", self.log_level, ("debug", "info", "warning", "error"))
 
     def has_engine_process(self, device: str) -> bool:
         """Whether the engine runs in a separate process.
@@ -160,33 +141,34 @@ class ServeOptions:
 
         return why_no_cuda() is None
 
-    def limits(self) -> QueueLimits:
-        return QueueLimits(
-            max_waiting=self.max_waiting, max_waiting_tokens=self.max_waiting_tokens,
-            max_per_client=self.max_per_client,
-        )  # fmt: skip
-
-    def settings(self) -> Settings:
-        """The settings of the endpoints; ConfigError for API keys that cannot be read or sent."""
+    def options(self, engine: EngineOptions) -> ServerOptions:
+        """The options of the server; ConfigError for API keys that cannot be read or sent."""
         from headway.server.http.origins import default_allowed_hosts
+        from headway.server.serving import ServerOptions
         from headway.server.settings import Settings, read_api_keys
 
         keys = (*(self.api_key or ()), *read_api_keys(self.api_key_file))
         hosts = default_allowed_hosts(self.host, has_key=bool(keys))
-        return Settings(
+        settings = Settings(
             request_timeout=self.timeout, stall_timeout=self.stall_timeout,
-            max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
-            allowed_origins=tuple(self.allowed_origins or ()), api_keys=keys,
-            allowed_hosts=tuple(self.allowed_host or hosts),
-            disable_additional_properties=self.disable_additional_properties,
-        )  # fmt: skip
-
-    def connections(self) -> ConnectionSettings:
-        """The limits and timeouts of connections."""
-        from headway.server.settings import ConnectionSettings
-
-        return ConnectionSettings(
             head_timeout=self.timeout_head, keep_alive_timeout=self.timeout_keep_alive,
-            stall_timeout=self.stall_timeout, max_connections=self.max_connections,
+            watchdog=self.watchdog, max_connections=self.max_connections,
             max_connections_per_address=self.max_connections_per_address,
+            max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
+            tool_call_parser=self.tool_call_parser,
+            disable_additional_properties=self.disable_additional_properties,
+            allowed_origins=tuple(self.allowed_origins or ()),
+            allowed_hosts=tuple(self.allowed_host or hosts), api_keys=keys,
         )  # fmt: skip
+        limits = QueueLimits(
+            max_waiting=self.max_waiting, max_waiting_tokens=self.max_waiting_tokens,
+            max_per_client=self.max_per_client,
+        )  # fmt: skip
+        return ServerOptions(
+            engine=engine, settings=settings, limits=limits, spans=self.spans, grace=self.grace,
+            served_model_name=self.served_model_name, log_format=self.log_format,  # type: ignore[arg-type]  # checked
+            log_level=self.log_level,
+        )  # fmt: skip
+
+
+ServeFlags = Annotated[ServeOptions, FLAGS]

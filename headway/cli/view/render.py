@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def print_run(
     findings = diagnose(summary, config)
     if as_json:
         doctor = [finding._asdict() for finding in findings]
-        print(json.dumps({"config": config, **summary, "doctor": doctor}, indent=2))
+        print_json({"config": config, **summary, "doctor": doctor})
         return
     console = Console()
     console.print(report(title, summary))
@@ -52,18 +52,17 @@ def report(title: str, summary: Summary) -> Group:
 
 def _latencies(summary: Summary) -> Table:
     """A row for each latency; for the time to first token also one for each prompt length."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for column in ("", *STATISTICS):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     rows = {name: summary[key] for key, name in LATENCIES.items()}
     classes = {
         f"  prompts {each['from']:,}-{each['to'] - 1:,}": each for each in summary["ttft_by_prompt"]
     }
     first, *others = rows
-    for name in (first, *(classes if len(classes) > 1 else ()), *others):
-        values = rows.get(name) or classes[name]
-        table.add_row(name, *(seconds(values[mark]) for mark in STATISTICS))
-    return table
+    names = (first, *(classes if len(classes) > 1 else ()), *others)
+    return table(
+        ("", *STATISTICS),
+        [(n, *(seconds((rows | classes)[n][mark]) for mark in STATISTICS)) for n in names],
+        no_wrap=True,
+    )
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
@@ -106,6 +105,33 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         missed, total = summary["deadline_misses"], summary["deadlines"]
         facts.append(("deadlines", f"{missed:,} of {total:,} missed"))
     return facts
+
+
+def table(
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    left: Container[str] | None = (),
+    *,
+    no_wrap: bool = False,
+    **style: Any,
+) -> Table:
+    """A table without a frame. The first column and those in `left` are aligned left; None: none."""
+    made = Table(header_style="bold", **{"box": None, "pad_edge": False} | style)
+    for place, column in enumerate(columns):
+        is_left = left is not None and (not place or column in left)
+        made.add_column(column, justify="left" if is_left else "right", no_wrap=no_wrap)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def note(text: str) -> None:
+    """A note on stderr, on one line."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:

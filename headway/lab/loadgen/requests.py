@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.checks import number, one_of, whole_number
+from headway.checks import one_of, real_number, whole_number
 from headway.errors import ConfigError
 from headway.lab.workload.request import FIRST_TOKEN, Pieces, TokenSpace, WorkloadRequest
 
@@ -133,7 +133,7 @@ def with_poisson_arrivals(
     """The requests with Poisson arrivals of `rate` per second; with inf, all at once."""
     if math.isinf(rate) and rate > 0:
         return [replace(request, arrival=0.0) for request in requests]
-    number("request-rate", rate, above=0)
+    real_number("request-rate", rate, above=0)
     source, now, moved = random.Random(seed), 0.0, []
     for request in requests:
         moved.append(replace(request, arrival=now))

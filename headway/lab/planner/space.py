@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
-from headway.checks import number, whole_number
+from headway.checks import real_number, whole_number
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
@@ -61,7 +61,7 @@ def _value(name: str, text: str) -> Any:
         return text
     if name == "speed":
         is_number = re.fullmatch(r"\d+\.?\d*|\.\d+", text)
-        return number("speed", float(text) if is_number else text, above=0)
+        return real_number("speed", float(text) if is_number else text, above=0)
     if not re.fullmatch(r"-?\d{1,15}", text):
         raise ConfigError(f"{name} must be a whole number, not {text!r}")
     return whole_number(name, int(text), 0) if name == "seed" else int(text)

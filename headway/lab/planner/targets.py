@@ -2,7 +2,7 @@
 
 All targets are upper limits, so no two of them contradict each other. A target that another one
 implies is redundant; `redundant` names it. Whether a target can be met at all depends on profile
-and workload; `headway capacity` finds out.
+and workload; `headway plan capacity` finds out.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headway.checks import number, one_of, text, whole_number
+from headway.checks import one_of, real_number, text, whole_number
 from headway.errors import ConfigError, FormatError, shorten
 from headway.lab.film.metrics import parse_metric
 from headway.lab.film.spec import read_spec
@@ -197,7 +197,7 @@ def _number(where: str, data: dict[str, Any], runs: Iterable[str]) -> Number:
         parse_metric(text("metric", data["metric"]))
     except ConfigError as error:
         raise ConfigError(f"{where}.metric: {error}") from None
-    number(f"{where}.value", data["value"])
+    real_number(f"{where}.value", data["value"])
     one_of(f"{where}.unit", data.get("unit", ""), list(UNITS))
     one_of(f"{where}.run", data.get("run", "spec"), list(runs))
     one_of(f"{where}.per", data.get("per", ""), ["", *runs])

@@ -29,7 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headway.checks import number, whole_number
+from headway.checks import real_number, whole_number
 from headway.engine.engine import MAX_SAMPLES
 from headway.errors import ConfigError, FormatError
 from headway.lab.workload.recorded import is_trace, trace_rows
@@ -86,7 +86,7 @@ def adjust(
     """The first `limit` requests, in order of arrival, with arrivals `speed` times as fast."""
     if limit is not None:
         whole_number("limit", limit, 1)
-    number("speed", speed, above=0)
+    real_number("speed", speed, above=0)
     chosen = sorted(islice(requests, limit), key=lambda request: request.arrival)
     first = min(0.0, chosen[0].arrival) if chosen else 0.0  # negative if dates are out of order
     return [move(request, (request.arrival - first) / speed) for request in chosen]

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headway.checks import number, whole_number
+from headway.checks import real_number, whole_number
 from headway.errors import FormatError
 from headway.lab.workload.request import MAX_TOKENS
 
@@ -59,7 +59,7 @@ class Row:
         value, name = self.get(key), self._names[key]
         if isinstance(value, timedelta):
             return value.total_seconds()
-        number(name, value, low=0, high=MAX_SECONDS)
+        real_number(name, value, low=0, high=MAX_SECONDS)
         return value / 1000 if name == "timestamp" else float(value)
 
     def text(self, key: str, default: str | None = None) -> str:

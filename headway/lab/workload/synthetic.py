@@ -26,7 +26,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from headway.checks import number, whole_number
+from headway.checks import real_number, whole_number
 from headway.errors import ConfigError
 from headway.lab.workload.request import MAX_TOKENS, Pieces, TokenSpace, WorkloadRequest, join
 
@@ -48,8 +48,8 @@ def uniform(low: float, high: float) -> Distribution:
 
 def lognormal(mean: float, sigma: float, low: float = 1, high: float = 32_768) -> Distribution:
     """`mean` is the mean of the whole distribution, before it is clipped to [low, high]."""
-    number("mean of lognormal", mean, above=0)
-    number("sigma of lognormal", sigma, low=0, high=10)
+    real_number("mean of lognormal", mean, above=0)
+    real_number("sigma of lognormal", sigma, low=0, high=10)
     if low > high:
         raise ConfigError(f"lognormal: the lower limit {low} exceeds the upper limit {high}")
     centre = math.log(mean) - sigma * sigma / 2
@@ -57,23 +57,23 @@ def lognormal(mean: float, sigma: float, low: float = 1, high: float = 32_768) -
 
 
 def mix(parts: list[tuple[float, Distribution]]) -> Distribution:
-    weights = [number("the weight of a part", weight, above=0) for weight, _ in parts]
+    weights = [real_number("the weight of a part", weight, above=0) for weight, _ in parts]
     return lambda random: random.choices(parts, weights)[0][1](random)
 
 
 def poisson(rate: float) -> Distribution:
     """Gaps between arrivals, in seconds, as for `steady` and `bursty`."""
-    number("rate", rate, above=0)
+    real_number("rate", rate, above=0)
     return lambda random: random.expovariate(rate)
 
 
 def steady(rate: float) -> Distribution:
-    return fixed(1 / number("rate", rate, above=0))
+    return fixed(1 / real_number("rate", rate, above=0))
 
 
 def bursty(rate: float, cv: float) -> Distribution:
     """Gamma gaps with a coefficient of variation: 1 is Poisson, more is burstier."""
-    shape, mean = number("cv", cv, above=0) ** -2, 1 / number("rate", rate, above=0)
+    shape, mean = real_number("cv", cv, above=0) ** -2, 1 / real_number("rate", rate, above=0)
     return lambda random: random.gammavariate(shape, mean / shape)
 
 
@@ -228,7 +228,9 @@ def _prefixes(text: str) -> Prefixes:
         raise ConfigError(
             f"synthetic workload: prefix must look like 4x512 or 4x512@0.5, not {text!r}"
         )
-    share = number("the share of requests with a prefix", float(match[3] or 1), above=0, high=1)
+    share = real_number(
+        "the share of requests with a prefix", float(match[3] or 1), above=0, high=1
+    )
     return Prefixes(int(match[1]), min(int(match[2]), MAX_TOKENS), share)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from headway.config import Checked, count, number
+from headway.checks import Checked, count, number
 from headway.step_cost import StepWork, UnitCosts
 
 

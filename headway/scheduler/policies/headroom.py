@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.config import Checked, Headroom, HeadroomRule, SchedulerView, number
+from headway.checks import Checked, number
+from headway.config import Headroom, HeadroomRule, SchedulerView
 from headway.errors import ConfigError
 from headway.request import Request
 from headway.scheduler.policies.lengths import is_open_ended, survival_curve

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config import ALL, Checked, SchedulerView, count, number
+from headway.checks import Checked, count, number
+from headway.config import ALL, SchedulerView
 from headway.request import Request
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from headway.config import Checked, SchedulerView, number
+from headway.checks import Checked, number
+from headway.config import SchedulerView
 from headway.request import Request
 
 

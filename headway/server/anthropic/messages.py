@@ -45,7 +45,7 @@ async def count_tokens(context: Context, body: CountRequest) -> dict[str, int]:
     check_model(context, body.model)
     chat = chat_request(body)
     template = context.input_processor.need_tokenizer().chat_template
-    use = tool_use(template, chat.tools, chat.tool_choice, parser=context.tool_call_parser)
+    use = tool_use(template, chat.tools, chat.tool_choice, parser=context.settings.tool_call_parser)
     tokens = await chat_tokens_of(context, chat.messages, use, template_options(chat, use))
     return {"input_tokens": len(tokens)}
 

@@ -82,7 +82,7 @@ async def prepare_chat(
     tokenizer = context.input_processor.need_tokenizer()
     use = tool_use(
         tokenizer.chat_template, body.tools, body.tool_choice,
-        parallel=body.parallel_tool_calls is not False, parser=context.tool_call_parser,
+        parallel=body.parallel_tool_calls is not False, parser=context.settings.tool_call_parser,
         disable_additional_properties=context.settings.disable_additional_properties,
     )  # fmt: skip
     params = await _sampling_params(context, body, use, tokenizer)

@@ -56,9 +56,7 @@ class CancellableResponse(Response):
     def _is_stalled(self) -> bool:
         """Whether the client has read nothing for `stall_timeout` seconds."""
         since, stall = self._sending_since, self._context.settings.stall_timeout
-        if since is None or stall is None:
-            return False
-        return asyncio.get_running_loop().time() - since >= stall
+        return since is not None and asyncio.get_running_loop().time() - since >= stall
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError

@@ -14,7 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from headway.server.http.errors import ApiError
-from headway.server.settings import ConnectionSettings
+from headway.server.settings import Settings
 
 if TYPE_CHECKING:
     from headway.server.http.connection import HttpConnection
@@ -83,7 +83,7 @@ def log_accept_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
 class ConnectionTable:
     """Counts connections, refuses those above the limits, and sweeps the slow ones."""
 
-    def __init__(self, settings: ConnectionSettings, max_descriptors: int) -> None:
+    def __init__(self, settings: Settings, max_descriptors: int) -> None:
         self.settings = settings
         default = default_max_connections(max_descriptors)
         self.max_connections = settings.max_connections or default

@@ -47,7 +47,7 @@ def _template_arguments(
 ) -> tuple[ToolUse | None, dict[str, Any]]:
     """The tools and template variables that a chat request with the same fields would have."""
     template = context.input_processor.need_tokenizer().chat_template
-    use = tool_use(template, body.tools, parser=context.tool_call_parser)
+    use = tool_use(template, body.tools, parser=context.settings.tool_call_parser)
     chat = ChatRequest.model_construct(
         messages=body.messages, chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,

@@ -25,7 +25,7 @@ from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
 from headway.server.http.connection_table import ConnectionTable, Listener, raise_descriptor_limit
 from headway.server.process.shutdown import GracefulServer
-from headway.server.settings import ConnectionSettings
+from headway.server.settings import Settings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ServerFactory:
     make_app: Callable[[AsyncEngine, Any], Any]  # from the engine and the model info
     setup: Callable[[], Callable[[], None]] = no_setup  # of each process; returns its teardown
     grace: float = 30.0  # seconds for open requests to finish after a stop signal
-    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
+    settings: Settings = field(default_factory=Settings)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -143,7 +143,7 @@ async def serve_http(
     """
     await engine.start()
     app = factory.make_app(engine, model_info)
-    table = ConnectionTable(factory.connections, raise_descriptor_limit())
+    table = ConnectionTable(factory.settings, raise_descriptor_limit())
     server = GracefulServer(app, engine, factory.grace, lambda: ready(model_info), table)
     on_start(server)
     with gc_freeze():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeGuard
 from headway.errors import InvalidRequest, shorten
 from headway.grammar.grammar import Grammar, check_grammar, with_bounded_whitespace
 from headway.grammar.json_schema import close_objects
-from headway.server.toolcalls.formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
+from headway.server.toolcalls.formats import AUTO, FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
 from headway.server.toolcalls.parser import ToolCallParser
 from headway.server.toolcalls.prompt import (
     NO_PARAMETERS,
@@ -26,8 +26,6 @@ from headway.server.toolcalls.prompt import (
 )
 from headway.text.chat_template import Message
 
-AUTO = "auto"
-PARSERS = (AUTO, *FORMATS)
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # How templates explain the format of a call to the model, with placeholders for the values.
 FORMAT_PATTERNS = (

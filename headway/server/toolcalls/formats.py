@@ -29,6 +29,8 @@ HERMES = ToolFormat(
 LLAMA3 = ToolFormat("llama3", "", "", "parameters", "", "", "")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments", "", "", ", ", is_list=True)
 FORMATS = {"hermes": HERMES, "qwen": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
+AUTO = "auto"  # the format of the model's chat template
+PARSERS = (AUTO, *FORMATS)
 
 
 @dataclass(frozen=True, slots=True)

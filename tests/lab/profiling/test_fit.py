@@ -438,7 +438,7 @@ def test_requests_of_the_first_step_arrive_together_in_the_simulation() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [32, 256])
 def test_a_run_with_async_scheduling_is_predicted_from_one_with_it(max_num_seqs: int) -> None:
-    """The host time comes from a run without it, as in `headway profile` on a GPU."""
+    """The host time comes from a run without it, as in `headway bench profile` on a GPU."""
     profile = load_profile("qwen3-0.6b-h200")
     changes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048, "num_blocks": 60_000}
     work = make_calibration(8192, QUICK_GPU_CALIBRATION)

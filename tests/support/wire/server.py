@@ -17,7 +17,7 @@ from headway.plan import Plan
 from headway.request import Request
 from headway.scheduler import Scheduler, preset
 from headway.server.process.serve import ServedEngine, ServerFactory
-from headway.server.settings import ConnectionSettings
+from headway.server.settings import Settings
 from tests.support.lettered import LONGEST, letters_app, patient
 from tests.support.served import END, HIDDEN_SIZE, VOCAB_SIZE, Capitals, letters
 
@@ -74,6 +74,6 @@ def parrot_served() -> ServedEngine:
 def wire_factory(options: dict[str, Any]) -> ServerFactory:
     return ServerFactory(
         make_engine=parrot_served, make_app=letters_app,
-        grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
+        grace=options["grace"], settings=Settings(**options["connections"]),
         setup=patient,
     )  # fmt: skip

@@ -1,13 +1,13 @@
-"""`headway models`, `headway presets` and `headway profiles`: lists of names to choose from."""
+"""`headway models`: the models, presets and profiles to choose from, and what this machine can run."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -15,12 +15,14 @@ from rich.table import Table
 
 from headway.cli.options.common import Json, progress_bar
 from headway.cli.options.packages import install
-from headway.errors import ModelError
+from headway.cli.view import render
+from headway.errors import ConfigError, ModelError
 from headway.fleet.routing import ROUTES
 from headway.lab.cost import known_profiles, load_profile
 from headway.model.registry import ModelEntry, list_models, resolve
 from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS, describe, preset
 
+FRAME: dict[str, Any] = {"box": HEAVY_HEAD, "pad_edge": True}
 Fetch = Annotated[str | None, typer.Option(help="Download this model into the cache first.")]
 Verbose = Annotated[
     bool,
@@ -30,9 +32,27 @@ Verbose = Annotated[
     ),
 ]
 
+Presets = Annotated[
+    bool, typer.Option("--presets", help="List the scheduler presets and all policies instead.")
+]
+Profiles = Annotated[
+    bool, typer.Option("--profiles", help="List the bundled profiles for the simulator instead.")
+]
 
-def models_command(fetch: Fetch = None, verbose: Verbose = False, json_: Json = False) -> None:
+
+def models_command(
+    fetch: Fetch = None,
+    verbose: Verbose = False,
+    presets: Presets = False,
+    profiles: Profiles = False,
+    json_: Json = False,
+) -> None:
     """List bundled and cached models, the GPUs, and which --quantization is fastest on this CPU."""
+    if presets and profiles:
+        raise ConfigError("--presets and --profiles cannot be combined; give one of them")
+    if presets or profiles:
+        _list_presets(json_) if presets else _list_profiles(json_)
+        return
     if fetch is not None:
         with progress_bar(f"fetching {fetch}", 1) as advance:
             resolve(fetch, progress=fractions(advance))
@@ -40,7 +60,7 @@ def models_command(fetch: Fetch = None, verbose: Verbose = False, json_: Json = 
     if verbose and "layer" in machine and machine["native_kernels"] == "yes":
         machine |= {"products": _products(), "kv_cache": _kv_cache()}
     if json_:
-        print(json.dumps({"models": [_row(m) for m in models], "machine": machine}, indent=2))
+        render.print_json({"models": [_row(m) for m in models], "machine": machine})
         return
     console = Console()
     console.print(_table(models))
@@ -119,28 +139,28 @@ def _kv_cache() -> dict[str, Any]:
 
 
 def _print_kv_cache(console: Console, types: dict[str, Any]) -> None:
-    table = Table(title="KV cache by --kv-cache-dtype (auto is float32)", header_style="bold")
-    for column in ("type", "bytes per token", "attention of a layer: 32 decodes of 256 tokens"):
-        table.add_column(column, justify="left" if column == "type" else "right")
-    for name, each in types.items():
-        table.add_row(name, f"{each['token_bytes']:,}", f"{each['attention_ms']:,.3f} ms")
-    console.print(table)
+    columns = ("type", "bytes per token", "attention of a layer: 32 decodes of 256 tokens")
+    rows = [
+        (name, f"{each['token_bytes']:,}", f"{each['attention_ms']:,.3f} ms")
+        for name, each in types.items()
+    ]
+    title = "KV cache by --kv-cache-dtype (auto is float32)"
+    console.print(render.table(columns, rows, title=title, **FRAME))
 
 
 def _print_products(console: Console, products: dict[str, Any]) -> None:
     first = next(iter(products.values()))["forms"]
-    rows = list(next(iter(first.values()))["us_by_rows"])
+    counts = next(iter(first.values()))["us_by_rows"]
     title = "Products by form (bits/inputs that share a scale), µs"
-    table = Table(title=title, header_style="bold")
-    for column in ("matrix", "form", *(f"{n} rows" if n != "1" else "1 row" for n in rows)):
-        table.add_column(column, justify="right" if "row" in column else "left", no_wrap=True)
+    columns = ("matrix", "form", *(f"{n} rows" if n != "1" else "1 row" for n in counts))
+    rows = []
     for matrix, product in products.items():
         name = f"{matrix} {product['shape'][0]:,} x {product['shape'][1]:,}"
         for form, found in product["forms"].items():
             shown = f"[bold]{form}[/] (chosen)" if form == product["chosen"] else form
-            table.add_row(name, shown, *(f"{us:,.0f}" for us in found["us_by_rows"].values()))
+            rows.append((name, shown, *(f"{us:,.0f}" for us in found["us_by_rows"].values())))
             name = ""
-    console.print(table)
+    console.print(render.table(columns, rows, ("form",), no_wrap=True, title=title, **FRAME))
     console.print("A matrix has one form, so that a row does not depend on the rows beside it.")
     for matrix, product in products.items():
         console.print(f"{matrix}: {product['why']}", highlight=False)
@@ -149,16 +169,14 @@ def _print_products(console: Console, products: dict[str, Any]) -> None:
 def _print_machine(console: Console, machine: dict[str, Any]) -> None:
     if "layer" in machine:
         title = f"Time of one layer on this CPU, {machine['threads']} threads"
-        table = Table(title=title, header_style="bold")
-        for column in ("dtype", "1 row", "32 rows"):
-            table.add_column(column, justify="left" if column == "dtype" else "right")
+        rows = []
         for name, times in machine["layer"].items():
             shown = [times["one_row_ms"], times["many_rows_ms"]]
             cells = ["[dim]too slow[/]" if t is None else f"{t:,.3f} ms" for t in shown]
-            table.add_row(
-                f"[bold]{name}[/] (fastest)" if name == machine["fastest"] else name, *cells
-            )
-        console.print(table)
+            is_fastest = name == machine["fastest"]
+            rows.append((f"[bold]{name}[/] (fastest)" if is_fastest else name, *cells))
+        columns = ("dtype", "1 row", "32 rows")
+        console.print(render.table(columns, rows, title=title, **FRAME))
     for gpu in machine.get("gpus", ()):
         memory = f"{gpu['num_bytes'] / 2**30:.1f} GiB"
         console.print(f"GPU {gpu['device']}: {escape(gpu['name'])}, {memory}", highlight=False)
@@ -206,11 +224,11 @@ def _table(models: list[ModelEntry]) -> Table:
     return table
 
 
-def presets_command(json_: Json = False) -> None:
-    """List the scheduler presets with their policies and numbers, and all policies."""
+def _list_presets(as_json: bool) -> None:
+    """The scheduler presets with their policies and numbers, and all policies."""
     described = {name: describe(preset(name)) for name in PRESETS}
-    if json_:
-        print(json.dumps(described, indent=2))
+    if as_json:
+        render.print_json(described)
         return
     console = Console()
     for name, config in described.items():
@@ -220,24 +238,21 @@ def presets_command(json_: Json = False) -> None:
         console.print(f"[bold]{name}[/]")
         console.print(Padding(f"{slots}\n[dim]{numbers}[/]", (0, 0, 0, 2)), highlight=False)
     console.print()
-    table = Table(title="Policies", header_style="bold", box=None)
-    for column in ("slot", "policy", "description"):
-        table.add_column(column)
-    for slot, policies in {**SLOTS, "route": ROUTES}.items():
-        for policy in policies:
-            table.add_row(slot, policy.__name__, (policy.__doc__ or "").strip().split("\n")[0])
-    console.print(table)
+    columns = ("slot", "policy", "description")
+    rows = [
+        (slot, policy.__name__, (policy.__doc__ or "").strip().split("\n")[0])
+        for slot, policies in {**SLOTS, "route": ROUTES}.items() for policy in policies
+    ]  # fmt: skip
+    console.print(render.table(columns, rows, columns, title="Policies", pad_edge=True))
 
 
-def profiles_command(json_: Json = False) -> None:
-    """List the bundled profiles: a model on a machine, for the simulator."""
+def _list_profiles(as_json: bool) -> None:
+    """The bundled profiles: a model on a machine, for the simulator."""
     profiles = [load_profile(name) for name in known_profiles()]
-    if json_:
-        print(json.dumps({p.name: {"kv_tokens": p.kv_tokens} for p in profiles}, indent=2))
+    if as_json:
+        render.print_json({p.name: {"kv_tokens": p.kv_tokens} for p in profiles})
         return
-    table = Table(title="Profiles", header_style="bold", show_lines=True)
-    for column in ("name", "KV tokens", "description"):
-        table.add_column(column)
-    for profile in profiles:
-        table.add_row(profile.name, f"{profile.kv_tokens:,}", profile.description)
-    Console().print(table)
+    columns = ("name", "KV tokens", "description")
+    rows = [(each.name, f"{each.kv_tokens:,}", each.description) for each in profiles]
+    shown = render.table(columns, rows, columns, title="Profiles", show_lines=True, **FRAME)
+    Console().print(shown)

@@ -14,12 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from headway.checks import one_of
-from headway.cli.options import prompts
 from headway.errors import ConfigError, FormatError, InvalidRequest
 from headway.lab.loadgen.requests import LengthRange, RequestFormat, random_prompt, truncate
+from headway.lab.real import prompts
 from headway.lab.workload.files import read_workload
 from headway.lab.workload.rows import ALIASES
 from headway.sampling_params import SamplingParams
@@ -46,24 +44,23 @@ class Dataset:
     max_input: int | None = None
     max_output: int | None = None
 
-    def load(self, llm: LLM, source: random.Random) -> Work:
+    def load(self, llm: LLM, source: random.Random) -> tuple[Work, str]:
         """The prompts and their parameters; ConfigError or FormatError if there are none.
 
-        A note on stderr says if the file has fewer than `count`.
+        The text says why there are fewer than `count`, and is empty otherwise.
         """
         path, name = self.path, self._name()
         if path is None:
-            return random_work(llm, source, self.count, self.inputs, self.outputs)
+            return random_work(llm, source, self.count, self.inputs, self.outputs), ""
         if name == "prompts":
             work = _read_prompts(llm, path, self.count, source, self.outputs)
         elif name == "trace":
             work = self._capped(_trace(llm, path, self), source)
         else:
             return self._sharegpt(llm, path, source)
-        self._note_missing(len(work[0]), f"{path} has no more")
-        return work
+        return work, self._missing(len(work[0]), f"{path} has no more")
 
-    def _sharegpt(self, llm: LLM, path: Path, source: random.Random) -> Work:
+    def _sharegpt(self, llm: LLM, path: Path, source: random.Random) -> tuple[Work, str]:
         found = _read_json(path)
         work = self._capped(_conversations(llm, found), source)
         num_used = len(work[0])
@@ -72,8 +69,7 @@ class Dataset:
         reason = f"{path} has {len(found)} conversations"
         if num_skipped := len(found) - num_used:
             reason += f", and {num_skipped} have fewer than {MIN_TOKENS} tokens on one side"
-        self._note_missing(num_used, reason)
-        return work
+        return work, self._missing(num_used, reason)
 
     def _capped(self, pairs: Iterable[tuple[list[int], int]], source: random.Random) -> Work:
         """The first `count` pairs of tokens and output length, with both lengths capped."""
@@ -83,10 +79,10 @@ class Dataset:
             work[1].append(_params(source, min(num_output, self.max_output or num_output)))
         return work
 
-    def _note_missing(self, num_found: int, reason: str) -> None:
-        if num_found < self.count:
-            note = f"note: {num_found} requests instead of {self.count} (--num-prompts): {reason}"
-            Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
+    def _missing(self, num_found: int, reason: str) -> str:
+        if num_found >= self.count:
+            return ""
+        return f"{num_found} requests instead of {self.count} (--num-prompts): {reason}"
 
     def _name(self) -> str:
         """The kind of dataset; ConfigError if it does not go with the path."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from headway import LLM
-from headway.cli.workload_run import run_workload
 from headway.errors import ConfigError, RequestTooLong
 from headway.lab.cost import load_profile
+from headway.lab.real.run import run_workload
 from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest

@@ -1,0 +1,75 @@
+"""The options of one engine, from the keywords of `LLM` or the flags of a command to the loader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from headway.checks import Checked, count, number, one_of
+from headway.errors import ConfigError
+from headway.parallel.channel import MAX_RANKS
+
+MAX_THREADS = 1024  # with far more, the thread pool of torch or of the kernels ends the process
+SUMS = ("auto", "exact", "fast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(Checked):
+    """A model, where and how it runs, and its scheduler; `LLM` explains the fields.
+
+    None: chosen by the model, the device or the preset. ConfigError if values are out of range or
+    exclude each other.
+    """
+
+    prefix = ""
+    model: str = "smollm2-135m"
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    load_format: str = "auto"
+    chat_template: str | Path | None = None
+    kv_cache_dtype: str = "auto"
+    attention: str = "triton"
+    deterministic: bool = False
+    kv_memory: int | str | None = None
+    gpu_memory_utilization: float = number(0.9, 0, 1, above=True)
+    enforce_eager: bool = False
+    seed: int | None = None
+    tensor_parallel_size: int = count(1, 1, MAX_RANKS)
+    tensor_parallel_sums: str = "auto"
+    trust_remote_code: bool = False
+    threads: int | None = count(None, 1, MAX_THREADS)
+    trace_out: str | Path | None = None
+    trace_blocks: bool = False
+    trace_redact: bool = False
+    async_scheduling: bool | None = None
+    preset: str = "headway"
+    batching: Any = None
+    queue: Any = None
+    chunk: Any = None
+    headroom: Any = None
+    victim: Any = None
+    swap: Any = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    num_scheduler_steps: int | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+    num_host_blocks: int | None = None
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        one_of("tensor_parallel_sums", self.tensor_parallel_sums, SUMS)
+        if self.deterministic and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"deterministic needs one device, not tensor_parallel_size "
+                f"{self.tensor_parallel_size}; use --tensor-parallel-size 1"
+            )
+
+    def preset_changes(self) -> dict[str, Any]:
+        """The scheduler's settings that differ from those of the preset."""
+        names = [field.name for field in fields(self)]
+        given = {name: getattr(self, name) for name in names[names.index("preset") + 1 :]}
+        return {name: value for name, value in given.items() if value is not None}
