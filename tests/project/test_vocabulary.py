@@ -58,7 +58,7 @@ PATTERN = re.compile(
 ALLOWED: dict[str, frozenset[str]] = {
     "CHANGELOG.md": frozenset({"max_requests", "decode_steps", *FLAGS}),
     "tests/end_to_end/test_real_equality.py": frozenset({"max_new_tokens"}),
-    "bench/cpu_peers.py": frozenset({"max_new_tokens"}),
+    "bench/cpu/peers.py": frozenset({"max_new_tokens"}),
     "tests/support/real.py": frozenset({"everybody"}),
     "headway/cli/options/replaced.py": frozenset(FLAGS),
     "tests/cli/test_cli.py": frozenset(FLAGS),
