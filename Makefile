@@ -143,9 +143,9 @@ format: $(READY)  ## format the code
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)  ## cost of the scheduler, quality of its decisions, and speed of the model
-	$(BIN)/python bench/scheduler_step.py
-	$(BIN)/python bench/scheduler_quality.py
-	$(BIN)/python bench/cpu_compare.py --skip-peers
+	$(BIN)/python -m bench.scheduler.step
+	$(BIN)/python -m bench.scheduler.quality
+	$(BIN)/python -m bench.cpu.compare --skip-peers
 
 picture: $(READY) browser  ## make the pictures of the documents: `make run`, the lab page, plots
 	$(BIN)/python docs/images/picture.py

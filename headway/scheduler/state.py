@@ -93,7 +93,12 @@ class SchedulerState:
             del self.prefilling[request]
 
     def preempt(
-        self, request: Request, *, may_swap: bool = True, is_priority: bool = False, num_due: int = 0
+        self,
+        request: Request,
+        *,
+        may_swap: bool = True,
+        is_priority: bool = False,
+        num_due: int = 0,
     ) -> None:
         """Put a running request back into the queue; it keeps its output unless the rule discards it."""
         history, num_computed = request.history, request.num_computed
@@ -116,14 +121,19 @@ class SchedulerState:
         self.preempted_in_flight.add(request)
         is_discard = answer == "discard" and history.num_preemptions <= MAX_DISCARDS
         if is_discard:
-            history.num_discarded = max(history.num_discarded, request.num_generated)
-            request.flushed_tokens = array("i")
-            self.kv.trim_keys(request)
-            self._drop_tokens_in_flight(request)
+            self._discard_output(request)
         numbers = num_computed, is_priority, num_due, num_free
         preemption = Preemption(request, is_swap, *numbers, is_discard)
         self.events.preempted.append(preemption)
         self.preempted.append(preemption)
+
+    def _discard_output(self, request: Request) -> None:
+        """Forget the output of a request; it is generated again."""
+        history = request.history
+        history.num_discarded = max(history.num_discarded, request.num_generated)
+        request.flushed_tokens = array("i")
+        self.kv.trim_keys(request)
+        self._drop_tokens_in_flight(request)
 
     def _drop_tokens_in_flight(self, request: Request) -> None:
         for plan in self.in_flight:

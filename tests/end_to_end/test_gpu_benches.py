@@ -14,18 +14,19 @@ pytest.importorskip("triton")
 
 def test_every_kernel_of_a_decode_step_is_timed(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
-    printed = json.loads(printed_by("bench/gpu_kernels.py", "--tiny", "--out", str(written)))
+    options = ("--tiny", "--only", "decode", "--out", str(written))
+    printed = json.loads(printed_by("bench/gpu/kernels.py", *options))
     assert printed == json.loads(written.read_text())
-    assert list(printed["kernels"]) == [
+    assert list(printed["decode"]["kernels"]) == [
         "qkv", "attention", "output", "gate and up", "down", "head", "draw"
     ]  # fmt: skip
-    for by_rows in printed["kernels"].values():
+    for by_rows in printed["decode"]["kernels"].values():
         assert list(by_rows) == ["1", "3"]
         assert all(found["us"] > found["floor_us"] > 0 for found in by_rows.values())
 
 
 def test_every_way_to_multiply_by_an_fp8_matrix_is_timed_and_right() -> None:
-    by_rows = json.loads(printed_by("bench/gpu_fp8.py", "--tiny"))["products"]["tiny"]
+    by_rows = json.loads(printed_by("bench/gpu/fp8.py", "--tiny"))["products"]["tiny"]
     ways = {"bfloat16", "scaled_mm", "quantize", "kernel", "errors"}
     assert set(by_rows["1"]) == set(by_rows["3"]) == ways
     assert all(figures["us"] > 0 for figures in by_rows["3"]["kernel"])
@@ -34,7 +35,9 @@ def test_every_way_to_multiply_by_an_fp8_matrix_is_timed_and_right() -> None:
 
 
 def test_prefill_kernels_are_timed() -> None:
-    printed = json.loads(printed_by("bench/gpu_prefill.py", "--tiny"))
+    printed = json.loads(
+        printed_by("bench/gpu/kernels.py", "--tiny", "--only", "attention", "gated")
+    )
     for part in ("attention", "gated"):
         (found,) = printed[part].values()
         assert found["kernel"]["us"] > 0 and found["plain"]["us"] > 0 and found["difference"] == 0

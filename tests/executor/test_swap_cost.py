@@ -261,7 +261,7 @@ def test_measuring_changes_no_output(make: Callable[[], Any]) -> None:
 def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:
     written, log = tmp_path / "out.json", tmp_path / "log.jsonl"
     options = ("--device", "cpu", "--tiny", "--out", str(written), "--log", str(log))
-    printed = json.loads(printed_by("bench/gpu_schedule.py", *options))
+    printed = json.loads(printed_by("bench/gpu/schedule.py", *options))
     assert printed == json.loads(written.read_text())
     for found in printed["gaps"]:
         assert 0 < found["p50_gap_ms"] <= found["p99_gap_ms"] <= found["worst_gap_ms"]

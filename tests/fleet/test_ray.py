@@ -1,7 +1,7 @@
 """Replicas on a real Ray: kills, hangs, scaling, monitoring, and what is left at the end.
 
 One test, because it starts Ray once. Most engines have no model, so that a replica starts in few
-seconds; the others have a small one. bench/fleet.py repeats the kills with SmolLM2.
+seconds; the others have a small one. bench/fleet/replicas.py repeats the kills with SmolLM2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from bench.fleet_streams import (
+from bench.fleet.streams import (
     ROOT,
     FleetServer,
     Stream,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.scheduler_quality import nano_vllm_workload
+from bench.scheduler.quality import nano_vllm_workload
 from headway.errors import ConfigError, FormatError
 from headway.lab.cost import Profile, known_profiles, load_profile, save_profile
 from headway.plan import Chunk, Copy, Plan

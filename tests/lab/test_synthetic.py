@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from bench.scheduler_quality import nano_vllm_workload
+from bench.scheduler.quality import nano_vllm_workload
 from headway.errors import ConfigError
 from headway.lab.workload.synthetic import parse_synthetic
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench.trace_files import ideal_cache_hits, measure_hits
+from bench.lab.simulate import ideal_cache_hits, measure_hits
 from headway.errors import ConfigError, FormatError
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate

@@ -56,7 +56,7 @@ PATTERN = re.compile(
 # Names of other libraries; texts of prompts.
 ALLOWED: dict[str, frozenset[str]] = {
     "tests/end_to_end/test_real_equality.py": frozenset({"max_new_tokens"}),
-    "bench/cpu_peers.py": frozenset({"max_new_tokens"}),
+    "bench/cpu/peers.py": frozenset({"max_new_tokens"}),
     "tests/support/real.py": frozenset({"everybody"}),
 }
 

@@ -1,7 +1,7 @@
 """Products of tiles in Triton's interpreter as a tensor core computes them: in the order of inputs.
 
 numpy's product chooses its order of summation by the shape of the tile. On a device an element
-depends only on its own row and column, which bench/gpu_deterministic.py tests there.
+depends only on its own row and column, which bench/gpu/deterministic.py tests there.
 """
 
 from __future__ import annotations

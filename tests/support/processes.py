@@ -74,13 +74,12 @@ def serving(
 def printed_by(script: str, *arguments: str) -> str:
     """The output of a script of the repository, run in this process, which has imported torch."""
     path, printed = ROOT / script, io.StringIO()
-    before = sys.argv, sys.path
-    sys.argv, sys.path = [str(path), *arguments], [str(path.parent), *sys.path]
+    before, sys.argv = sys.argv, [str(path), *arguments]
     try:
         with redirect_stdout(printed):
             runpy.run_path(str(path), run_name="__main__")
     finally:
-        sys.argv, sys.path = before
+        sys.argv = before
     return printed.getvalue()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headway.engine.queries import EngineState
 from headway.lab.film.builder import FilmBuilder
 from headway.lab.film.format import FilmWriter, header_record
 from headway.lab.film.live import LiveLines
@@ -27,7 +28,7 @@ class Recorded:
     def __init__(self, seed: int, watch_from: int = -1, **changes: Any) -> None:
         self.engine = decisions.engine_of(seed, **changes)
         self.live = LiveLines(self.engine)
-        self.watched: dict[str, Any] | None = None
+        self.watched: EngineState | None = None
         self.lines: list[Line] = []
         self.states = note_states(self.engine.scheduler)
         self.engine.observers.append(
@@ -41,7 +42,7 @@ class Recorded:
             if self.watched is None and 0 <= watch_from <= scheduler.num_steps:
                 self.watched = self.live.start()
             elif self.watched:  # a viewer that calls is not dropped
-                self.live._viewers[self.watched["viewer"]].seen = self.engine.clock.now()
+                self.live._viewers[self.watched.viewer].seen = self.engine.clock.now()
             return report
 
         self.engine.step = stepping  # type: ignore[method-assign]
@@ -97,17 +98,17 @@ def test_a_film_that_starts_in_the_middle_shows_the_same_states(seed: int) -> No
     if run.watched is None:  # a short run
         return
     builder = FilmBuilder(run.engine.scheduler.config.block_size)
-    builder.load(json.loads(json.dumps(run.watched["state"])))
-    (lines, _), num_checked = run.live.take(run.watched["viewer"]), 0
+    builder.load(json.loads(json.dumps(run.watched.state)))
+    lines, num_checked = run.live.take(run.watched.viewer).lines, 0
     for line in lines:
         builder.add(line)
-        if line["step"] in run.states and line["step"] not in run.watched["state"]["in_flight"]:
+        if line["step"] in run.states and line["step"] not in run.watched.state["in_flight"]:
             ids = [entry.id for entry in builder.entries]
             found, expected = shown(builder.state, ids), run.states[line["step"]]
             assert found == expected, f"step {line['step']}"
             num_checked += 1
     assert num_checked > 0 or len(lines) < 3
-    run.live.stop(run.watched["viewer"])
+    run.live.stop(run.watched.viewer)
     assert not run.engine.observers[1:]
 
 
