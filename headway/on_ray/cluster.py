@@ -45,6 +45,8 @@ from headway.server.process.serve import (
 
 FOLDER: dict[str, Any] = {"prefix": "headway-ray-", "ignore_cleanup_errors": True}
 OBJECT_STORE_BYTES = 80 << 20  # close to Ray's minimum; no tokens or weights go through it
+START_ATTEMPTS = 4  # Ray gives its processes 30 s, which a busy machine may exceed
+SLOW_START = "timed out during startup"  # in the message of Ray's exception
 
 
 @contextmanager
@@ -90,13 +92,20 @@ def _ended_by_sigterm() -> Iterator[Callable[[], object]]:
 
 
 def _start(folder: str) -> None:
-    """Start a Ray on this machine, with its files in a private folder."""
-    with _fewer_processes():
-        ray.init(
-            address="local", num_cpus=os.cpu_count() or 1, include_dashboard=False, _temp_dir=folder,
-            object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
-            namespace=NAMESPACE,
-        )  # fmt: skip
+    """Start a Ray on this machine, with its files in a private folder; again if it was too slow."""
+    for num_left in reversed(range(START_ATTEMPTS)):
+        try:
+            with _fewer_processes():
+                ray.init(
+                    address="local", num_cpus=os.cpu_count() or 1, include_dashboard=False,
+                    _temp_dir=folder, object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False,
+                    configure_logging=False, namespace=NAMESPACE,
+                )  # fmt: skip
+            return
+        except Exception as error:
+            ray.shutdown()
+            if not num_left or SLOW_START not in str(error):
+                raise
 
 
 class _SmallNode(node.Node):  # type: ignore[misc]  # Ray has no types

@@ -254,3 +254,25 @@ def test_proxies_that_are_off_or_elsewhere_are_reported(
     assert all(word in str(refused.value) for word in ("serve shutdown", *words))
     status.proxies = {"node": 1}
     assert ray_cluster._proxy_url("127.0.0.1", 9000) == "http://127.0.0.1:9000"
+
+
+def test_a_ray_that_starts_too_slowly_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_cluster = pytest.importorskip("headway.on_ray.cluster")
+    slow = Exception("The current node timed out during startup. This could happen because ...")
+    problems: list[Exception | None] = []
+    stopped: list[int] = []
+
+    def start(**_: object) -> None:
+        if problem := problems.pop(0):
+            raise problem
+
+    monkeypatch.setattr(ray_cluster.ray, "init", start)
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: stopped.append(len(problems)))
+    problems += [slow, slow, None]
+    ray_cluster._start("folder")
+    assert not problems and stopped == [2, 1]  # what had begun is ended before the next attempt
+    for given in ([slow] * 9, [ValueError("no folder"), None]):
+        problems[:] = given
+        with pytest.raises(type(given[0])):
+            ray_cluster._start("folder")
+        assert len(problems) == (5 if given[0] is slow else 1)
