@@ -25,7 +25,7 @@ from headway.engine.loop import EngineLoop
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.live_doctor import RecentTrace
 from headway.observe.server_metrics import ServerMetrics
-from headway.observe.timeline import Timeline, record_of
+from headway.record.timeline import Timeline, record_of
 from headway.plan import StepReport
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset

@@ -30,7 +30,7 @@ from headway.engine.messages import (
 )
 from headway.engine.queue_limits import QueueLimiter, QueueLimits
 from headway.errors import ExecutorError, PolicyError, RequestError
-from headway.plan import StepReport
+from headway.events import Completed, Event
 from headway.request import Request
 
 Deliver = Callable[[list[FromLoop]], None]
@@ -254,9 +254,9 @@ class EngineLoop:
         name = getattr(observer, "__qualname__", type(observer).__qualname__)
         log.warning("observer %s failed and was removed: %s", name, error)
 
-    def _observe(self, report: StepReport) -> None:
+    def _observe(self, event: Event) -> None:
         """Deliver the updates of a step before anything else reacts to them."""
-        self._outbox += self._updates.of(report)
-        if self.report_load:
+        self._outbox += self._updates.of(event)
+        if self.report_load and isinstance(event, Completed):
             self._outbox.append(self._load_reporter.report(self.engine.scheduler))
         self._flush()

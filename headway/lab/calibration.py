@@ -22,9 +22,9 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.recorded import known_tokens
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, header
 from headway.record.packing import num_packed, unpack_tokens
+from headway.record.stats import RunStats
 
 MIN_TOKENS = 64  # prompt and output of a request
 

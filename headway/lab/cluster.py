@@ -31,8 +31,8 @@ from headway.lab.replica import SimulatedReplica
 from headway.lab.simulate import Progress, with_profile
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.run_stats import RunStats, percentiles
-from headway.observe.timeline import RequestTimeline
+from headway.record.stats import RunStats, percentiles
+from headway.record.timeline import RequestTimeline
 from headway.scheduler.validate import validate_request
 
 

@@ -34,9 +34,9 @@ from headway.lab.workload.files import row_reader
 from headway.lab.workload.recorded import prompts
 from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.rows import Row
-from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line
 from headway.record.packing import num_packed
+from headway.record.stats import RunStats
 from headway.scheduler.policy_text import READY_MADE
 from headway.scheduler.presets import own_policies, read_changes, read_preset
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from headway.observe.timeline import RequestTimeline, StepRecord
 from headway.observe.trace import Line
 from headway.record.packing import num_packed
+from headway.record.timeline import RequestTimeline, StepRecord
 
 FINISHED = RequestTimeline("", 0.0, 0)  # never part of a timeline
 

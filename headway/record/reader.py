@@ -143,7 +143,8 @@ class EventReader:
             plan.not_considered = NotConsidered(*line.not_considered)
         if not plan.is_empty:
             self._in_flight.append(plan)
-        return Planned(plan, line.t, line.t)
+        plan.began = plan.ended = line.t
+        return Planned(plan)
 
     def _admit(self, plan: Plan, line: PlannedLine) -> None:
         blocks = line.blocks
@@ -276,12 +277,16 @@ def _header(name: object, text: bytes) -> HeaderLine:
         raise FormatError(name, 1, f"not a Headway trace: {error}") from None
 
 
-def events_of(lines: Iterable[HeaderLine | Line]) -> Iterator[Event]:
-    """The events of a header and the lines after it."""
-    rest = iter(lines)
-    head = next(rest)
-    assert isinstance(head, HeaderLine), "the first line is the header"
-    reader = EventReader(head)
-    for line in rest:
-        assert not isinstance(line, HeaderLine)
-        yield reader.event(line)
+def split_header(journal: Iterable[HeaderLine | Line]) -> tuple[HeaderLine, Iterator[Line]]:
+    """The header of a journal, and the lines after it."""
+    lines = iter(journal)
+    header = next(lines)
+    assert isinstance(header, HeaderLine), "the first line is the header"
+    return header, lines  # type: ignore[return-value]
+
+
+def events_of(journal: Iterable[HeaderLine | Line]) -> Iterator[Event]:
+    """The events of a journal."""
+    header, lines = split_header(journal)
+    reader = EventReader(header)
+    return map(reader.event, lines)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator
 
 from headway.config import Config
-from headway.errors import PolicyError, ReplayMismatch
+from headway.errors import ConfigError, PolicyError, ReplayMismatch
 from headway.events import (
     Aborted,
     Added,
@@ -22,6 +22,10 @@ from headway.events import (
     Reset,
 )
 from headway.plan import Column, Plan, StepResult
+from headway.record.diff import differences
+from headway.record.lines import HeaderLine, Line
+from headway.record.reader import EventReader, split_header
+from headway.record.writer import LineMaker
 from headway.request import Request
 from headway.scheduler import Scheduler
 from headway.scheduler.policy_text import READY_MADE
@@ -139,6 +143,31 @@ class Replay:
                 raise ReplayMismatch("no policy fails in the replay")
         self._sampled.clear()
         self.scheduler.fail(recorded.reason)
+
+
+def check_replay(journal: Iterable[HeaderLine | Line], own: Container[str] = READY_MADE) -> int:
+    """Repeat a journal and return the number of its steps.
+
+    ReplayMismatch names the first event that differs. ConfigError if the journal is redacted, or
+    names a `module:function` that is not in `own`.
+    """
+    header, lines = split_header(journal)
+    if header.is_redacted:
+        raise ConfigError(
+            "the trace was recorded with --trace-redact and has no tokens, so it cannot be replayed; "
+            "record the run without --trace-redact"
+        )
+    maker, reader = LineMaker(has_blocks=header.has_blocks), EventReader(header)
+    recorded = [(line, reader.event(line)) for line in lines]
+    again, num_steps = Replay(read_preset(header.config, own=own), own), 0
+    for line, event in recorded:
+        repeated = again.repeat(event)
+        if maker.line(repeated) != line:
+            names, config = ("the record", "the replay"), header.config
+            found = differences([event], [repeated], names, (config, config))
+            raise ReplayMismatch(f"step {num_steps}: {'; '.join(found)}")
+        num_steps += isinstance(event, Planned) and not event.plan.is_empty
+    return num_steps
 
 
 def replay(

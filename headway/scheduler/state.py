@@ -14,7 +14,7 @@ from typing import Any
 from headway.config import Config
 from headway.kv.cache import AdmissionCost, KVCache
 from headway.kv.window import WindowCache
-from headway.plan import Admission, Plan, Preemption, StepEvents, WindowBlocks
+from headway.plan import Admission, Plan, Preemption, WindowBlocks
 from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.fairness import group_of
@@ -43,7 +43,6 @@ class SchedulerState:
         self.decode_batch = DecodeBatch(config.block_size, config.max_num_seqs)
         self.preempted_in_flight: set[Request] = set()  # requests that may have a token in flight
         self.in_flight: deque[Plan] = deque()
-        self.events = StepEvents()  # since the last plan that was not empty
         self.preempted: list[Preemption] = []  # by the present call
         self.outputs = OutputStatistics()
         self.tokens_left = config.max_num_batched_tokens  # of the step under construction
@@ -118,7 +117,6 @@ class SchedulerState:
         preemption = Preemption(
             request, copies is not None, num_computed, is_priority, num_due, num_free, is_discard
         )
-        self.events.preempted.append(preemption)
         self.preempted.append(preemption)
 
     def _discard_output(self, request: Request) -> None:

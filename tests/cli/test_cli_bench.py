@@ -14,8 +14,8 @@ from headway.cli.options.dataset import NAMES
 from headway.errors import ConfigError
 from headway.lab.loadgen.report import latency, throughput
 from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
-from headway.observe.run_stats import RunStats
-from headway.observe.timeline import RequestTimeline
+from headway.record.stats import RunStats
+from headway.record.timeline import RequestTimeline
 from headway.observe.trace import read_trace
 from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny

@@ -340,7 +340,7 @@ def test_an_observers_exception_reaches_the_caller() -> None:
     assert len(reports) == 1 and engine.is_healthy
 
 
-# Explanations of waiting. The wording is tested with headway.observe.explain.
+# Explanations of waiting. The wording is tested with headway.record.sentences.
 
 
 def has_line(text: str, *facts: object) -> bool:

@@ -27,7 +27,7 @@ from headway.engine.queue_limits import QueueLimits
 from headway.errors import InvalidRequest
 from headway.lab.film.builder import FilmBuilder
 from headway.lab.replay import check_replay
-from headway.observe.run_stats import RunStats
+from headway.record.stats import RunStats
 from headway.observe.server_metrics import ServerMetrics
 from headway.observe.trace import TraceWriter
 from headway.request import RequestParams

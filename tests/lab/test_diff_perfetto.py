@@ -14,8 +14,8 @@ from headway.lab.cost import load_profile
 from headway.lab.diff import diff
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.explain import sentences_of, waits
-from headway.observe.perfetto import to_perfetto
+from headway.record.sentences import sentences_of, waits
+from headway.record.perfetto import to_perfetto
 from headway.observe.trace import Line, decisions
 from headway.scheduler import PRESETS, preset
 

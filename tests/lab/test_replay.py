@@ -23,7 +23,7 @@ from headway.lab.replay import check_replay, replay
 from headway.lab.simulate import simulate
 from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.run_stats import RunStats
+from headway.record.stats import RunStats
 from headway.observe.trace import Line, TraceWriter, decisions
 from headway.plan import Column, Plan, StepResult
 from headway.request import RequestParams

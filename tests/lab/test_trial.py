@@ -24,7 +24,7 @@ from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import summarize
 from headway.lab.trial import Recording, try_changes, workload
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.run_stats import RunStats
+from headway.record.stats import RunStats
 from headway.observe.server_metrics import ServerMetrics
 from headway.scheduler import Scheduler, preset
 

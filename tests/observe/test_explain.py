@@ -15,8 +15,8 @@ from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe import explain
-from headway.observe.explain import DecisionLog, sentences_of, why_blocked, why_not_considered
+from headway.record import sentences
+from headway.record.sentences import DecisionLog, sentences_of, why_blocked, why_not_considered
 from headway.observe.server_metrics import ServerMetrics
 from headway.observe.trace import describe_step
 from headway.plan import Blocked, Plan, Reason, StepReport

@@ -19,7 +19,7 @@ from headway.config import SchedulerView
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
 from headway.fleet.merge import merge_snapshots
-from headway.observe.explain import DecisionLog, why_not_considered
+from headway.record.sentences import DecisionLog, why_not_considered
 from headway.observe.server_metrics import ServerMetrics
 from headway.request import Request
 from headway.scheduler.queues import custom

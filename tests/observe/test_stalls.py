@@ -16,9 +16,9 @@ from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.observe.run_stats import by_prompt_length
-from headway.observe.shared_gaps import MIN_KEPT, SharedGaps
-from headway.observe.timeline import RequestTimeline, Timeline, record_of
+from headway.record.stats import by_prompt_length
+from headway.record.shared_gaps import MIN_KEPT, SharedGaps
+from headway.record.timeline import RequestTimeline, Timeline, record_of
 from headway.observe.trace import describe_step
 from headway.observe.trace_reader import TraceReader
 from headway.plan import Plan, StepReport

@@ -17,8 +17,8 @@ from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, fairness, summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.run_stats import PERCENTILES, RunStats, percentiles
-from headway.observe.timeline import RequestTimeline, Timeline, record_of
+from headway.record.stats import PERCENTILES, RunStats, percentiles
+from headway.record.timeline import RequestTimeline, Timeline, record_of
 from headway.observe.trace import Line, describe_step, read_trace
 from headway.observe.trace_reader import TraceReader
 from headway.plan import StepReport

@@ -40,7 +40,7 @@ from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
 from headway.observe import trace
-from headway.observe.run_stats import RunStats
+from headway.record.stats import RunStats
 from headway.observe.server_metrics import NEW
 from headway.plan import (
     Admission,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.observe.explain import preempted
+from headway.record.sentences import preempted
 from headway.observe.trace import describe_step
 from headway.plan import StepReport
 from headway.scheduler import policies

@@ -20,7 +20,7 @@ from headway.executor.simulated import Script, SimulatedExecutor, SimulatedHandl
 from headway.lab.cost import load_profile
 from headway.lab.replay import check_replay
 from headway.lab.summary import summarize
-from headway.observe.run_stats import RunStats
+from headway.record.stats import RunStats
 from headway.observe.trace import TraceWriter
 from headway.plan import Plan
 from headway.request import Request, RequestParams

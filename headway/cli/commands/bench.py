@@ -22,7 +22,7 @@ from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ExecutorError
 from headway.lab.loadgen import report
 from headway.lab.loadgen.requests import LengthRange, parse_length_range
-from headway.observe.trace import header
+from headway.record.writer import header
 
 if TYPE_CHECKING:
     from headway.llm import LLM

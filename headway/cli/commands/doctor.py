@@ -20,8 +20,8 @@ from headway.lab.doctor_text import diagnosis_text, findings_text, trial_text
 from headway.lab.live_doctor import TRIAL_SECONDS
 from headway.lab.summary import summarize
 from headway.lab.trial import Recording, try_changes
-from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, read_trace
+from headway.record.stats import RunStats
 from headway.scheduler.policy_text import ANY
 from headway.scheduler.presets import own_policies
 

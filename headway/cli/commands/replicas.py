@@ -25,7 +25,7 @@ from headway.lab.doctor_replicas import diagnose_replicas
 from headway.lab.simulate import with_profile
 from headway.lab.summary import Summary
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.trace import TraceWriter
+from headway.record.writer import JournalWriter, header
 
 MAX_REPLICAS = 64
 KNOWN = ", ".join(rule.__name__ for rule in ROUTES)
@@ -89,12 +89,14 @@ def run_replicas(
     total = sum(request.n for request in requests)
     with ExitStack() as stack:
         try:
-            files = [stack.enter_context(path.open("w", encoding="utf-8")) for path in paths]
+            files = [stack.enter_context(path.open("wb")) for path in paths]
         except OSError as error:
             raise FormatError(trace_out, None, f"cannot be written: {error.strerror}") from None
         writers = [
-            TraceWriter(file, with_profile(config, profile), async_scheduling, profile=profile.name,
-                        replica=str(place), has_blocks=trace_blocks, redact=trace_redact)
+            JournalWriter(file, header(
+                with_profile(config, profile), async_scheduling, profile=profile.name,
+                replica=str(place), has_blocks=trace_blocks, is_redacted=trace_redact,
+            ))
             for place, file in enumerate(files)
         ]  # fmt: skip
         name = title or f"{number} replicas"

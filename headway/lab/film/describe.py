@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from headway.lab.film.reader import Film
 from headway.lab.film.state import FilmRequest, FilmState, Op, Status, split
-from headway.observe import explain
 
 MAX_LISTED = 12
 

@@ -21,9 +21,9 @@ from headway.lab.film.texts import FilmTexts
 from headway.lab.replay import Outputs, RecordedExecutor, Replay
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace
-from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line
 from headway.plan import Plan
+from headway.record.stats import RunStats
 from headway.scheduler.policy_text import READY_MADE
 from headway.scheduler.presets import describe, read_preset
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.lab.summary import Summary, summarize
-from headway.observe.run_stats import RunStats
-from headway.observe.timeline import RequestTimeline
 from headway.observe.trace import Line, header
+from headway.record.stats import RunStats
+from headway.record.timeline import RequestTimeline
 from headway.scheduler.presets import preset
 
 FORM = re.compile(r"([a-z_]+(?:\.\w+)*)(?:\(([^()]*)\))?")

@@ -29,9 +29,9 @@ from headway.lab.simulate import with_profile
 from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, describe_step, header, parse_trace, read_trace
 from headway.plan import StepReport
+from headway.record.stats import RunStats
 from headway.scheduler import Scheduler
 from headway.scheduler.policy_text import READY_MADE
 from headway.scheduler.presets import describe

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.lab.film.recorder import Answers
-from headway.observe import explain
 from headway.observe.trace import Line
 from headway.record.packing import num_packed
 

@@ -24,7 +24,7 @@ from headway.lab.planner.workload import Workload, at_rate, part
 from headway.lab.settings import config_for
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
-from headway.observe.timeline import RequestTimeline
+from headway.record.timeline import RequestTimeline
 from headway.scheduler.policy_text import ANY
 from headway.scheduler.presets import DEFAULT, describe
 

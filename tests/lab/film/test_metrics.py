@@ -11,7 +11,7 @@ from headway.lab.film.metrics import RunMetrics, parse_metric
 from headway.lab.film.spec import MAX_REQUESTS, config_of, profile_of, read_spec, requests_of
 from headway.lab.simulate import simulate
 from headway.lab.workload.request import TokenSpace
-from headway.observe.run_stats import RunStats
+from headway.record.stats import RunStats
 from headway.observe.trace import describe_step, header
 from headway.plan import StepReport
 

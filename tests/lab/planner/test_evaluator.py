@@ -22,7 +22,7 @@ from headway.lab.planner.evaluator import Evaluator
 from headway.lab.planner.executors import InProcess, OnRay, Processes
 from headway.lab.planner.history import History
 from headway.lab.planner.workload import Workload, at_rate, rate_of
-from headway.observe.timeline import RequestTimeline
+from headway.record.timeline import RequestTimeline
 from tests.support.waiting import LIMIT
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
