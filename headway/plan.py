@@ -94,6 +94,17 @@ class Copy(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class Answers:
+    """What policies answered while a plan was made, as far as it was asked for."""
+
+    num_candidates: dict[Request, int] = field(default_factory=dict)  # by the request preempted
+    swap_seconds: dict[Request, tuple[float, float]] = field(
+        default_factory=dict
+    )  # swap, recompute
+    headroom: dict[Request, int] = field(default_factory=dict)  # blocks, at the latest check
+
+
+@dataclass(slots=True, eq=False)
 class Plan:
     """The work of one step. Only `decodes` grows with the batch; the rest lists changes."""
 
@@ -116,6 +127,7 @@ class Plan:
     # kept of requests that do not keep all.
     reaching_limit: list[list[Request]] = field(default_factory=list)
     tokens_kept: dict[Request, int] = field(default_factory=dict)
+    answers: Answers | None = None  # if the scheduler records them
     # After planning:
     num_free: int = 0  # blocks
     num_running: int = 0

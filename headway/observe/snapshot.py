@@ -40,13 +40,13 @@ class SnapshotBuilder:
         self._model_name = model_name
         self._started = loop.engine.clock.now()
         self._window = RateWindow(self._started)
-        self._log = DecisionLog(loop.engine.scheduler.config)
+        self._log = DecisionLog(loop.engine.scheduler.config.max_num_seqs)
         self._decisions: deque[Decision] = deque(maxlen=NUM_DECISIONS)
 
     def follow(self, event: Event, stats: StepStats) -> None:
         """Count an event and log its decisions."""
         self._window.follow(event, stats)
-        self._decisions.extend(self._log.follow(event))
+        self._decisions += [each for each in self._log.follow(event) if each.kind != "arrived"]
 
     def snapshot(self, p99_stall: float | None) -> Snapshot:
         """The present state as plain data. The caller holds the engine's lock.

@@ -63,8 +63,10 @@ class RecordedTokens:
 class Replay:
     """A scheduler whose calls follow recorded events. All of these must have been read before."""
 
-    def __init__(self, config: Config, own: Container[str] = READY_MADE) -> None:
-        self.scheduler, self._own = Scheduler(config), own
+    def __init__(
+        self, config: Config, own: Container[str] = READY_MADE, *, records_answers: bool = False
+    ) -> None:
+        self.scheduler, self._own = Scheduler(config, records_answers=records_answers), own
         self.tokens = RecordedTokens()
         self.requests: dict[Request, Request] = {}  # by the recorded request
         self._sampled: deque[Tokens] = deque()  # of the plans in flight

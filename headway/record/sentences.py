@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from headway.config import Config
 from headway.events import Added, Completed, Event, Failed, Planned, Reset, ended_by, preempted_by
 from headway.plan import Plan, Preemption
 from headway.request import Request
@@ -214,8 +213,8 @@ def _planned(plan: Plan, max_num_seqs: int) -> Iterator[Decision]:
 class DecisionLog:
     """The decisions of a run in sentences. A reason to wait is given when it changes."""
 
-    def __init__(self, config: Config) -> None:
-        self._max_num_seqs = config.max_num_seqs
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
         self._waits: dict[Request | None, str] = {}  # the latest reason of each waiting request
         self._has_deferred = False
 
@@ -225,8 +224,7 @@ class DecisionLog:
             return self._plan(event)
         if isinstance(event, Completed) and not event.finished:
             return NO_DECISIONS
-        found = decisions_of(event, self._max_num_seqs)
-        return [each for each in found if each.kind != "arrived"]
+        return list(decisions_of(event, self._max_num_seqs))
 
     def _plan(self, event: Planned) -> list[Decision]:
         plan, before = event.plan, self._waits

@@ -28,7 +28,7 @@ from headway.events import (
     Reset,
 )
 from headway.kv.cache import KVCache
-from headway.plan import Plan, StepResult
+from headway.plan import Answers, Plan, StepResult
 from headway.request import Request
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.presets import describe
@@ -51,8 +51,9 @@ def ignore(event: Event) -> None:
 class Scheduler:
     """Decides every step: add, abort, schedule, complete."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, records_answers: bool = False) -> None:
         self.config = config
+        self._records_answers = records_answers  # of policies, in the plans
         self.state = SchedulerState(config)
         # Parts of the state that engines and observers read.
         self.kv: KVCache = self.state.kv
@@ -127,7 +128,8 @@ class Scheduler:
         """Make the next plan. With work present it is empty only while another is in flight."""
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         state = self.state
-        state.plan = plan = Plan(self._num_steps)
+        answers = Answers() if self._records_answers else None
+        state.plan = plan = Plan(self._num_steps, answers=answers)
         state.preempted, self._is_planning = plan.preempted, True
         state.queue.counters.start_step()
         StepBuilder(state, plan).build()

@@ -1,22 +1,20 @@
 """GET /lab: the lab page, which follows every decision of this server.
 
-A film starts with the present state. While a page is open, the engine describes its steps without
-token ids, and this process makes the film.
+A film starts with the present state. The engine makes it while a page is open.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from headway.engine.async_engine import AsyncEngine
 from headway.errors import ExecutorError
-from headway.lab.film.format import FilmWriter, Record, header_record, record
-from headway.lab.film.texts import FilmTexts
+from headway.lab.film.format import Record, record
 from headway.lab.web.app import FILM, static
 from headway.lab.web.catalog import catalog
 from headway.server.http.errors import ApiError
@@ -30,19 +28,12 @@ MAX_SILENT = 10  # times that nothing is sent if nothing happens
 
 async def live_film(engine: AsyncEngine) -> AsyncIterator[bytes]:
     """The film of a running engine, from now on; ExecutorError if the engine stops."""
-    start: dict[str, Any] = await engine.ask("film_start")
-    viewer, head = start["viewer"], start["header"]
-    writer, texts = FilmWriter(head["config"]), FilmTexts(head)
-    writer.load(start["state"])
+    viewer, header = await engine.ask("film_start")
     try:
-        yield header_record({**head, "has_blocks": True}, source="live")
+        yield header
         num_silent = 0
         while True:
-            lines, is_idle = await engine.ask("film_lines", viewer)
-            data = b"".join(writer.add(line, texts.follow(line)) for line in lines)
-            if is_idle:
-                writer.settle()
-            data += writer.flush()
+            data: bytes = await engine.ask("film_take", viewer)
             num_silent = 0 if data else num_silent + 1
             if data or num_silent % MAX_SILENT == 0:
                 yield data or record(Record.IDLE, b"")

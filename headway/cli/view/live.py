@@ -90,7 +90,7 @@ class RunView:
         self._requests: dict[str, Request] = {}
         self._tally: Counter[str] = Counter()
         self._events: deque[Text] = deque(maxlen=NUM_EVENTS)
-        self._log = DecisionLog(llm.config)
+        self._log = DecisionLog(llm.config.max_num_seqs)
         self._started_at = self._drawn_at = time.perf_counter()
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
@@ -113,7 +113,7 @@ class RunView:
         self._tally["steps"] += isinstance(event, Completed)
         self._tally["tokens"] += num_new_tokens(event)
         self._tally["done"] += len(ended_by(event))
-        decisions = self._log.follow(event)
+        decisions = [each for each in self._log.follow(event) if each.kind != "arrived"]
         if not self._console.is_terminal:
             self._print_finished(event)
             return

@@ -74,5 +74,5 @@ def _request(film: Film, state: FilmState, r: int) -> str:
         text += f", {len(request.blocks)} blocks"
     if request.blocked:
         reason, need, have = request.blocked
-        text += f"; waits: {explain.why_blocked(film.header['reasons'][reason], need, have)}"
+        text += f"; waits: {sentences.why_blocked(film.header['reasons'][reason], need, have)}"
     return text
