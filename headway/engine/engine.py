@@ -45,7 +45,9 @@ class Engine:
         *,
         async_scheduling: bool = False,
         observers: Iterable[Observer] = (),
+        in_flight: Iterable[tuple[Plan, Handle]] = (),
     ) -> None:
+        """`in_flight` are plans that the scheduler has made before, oldest first."""
         if async_scheduling not in (False, True):
             raise ConfigError(f"async_scheduling must be True or False, not {async_scheduling!r}")
         self.scheduler = scheduler
@@ -60,7 +62,7 @@ class Engine:
         self.lock = threading.RLock()  # held while scheduler state changes, never while a plan runs
         self.step_began: float | None = None  # clock time; None between two steps
         self._num_faults = 0
-        self._flight: deque[tuple[Plan, Handle]] = deque()
+        self._flight: deque[tuple[Plan, Handle]] = deque(in_flight)
         self._last_progress = self.clock.now()
         self._events: deque[Event] = deque()  # that the observers have not had
         self.scheduler.observe(self._note)

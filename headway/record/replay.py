@@ -7,7 +7,7 @@ events are equal, the scheduling error of the simulator is exactly zero.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from headway.config import Config
 from headway.errors import ConfigError, PolicyError, ReplayMismatch
@@ -103,7 +103,7 @@ class Replay:
             case Completed():
                 self._complete(recorded)
             case Added():
-                scheduler.add(*map(self._copy, recorded.requests))
+                scheduler.add(*map(self.copy, recorded.requests))
             case Aborted(request):
                 scheduler.abort(request.id, request.finish_reason or "abort", request.error)
             case Reset():
@@ -113,7 +113,14 @@ class Replay:
             case Failed():
                 self._fail(recorded)
 
-    def _copy(self, recorded: Request) -> Request:
+    def in_flight(self, recorded: Mapping[int, StepResult]) -> Iterator[tuple[Plan, StepResult]]:
+        """The plans in flight with their tokens, and the times of these results, by step."""
+        for plan, (columns, first_tokens) in zip(
+            self.scheduler.in_flight, self._sampled, strict=True
+        ):
+            yield plan, _result(columns, first_tokens, recorded[plan.step])
+
+    def copy(self, recorded: Request) -> Request:
         """The recorded request as it was when it was added."""
         parent = recorded.parent and self.requests.get(recorded.parent, recorded.parent)
         request = Request(
@@ -127,12 +134,8 @@ class Replay:
     def _complete(self, recorded: Completed) -> None:
         if not self.scheduler.in_flight:
             raise ReplayMismatch(f"the replay has no step {recorded.plan.step}")
-        columns, first_tokens = self._sampled.popleft()
-        old = recorded.result
-        result = StepResult(
-            columns, first_tokens, old.started, old.ended, old.swap_in, num_builds=old.num_builds,
-            failed={self.requests[r]: failure for r, failure in old.failed.items()},
-        )  # fmt: skip
+        result = _result(*self._sampled.popleft(), recorded.result)
+        result.failed = {self.requests[r]: failure for r, failure in recorded.result.failed.items()}
         self.scheduler.complete(self.scheduler.in_flight[0], result)
 
     def _fail(self, recorded: Failed) -> None:
@@ -145,6 +148,13 @@ class Replay:
                 raise ReplayMismatch("no policy fails in the replay")
         self._sampled.clear()
         self.scheduler.fail(recorded.reason)
+
+
+def _result(columns: list[Column], first_tokens: list[int], recorded: StepResult) -> StepResult:
+    return StepResult(
+        columns, first_tokens, recorded.started, recorded.ended, recorded.swap_in,
+        num_builds=recorded.num_builds,
+    )  # fmt: skip
 
 
 def check_replay(journal: Iterable[HeaderLine | Line], own: Container[str] = READY_MADE) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from headway.lab.film.reader import Film
 from headway.lab.film.state import FilmRequest, FilmState, Op, Status, split
+from headway.record import sentences
 
 MAX_LISTED = 12
 
