@@ -46,8 +46,8 @@ from rich.console import Console
 
 from headway import SamplingParams
 from headway.loading import find_tokenizer
+from headway.model.loader import open_checkpoint
 from headway.model.registry import cache_root, resolve
-from headway.model.weights.checkpoint import open_checkpoint
 
 NUM_PROMPT, MAX_BATCH = 128, 32
 QUANTIZATIONS = {"headway": "none", "headway_fast": "auto"}

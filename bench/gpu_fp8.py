@@ -50,7 +50,7 @@ from headway import LLM
 from headway.model.backends.fp8 import Fp8Backend
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
-from headway.model.weights.checkpoint import open_checkpoint
+from headway.model.loader import open_checkpoint
 
 Figures = dict[str, Any]
 SHAPE = "qwen2.5-7b"

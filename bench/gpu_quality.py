@@ -41,8 +41,8 @@ from headway import LLM, SamplingParams
 from headway.loading import find_tokenizer
 from headway.model.config import ModelConfig
 from headway.model.devices import use_device
+from headway.model.loader import open_checkpoint
 from headway.model.registry import resolve
-from headway.model.weights.checkpoint import open_checkpoint
 from headway.text.chat_template import render_chat
 from tests.support.real import PROMPTS
 

@@ -23,7 +23,7 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.executor.simulated import Script, SimulatedExecutor
-from headway.lab.live_doctor import RecentTrace
+from headway.lab.doctor.live import RecentTrace
 from headway.observe.server_metrics import ServerMetrics
 from headway.record.timeline import Timeline, record_of
 from headway.plan import StepReport

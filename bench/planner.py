@@ -28,10 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from headway.lab.cost import load_profile
 from headway.lab.planner.capacity import CapacityQuestion, find_capacity
 from headway.lab.planner.confidence import interval
-from headway.lab.planner.evaluate import Settings, make_config
-from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.evaluate import Evaluator, History, Settings, make_config
 from headway.lab.planner.executors import Processes
-from headway.lab.planner.history import History
 from headway.lab.planner.objective import MET, Objective
 from headway.lab.planner.search import Search, TuneQuestion
 from headway.lab.planner.space import Space, default_space, points

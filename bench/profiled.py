@@ -11,9 +11,9 @@ import numpy as np
 
 from headway import LLM
 from headway.cli.commands.profile import CALIBRATIONS, Logs, copy_blocks, fit_profile, run
-from headway.lab.calibration import make_calibration
 from headway.lab.cost import Profile
-from headway.lab.fit import observations, predict
+from headway.lab.profiling.calibration import make_calibration
+from headway.lab.profiling.fit import observations, predict
 
 
 def profiled(llm: LLM, *, is_quick: bool, log: Path | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from headway.fleet.settings import FleetSettings
 from headway.kv.prefix_index import PromptKeys, extend_keys
 from headway.lab.cluster import simulate_replicas
 from headway.lab.cost import load_profile
-from headway.lab.settings import config_for
+from headway.lab.simulate import config_for
 from headway.lab.summary import Summary
 from headway.lab.workload.files import adjust, read_workload
 from headway.lab.workload.request import TokenSpace, WorkloadRequest

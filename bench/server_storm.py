@@ -35,8 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server_process import ServerProcess
 
-from headway.lab.loadgen.http_client import Address, Client, HttpResponse
-from headway.lab.loadgen.http_stream import EventReader
+from headway.lab.loadgen.http_client import Address, Client, EventReader, HttpResponse
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY = 65_536

@@ -28,7 +28,7 @@ from headway.model.devices import (
     size,
     use_device,
 )
-from headway.model.loader import Steps, load_decoder, open_weights
+from headway.model.loader import Steps, load_decoder, open_checkpoint
 from headway.model.precision import (
     check_attention,
     choose_backend,
@@ -154,7 +154,7 @@ def load(
     kv_dtype = kv_dtype_for(options.kv_cache_dtype, device)
     check_attention(options.attention, device)
     path = resolve(model, progress=_with_title(progress, f"downloading {model}"))
-    checkpoint = open_weights(path, options.load_format, device)
+    checkpoint = open_checkpoint(path, options.load_format, device)
     # Before the weights are loaded, which takes long.
     _max_model_len(checkpoint.config, settings)
     precision = stored_precision(checkpoint.config, precision, options.dtype, device)

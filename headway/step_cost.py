@@ -1,13 +1,14 @@
 """The time of a forward pass, from the tokens that it computes, samples, reads and attends to.
 
-Simulated executors and the chunk rule `hold_tbt` use the same formula. A pass takes a fixed time,
-which is longer if it computes prompts, plus the longer of reading the weights and the matrix products, plus the longer of reading keys and
-values and the attention products, plus the exchange between devices. Reads no clock: the numbers
-come from a profile or from a measurement.
+Simulated executors, the fit of a profile and the chunk rule `hold_tbt` use the same formula. A pass
+takes a fixed time, which is longer if it computes prompts, plus the longer of reading the weights
+and the matrix products, plus the longer of reading keys and values and the attention products, plus
+the exchange between devices. Reads no clock: the numbers come from a profile or from a measurement.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from headway.plan import Plan
@@ -27,17 +28,22 @@ class UnitCosts(NamedTuple):
     exchange: float = 0.0  # between the devices of a tensor-parallel group, per token
     prompt: float = 0.0  # fixed, in addition, if more tokens are computed than sampled
 
-    def seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:
-        """Time of a forward pass: tokens computed, sampled and read, and attended pairs."""
+    def seconds(
+        self, tokens: int, samples: int, reads: int, pairs: float,
+        larger: Callable[..., float] = max, smaller: Callable[..., float] = min,
+    ) -> float:  # fmt: skip
+        """Time of a forward pass: tokens computed, sampled and read, and attended pairs.
+
+        Times of many passes, if all these are arrays, with the functions of arrays.
+        """
         weights, token, sample, read, pair, fixed, min_attention, overlap, exchange, prompt = self
         dense, reading, computing = tokens * token + samples * sample, reads * read, pairs * pair
-        linear, attention = max(dense, weights), max(reading, computing)
+        linear, attention = larger(dense, weights), larger(reading, computing)
         if overlap < 1:
-            linear += (1 - overlap) * min(dense, weights)
-            attention += (1 - overlap) * min(reading, computing)
-        if tokens > samples:
-            fixed += prompt
-        return fixed + linear + max(attention, min_attention) + tokens * exchange
+            linear += (1 - overlap) * smaller(dense, weights)
+            attention += (1 - overlap) * smaller(reading, computing)
+        start = fixed + (tokens > samples) * prompt if prompt else fixed
+        return start + linear + larger(attention, min_attention) + tokens * exchange
 
 
 class StepWork(NamedTuple):

@@ -59,7 +59,7 @@ SLOW = (
     "lab/planner/test_capacity.py",
     "lab/planner/test_evaluator.py",
     "lab/planner/test_tune.py",
-    "lab/test_fit.py",
+    "lab/profiling/test_fit.py",
     "lab/test_loadgen.py",
     "lab/test_replay.py",
     "lab/test_stories.py",

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from headway import __version__
 from headway.cli.options.command import Command
-from headway.cli.options.packages import check_versions, install, is_optional
+from headway.cli.options.packages import check_versions, extra_of, install
 from headway.errors import HeadwayError
 from headway.version import commit
 
@@ -121,9 +121,9 @@ def main() -> None:
         print_error(str(error))
         sys.exit(2)
     except ModuleNotFoundError as error:  # a base installation has only scheduler and simulator
-        if not is_optional(error.name):
+        if (extra := extra_of(error.name)) is None:
             raise
-        print(f"error: {error.name} is not installed: {install('torch')}", file=sys.stderr)
+        print(f"error: {error.name} is not installed: {install(extra)}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # the reader of the pipe has closed it
         sys.stderr.close()

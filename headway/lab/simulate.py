@@ -6,8 +6,9 @@ metrics count what happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from headway.config import Config
 from headway.engine.clock import VirtualClock
@@ -20,7 +21,9 @@ from headway.lab.workload.request import WorkloadRequest
 from headway.record.stats import RunStats
 from headway.record.writer import JournalWriter, Writable, header
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import hold_tbt, swap_if_cheaper
+from headway.scheduler.policies import hold_tbt, recompute, swap_if_cheaper
+from headway.scheduler.policy_text import READY_MADE
+from headway.scheduler.presets import read_preset
 
 Progress = Callable[[int], None]  # called with the number of requests that have just ended
 Stop = Callable[[RunStats], bool]
@@ -131,6 +134,29 @@ def _run(
             clock.advance_to(coming.arrival)
         else:
             return
+
+
+def config_for(
+    name: str, profile: Profile, changes: dict[str, Any], own: Container[str] = READY_MADE
+) -> Config:
+    """A preset with changes; ConfigError if a value is unknown or out of range.
+
+    Without `num_blocks` it has as many blocks as the profile's KV cache. If the swap rule uses host
+    memory, it has as many host blocks as device blocks by default. `own` as for `read_preset`.
+    """
+    changes = dict(changes)
+    config = read_preset(changes, name, own=own)
+    limit = profile.model.max_model_len
+    if changes.get("max_model_len", 0) > limit:
+        raise ConfigError(
+            f"max_model_len must be at most {limit}, the limit of the model of profile "
+            f"{profile.name}, not {changes['max_model_len']}"
+        )
+    if "num_blocks" not in changes:
+        changes["num_blocks"] = profile.num_blocks(config.block_size)
+    if config.swap is not recompute:
+        changes.setdefault("num_host_blocks", changes["num_blocks"])
+    return read_preset(changes, name, own=own)
 
 
 def with_profile(config: Config, profile: Profile) -> Config:

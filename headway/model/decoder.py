@@ -13,13 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import (
-    Backend,
-    ForwardPass,
-    LayerWeights,
-    ModelWeights,
-    PassOutput,
-)
+from headway.model.backends.base import Backend, ForwardPass, LayerWeights, ModelWeights, PassOutput
 from headway.model.batch import ForwardBatch
 from headway.model.rope import Rope
 from headway.model.weights.checkpoint import Checkpoint

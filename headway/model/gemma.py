@@ -16,11 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 PERIOD = 6  # by default, every sixth layer sees all tokens
 THETA, WINDOW_THETA = 1_000_000.0, 10_000.0
 LARGEST_NUM_LAYERS = 62  # of the 27B model, whose query scale is not that of its head size
-UNSUPPORTED = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "use_bidirectional_attention",
-)
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
 def gemma_from_hf(fields: Fields, num_layers: int, hidden_size: int) -> dict[str, Any]:

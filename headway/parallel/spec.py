@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
 from headway.config import Config
 
@@ -29,9 +29,6 @@ class RankSpec:
 
     def device(self, rank: int) -> str:
         return "cpu" if self.first_device is None else f"cuda:{self.first_device + rank}"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def config_sizes(config: Config) -> dict[str, int]:

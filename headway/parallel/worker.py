@@ -73,7 +73,7 @@ class Worker:
     def _load(self) -> Decoder:
         """Load this rank's part of the model."""
         from headway.model.devices import use_device
-        from headway.model.loader import load_decoder, open_weights
+        from headway.model.loader import load_decoder, open_checkpoint
         from headway.model.precision import choose_backend, kv_dtype_for, use_threads
         from headway.model.sharding import Shard
         from headway.parallel.group import connect
@@ -85,7 +85,7 @@ class Worker:
         use_threads(spec.threads)
         device = use_device(spec.device(self.rank))
         group = connect(self._store, self.rank, spec.size, device, self.progress)
-        checkpoint = open_weights(Path(spec.path), spec.load_format, device)
+        checkpoint = open_checkpoint(Path(spec.path), spec.load_format, device)
         kv_dtype = kv_dtype_for(spec.kv_cache_dtype, device)
         backend = choose_backend(
             checkpoint.config, spec.precision, device, kv_dtype, spec.attention

@@ -20,8 +20,8 @@ from pydantic import Field
 from headway.engine.async_engine import AsyncEngine
 from headway.errors import ConfigError, ExecutorError
 from headway.lab.cost import known_profiles
-from headway.lab.doctor_text import diagnosis_text, trial_text
-from headway.lab.live_doctor import NUM_PER_QUERY, TRIAL_SECONDS
+from headway.lab.doctor.live import NUM_PER_QUERY, TRIAL_SECONDS
+from headway.lab.doctor.text import diagnosis_text, trial_text
 from headway.scheduler.presets import own_policies, read_changes, read_preset
 from headway.server.generation.stream import CompleteResponse
 from headway.server.http.errors import ApiError
@@ -125,7 +125,7 @@ def _check(config: dict[str, Any], changes: dict[str, str], profile: str | None)
 async def _in_process(engine: AsyncEngine, first: dict[str, Any]) -> dict[str, Any]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "headway.lab.trial", env={**os.environ, "PYTHONPATH": path},
+        sys.executable, "-m", "headway.lab.doctor.trial", env={**os.environ, "PYTHONPATH": path},
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip

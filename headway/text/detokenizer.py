@@ -26,12 +26,6 @@ class Detokenizer:
         self._num_to_strip = tokenizer.num_stripped or 0  # leading spaces still to be stripped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._run = bytearray()  # bytes of the current run of byte-fallback tokens
-        self._parts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """All text returned so far."""
-        return "".join(self._parts)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete: whole characters, and finished runs of bytes."""
@@ -44,11 +38,11 @@ class Detokenizer:
                 self._run += spelled
             else:
                 parts += self._end_run(), self._decoded(spelled)
-        return self._keep("".join(parts))
+        return self._stripped("".join(parts))
 
     def finish(self) -> str:
         """The text that was held back; partial characters become U+FFFD."""
-        return self._keep(self._end_run() + self._utf8.decode(b"", final=True))
+        return self._stripped(self._end_run() + self._utf8.decode(b"", final=True))
 
     def _decoded(self, spelled: bytes) -> str:
         """Whole characters. Ends a surrogate early: Python would wait for a third byte."""
@@ -67,13 +61,12 @@ class Detokenizer:
         except UnicodeDecodeError:
             return "\N{REPLACEMENT CHARACTER}" * len(run)
 
-    def _keep(self, text: str) -> str:
+    def _stripped(self, text: str) -> str:
         while self._num_to_strip and text:
             if text[0] == " ":
                 text, self._num_to_strip = text[1:], self._num_to_strip - 1
             else:
                 self._num_to_strip = 0
-        self._parts.append(text)
         return text
 
 

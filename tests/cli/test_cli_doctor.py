@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headway.lab.doctor_text import ROWS, show
+from headway.lab.doctor.text import ROWS, show
 from tests.cli.test_cli import headway, sentence
 
 WORK = (

@@ -22,14 +22,14 @@ from headway.cli.commands.profile import (
     run,
 )
 from headway.cli.view.render import warn_of_profile
-from headway.lab.calibration import (
+from headway.lab.cost import load_profile
+from headway.lab.profiling.calibration import (
     QUICK_CPU_CALIBRATION,
     HeldOutError,
     held_out_error,
     make_calibration,
 )
-from headway.lab.cost import load_profile
-from headway.lab.fit import observations
+from headway.lab.profiling.fit import observations
 from headway.llm import LLM
 from tests.cli.test_cli import headway, sentence
 

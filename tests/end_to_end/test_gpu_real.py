@@ -22,9 +22,9 @@ from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
 from headway.lab.replay import check_replay
 from headway.loading import fit
 from headway.model.decoder import Decoder
+from headway.model.loader import open_checkpoint
 from headway.model.precision import ATTENTIONS, choose_backend
 from headway.model.registry import BUNDLED, resolve
-from headway.model.weights.checkpoint import open_checkpoint
 from headway.observe.trace import TraceWriter, read_trace
 from tests.support import real
 from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference

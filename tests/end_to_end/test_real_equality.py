@@ -21,9 +21,9 @@ from headway import LLM, PRESETS, SamplingParams
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
+from headway.model.loader import open_checkpoint
 from headway.model.precision import why_not_native
 from headway.model.registry import resolve
-from headway.model.weights.checkpoint import open_checkpoint
 from headway.request import Pooling
 from headway.scheduler.presets import DEFAULT
 from tests.support import real

@@ -21,8 +21,8 @@ from headway.model.backends.base import Backend
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
+from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend, why_not_native
-from headway.model.weights.checkpoint import open_checkpoint
 from tests.parallel import test_laws
 from tests.support import real
 

@@ -21,9 +21,9 @@ from headway.model.backends.base import Backend
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
+from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend, why_not_native
 from headway.model.sharding import check_size
-from headway.model.weights.checkpoint import open_checkpoint
 from tests.end_to_end.test_real_families import FAMILIES, VOCABULARY, save
 from tests.model.test_checkpoint import write_gguf
 from tests.support import real

@@ -30,7 +30,7 @@ from headway.grammar.sandbox import make_tokenizer
 from headway.loading import find_tokenizer
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
-from headway.model.weights.checkpoint import open_checkpoint
+from headway.model.loader import open_checkpoint
 from headway.plan import StepReport
 from headway.request import RequestParams
 from headway.sampling_params import Sampling

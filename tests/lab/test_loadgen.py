@@ -25,8 +25,14 @@ from headway.cli.commands.bench_serve import serve_command
 from headway.errors import ConfigError, HeadwayError
 from headway.lab import plots
 from headway.lab.loadgen import report
-from headway.lab.loadgen.http_client import Address, HttpResponse
-from headway.lab.loadgen.http_stream import BadResponse, ConnectionLost, EventReader, ResponseReader
+from headway.lab.loadgen.http_client import (
+    Address,
+    BadResponse,
+    ConnectionLost,
+    EventReader,
+    HttpResponse,
+    ResponseReader,
+)
 from headway.lab.loadgen.load import LoadGenerator, Outcome, send
 from headway.lab.loadgen.requests import (
     FIRST_PLAIN,
@@ -120,6 +126,13 @@ def test_events_do_not_depend_on_packet_boundaries(
         got += events.feed(response.feed(packet))
     assert response.is_done and response.status == 200 and response.stays_open
     assert got == [text.encode() for text in texts]
+
+
+def test_the_final_response_follows_an_informational_one() -> None:
+    response = ResponseReader()
+    assert response.feed(b"HTTP/1.1 100 Continue\r\n\r\n") == b"" and response.status is None
+    assert response.feed(b"HTTP/1.1 201 Made\r\nContent-Length: 2\r\n\r\nab") == b"ab"
+    assert response.is_done and response.status == 201
 
 
 def test_a_body_without_length_ends_with_the_connection() -> None:

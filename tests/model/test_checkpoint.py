@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_hf
-from headway.model.weights.checkpoint import DummyCheckpoint, QuantizedMatrix, open_checkpoint
+from headway.model.loader import open_checkpoint
+from headway.model.weights.checkpoint import DummyCheckpoint, QuantizedMatrix
 from headway.model.weights.gguf import read_header, read_metadata
 from headway.model.weights.gguf_checkpoint import gguf_name
 

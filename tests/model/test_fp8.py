@@ -19,6 +19,7 @@ from headway.model.backends.plain import PlainBackend, PlainWeight
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
+from headway.model.loader import open_checkpoint
 from headway.model.precision import (
     choose_backend,
     kv_dtype_for,
@@ -27,7 +28,7 @@ from headway.model.precision import (
     weight_bytes,
 )
 from headway.model.sharding import Part
-from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint, open_checkpoint
+from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint
 from headway.model.weights.fp8 import FP8, MAX_FP8, quantize
 from tests.model.kernels.reference.fp8 import quantize_rows
 from tests.support.real import batch_of
@@ -64,8 +65,8 @@ STEPS = {"prompts": slice(0, 7), "two decodes": slice(7, 9), "one decode": slice
 class Loud(DummyCheckpoint):
     """Random weights large enough for clear choices, and norm weights other than 1."""
 
-    def read(self, name: str) -> Tensor:
-        quiet = super().read(name)
+    def whole(self, name: str) -> Tensor:
+        quiet = super().whole(name)
         if name.endswith("norm.weight"):
             return quiet + 0.3 * torch.randn(
                 quiet.shape, generator=torch.Generator().manual_seed(len(name))
@@ -133,7 +134,7 @@ def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(found.scale, rounded.scale)
     assert torch.equal(opened.read(UP), rounded.wide())
     part = Part(slice(16, 48), slice(0, 32))
-    assert torch.equal(opened.read_part(UP, part), rounded.wide()[16:48, :32])
+    assert torch.equal(opened.read(UP, part), rounded.wide()[16:48, :32])
     for name in ("lm_head.weight", "model.norm.weight"):
         assert opened.read_fp8(name) is None and opened.read(name).dtype == torch.bfloat16
 

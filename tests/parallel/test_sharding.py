@@ -12,9 +12,9 @@ import torch
 
 from headway.errors import ConfigError, ModelError
 from headway.model.config import ModelConfig
+from headway.model.loader import open_checkpoint
 from headway.model.sharding import EVERYTHING, Shard, check_size, divided
-from headway.model.weights.checkpoint import open_checkpoint
-from headway.model.weights.sharded import ShardedCheckpoint
+from headway.model.weights.checkpoint import ShardedCheckpoint
 from tests.model.test_checkpoint import (
     config_of,
     encoded,

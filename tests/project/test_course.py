@@ -12,7 +12,7 @@ import pytest
 from headway.lab.film.metrics import METRICS
 from headway.lab.stories import Look, Number, Question, Story, load_stories
 from headway.request import TRANSITIONS, RequestState
-from headway.scheduler.presets import PRESETS, SLOTS
+from headway.scheduler.presets import PRESETS
 
 COURSE = Path(__file__).parents[2] / "docs" / "course"
 LESSONS = {
@@ -54,11 +54,8 @@ def test_the_table_of_lessons_lists_their_stories() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_its_policies_and_a_sound_flow_chart(name: str) -> None:
+def test_a_preset_has_a_sound_flow_chart(name: str) -> None:
     section = read("presets.md").split(f"\n## {name}\n")[1].split("\n## ")[0]
-    words = " ".join(section.split("```")[0].split())
-    for slot in SLOTS:
-        assert f"{slot} `{PRESETS[name][slot]}`" in words, slot
     (chart,) = re.findall(r"```mermaid\nflowchart TD\n(.*?)```", section, re.DOTALL)
     check_chart(chart)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import pydoc
 import re
@@ -33,7 +32,7 @@ from headway.cli.main import app
 from headway.config import QueueRule, SchedulerView, StepActions
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
-from headway.lab.cost import FOLDER, Machine, Model, Profile
+from headway.lab.cost import Machine, Model, Profile
 from headway.lab.planner.executors import InProcess
 from headway.lab.stories.measure import report
 from headway.lab.summary import summarize
@@ -134,13 +133,10 @@ def run_python(source: str) -> str:
 def noted(note: str) -> str:
     """The content that a comment before a block declares."""
     kind, _, rest = note.partition(": ")
-    if kind == "trace lines":  # of the only trace file that earlier commands wrote
-        (file,) = Path().glob("*.trace.jsonl")
-        lines = file.read_text(encoding="utf-8").splitlines()
-        return "\n".join(broken(lines[int(number) - 1]) for number in rest.split()) + "\n"
-    assert kind == "profile", f"unknown note: {note}"
-    profile = json.loads((FOLDER / f"{rest}.json").read_text(encoding="utf-8"))
-    return json.dumps({**profile, "description": "..."}, indent=2) + "\n"
+    assert kind == "trace lines", f"unknown note: {note}"
+    (file,) = Path().glob("*.trace.jsonl")  # the only one that earlier commands wrote
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return "\n".join(broken(lines[int(number) - 1]) for number in rest.split()) + "\n"
 
 
 def broken(line: str) -> str:

@@ -56,7 +56,6 @@ PATTERN = re.compile(
 # Files that are about a retired word, such as a list of replaced flags; names of other libraries;
 # texts of prompts.
 ALLOWED: dict[str, frozenset[str]] = {
-    "CHANGELOG.md": frozenset({"max_requests", "decode_steps", *FLAGS}),
     "tests/end_to_end/test_real_equality.py": frozenset({"max_new_tokens"}),
     "bench/cpu_peers.py": frozenset({"max_new_tokens"}),
     "tests/support/real.py": frozenset({"everybody"}),

@@ -16,8 +16,8 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.executor.simulated import Script, SimulatedExecutor
-from headway.lab import live_doctor
 from headway.lab.cost import load_profile
+from headway.lab.doctor import live as live_doctor
 from headway.observe.server_metrics import ServerMetrics
 from headway.request import RequestParams
 from headway.scheduler import Scheduler, preset

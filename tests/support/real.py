@@ -27,9 +27,9 @@ from headway.model.backends.base import kv_itemsize
 from headway.model.batch import ForwardBatch
 from headway.model.config import load_hf
 from headway.model.decoder import Decoder
+from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend
 from headway.model.registry import resolve
-from headway.model.weights.checkpoint import open_checkpoint
 from headway.request import RequestParams
 from headway.text.chat_template import render_chat
 from headway.text.tokenizer import Tokenizer

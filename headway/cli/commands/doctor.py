@@ -15,11 +15,11 @@ from headway.cli.commands.top import ApiKey, fetch
 from headway.cli.options.common import AllowOwnPolicies, Json, import_from_working_directory
 from headway.errors import ConfigError
 from headway.lab.cost import known_profiles
-from headway.lab.doctor import diagnose
-from headway.lab.doctor_text import diagnosis_text, findings_text, trial_text
-from headway.lab.live_doctor import TRIAL_SECONDS
+from headway.lab.doctor.diagnose import diagnose
+from headway.lab.doctor.live import TRIAL_SECONDS
+from headway.lab.doctor.text import diagnosis_text, findings_text, trial_text
+from headway.lab.doctor.trial import Recording, try_changes
 from headway.lab.summary import summarize
-from headway.lab.trial import Recording, try_changes
 from headway.observe.trace import Line, read_trace
 from headway.record.stats import RunStats
 from headway.scheduler.policy_text import ANY

@@ -23,7 +23,7 @@ from headway.lab.film.format import Mark
 from headway.lab.film.reader import Film, read_film
 from headway.lab.film.run import FilmedRun, film_of_file
 from headway.lab.film.spec import DEFAULT_PROFILE, RunSpec, read_spec
-from headway.lab.settings import config_for
+from headway.lab.simulate import config_for
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
 from headway.lab.web.catalog import DEFAULT_SPEC

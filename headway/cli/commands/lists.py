@@ -66,6 +66,7 @@ def _machine() -> dict[str, Any]:
     """The GPUs, and how fast the CPU computes one layer of the default model."""
     try:
         from headway.model.devices import gpus, why_no_cuda
+        from headway.model.loader import open_checkpoint
         from headway.model.precision import (
             byte_products,
             fastest,
@@ -73,7 +74,6 @@ def _machine() -> dict[str, Any]:
             probe,
             why_not_native,
         )
-        from headway.model.weights.checkpoint import open_checkpoint
     except ModuleNotFoundError as error:
         return {"error": f"{error.name} is not installed: {install('torch')}"}
     default = next((m.path for m in list_models() if m.path is not None), None)
@@ -99,8 +99,8 @@ def _machine() -> dict[str, Any]:
 
 def _products() -> dict[str, Any]:
     """The forms of each quantized matrix of the default model, and why one is chosen."""
+    from headway.model.loader import open_checkpoint
     from headway.model.precision import probe_products
-    from headway.model.weights.checkpoint import open_checkpoint
 
     path = next(m.path for m in list_models() if m.path is not None)
     return {each.matrix: each.summary() for each in probe_products(open_checkpoint(path))}
@@ -109,7 +109,7 @@ def _products() -> dict[str, Any]:
 def _kv_cache() -> dict[str, Any]:
     """The KV cache of the default model by type: its size, and the time of a decode's attention."""
     from headway.model.backends.native.kv_probe import probe_kv_cache
-    from headway.model.weights.checkpoint import open_checkpoint
+    from headway.model.loader import open_checkpoint
 
     path = next(m.path for m in list_models() if m.path is not None)
     return {

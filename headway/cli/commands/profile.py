@@ -16,7 +16,8 @@ from headway.cli.options.model import KV_MEMORY_DEFAULT, MODEL_HELP, ModelOption
 from headway.cli.view.render import print_profile, warn_of_profile
 from headway.cli.workload_run import run_workload
 from headway.engine.gc_freeze import gc_freeze
-from headway.lab.calibration import (
+from headway.lab.cost import Model, Profile, as_json, save_profile
+from headway.lab.profiling.calibration import (
     CPU_CALIBRATION,
     GPU_CALIBRATION,
     QUICK_CPU_CALIBRATION,
@@ -27,8 +28,7 @@ from headway.lab.calibration import (
     held_out_error,
     make_calibration,
 )
-from headway.lab.cost import Model, Profile, as_json, save_profile
-from headway.lab.fit import fit, observations
+from headway.lab.profiling.fit import fit, observations
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.trace import Line, describe_step
 from headway.plan import Copy, Plan, StepReport

@@ -21,7 +21,7 @@ from headway.errors import ConfigError, FormatError
 from headway.fleet.routing import DEFAULT_ROUTE, ROUTES, RouteRule, parse_route
 from headway.lab.cluster import ReplicasResult, simulate_replicas
 from headway.lab.cost import Profile
-from headway.lab.doctor_replicas import diagnose_replicas
+from headway.lab.doctor.replicas import diagnose_replicas
 from headway.lab.simulate import with_profile
 from headway.lab.summary import Summary
 from headway.lab.workload.request import WorkloadRequest

@@ -161,7 +161,7 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
 
     def prepare(loop: EngineLoop) -> None:
         from headway.cli.commands.profile import model_work
-        from headway.lab import live_doctor
+        from headway.lab.doctor import live as live_doctor
         from headway.lab.film import live
         from headway.observe import server_metrics as metrics
         from headway.observe import spans

@@ -17,13 +17,11 @@ from headway.cli.options.packages import check_extras
 from headway.cli.workload_run import FITTING, run_workload
 from headway.lab.cost import load_profile
 from headway.lab.planner import advice
-from headway.lab.planner import verify as verification
-from headway.lab.planner.evaluate import make_config
-from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.evaluate import Evaluator, make_config
 from headway.lab.planner.search import TuneQuestion
 from headway.lab.planner.space import check, default_space, parse_knobs, text_of
 from headway.lab.planner.targets import redundant
-from headway.lab.planner.tune import Answer, Change, complete, tune
+from headway.lab.planner.tune import Answer, Change, Verified, compare, complete, tune
 from headway.lab.simulate import with_profile
 from headway.lab.summary import summarize
 from headway.lab.svg import Curve, Plot
@@ -97,7 +95,7 @@ def tune_command(
 
 def _verified(
     question: TuneQuestion, answer: Answer, evaluator: Evaluator, model: str
-) -> list[verification.Verified]:
+) -> list[Verified]:
     """The best settings, predicted and measured; the workload runs in real time."""
     from headway.llm import LLM
 
@@ -110,7 +108,7 @@ def _verified(
         stats = run_workload(
             llm, requests, config, async_scheduling=job.async_scheduling, progress=progress
         )
-    return verification.compare(predicted.summary, summarize(stats))
+    return compare(predicted.summary, summarize(stats))
 
 
 def pareto_plot(answer: Answer) -> Plot:
@@ -135,7 +133,7 @@ def _commands(question: TuneQuestion, answer: Answer, profile: str) -> dict[str,
 def _described(
     question: TuneQuestion,
     answer: Answer,
-    verified: Sequence[verification.Verified],
+    verified: Sequence[Verified],
     commands: dict[str, Any],
 ) -> dict[str, Any]:
     values = asdict(answer)
@@ -167,7 +165,7 @@ def _print(question: TuneQuestion, answer: Answer) -> None:
     ]))  # fmt: skip
 
 
-def _print_verified(console: Console, verified: Sequence[verification.Verified]) -> None:
+def _print_verified(console: Console, verified: Sequence[Verified]) -> None:
     if verified:
         console.print("\n[bold]Predicted and measured[/]")
         console.print(_table(("", "predicted", "measured", "error"), [

@@ -27,8 +27,8 @@ from rich.progress import (
 from headway.config import Config
 from headway.errors import FormatError
 from headway.lab.cost import Profile
-from headway.lab.settings import config_for
-from headway.lab.workload.load import load_workload
+from headway.lab.simulate import config_for
+from headway.lab.workload.files import load_workload
 from headway.lab.workload.request import MAX_TOKENS, WorkloadRequest
 from headway.scheduler.policy_text import ANY
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS

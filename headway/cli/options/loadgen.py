@@ -21,7 +21,7 @@ from headway.lab.loadgen.requests import (
     truncate,
     with_poisson_arrivals,
 )
-from headway.lab.workload.load import load_workload
+from headway.lab.workload.files import load_workload
 from headway.lab.workload.request import WorkloadRequest
 
 _load, _request, _trace = panel("Load"), panel("Requests"), panel("Trace")

@@ -18,9 +18,9 @@ EXTRAS = {
 USED = ("", *EXTRAS, "hub", "lab", "otel")  # extras whose packages commands import; "": no extra
 
 
-def is_optional(name: str | None) -> bool:
-    """Whether an extra contains this package."""
-    return any(name in packages for packages in EXTRAS.values())
+def extra_of(name: str | None) -> str | None:
+    """The extra that contains this package; None if no extra does."""
+    return next((extra for extra, packages in EXTRAS.items() if name in packages), None)
 
 
 def check_extras(purpose: str, *extras: str) -> None:

@@ -17,10 +17,8 @@ from headway.cli.options.common import import_from_working_directory as allow_ow
 from headway.errors import ConfigError
 from headway.lab import plots
 from headway.lab.cost import Profile
-from headway.lab.planner.evaluate import Settings
-from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.evaluate import Evaluator, History, Settings
 from headway.lab.planner.executors import JobExecutor, OnRay, Processes
-from headway.lab.planner.history import History
 from headway.lab.planner.targets import Target, Targets, parse_duration
 from headway.lab.planner.workload import Workload
 from headway.lab.svg import Plot

@@ -11,9 +11,9 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from headway.lab.calibration import HeldOutError
 from headway.lab.cost import Machine, Profile
-from headway.lab.doctor import Finding, diagnose
+from headway.lab.doctor.diagnose import Finding, diagnose
+from headway.lab.profiling.calibration import HeldOutError
 from headway.lab.summary import Summary
 from headway.record.stats import STATISTICS
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headway.cli.view.live import DECISION_STYLES, meter, safe
 from headway.cli.view.render import seconds
-from headway.lab.doctor_text import show
+from headway.lab.doctor.text import show
 
 if TYPE_CHECKING:
     from headway.observe.snapshot import Snapshot

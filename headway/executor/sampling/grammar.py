@@ -167,9 +167,8 @@ def unpacked(words_nw: Words, vocab_size: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
         bits = np.unpackbits(words_nw.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
-    return unpacked_on_device(
-        torch.from_numpy(words_nw).to(device), vocab_size
-    )  # sends 1/8 of the bytes
+    sent = torch.from_numpy(words_nw).to(device)  # 1/8 of the bytes
+    return unpacked_on_device(sent, vocab_size)
 
 
 def unpacked_on_device(words_nw: Tensor, vocab_size: int) -> Tensor:

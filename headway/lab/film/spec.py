@@ -14,7 +14,7 @@ from typing import Any
 from headway.config import Config
 from headway.errors import ConfigError, shorten
 from headway.lab.cost import Profile, load_profile
-from headway.lab.settings import config_for
+from headway.lab.simulate import config_for
 from headway.lab.workload.request import TokenSpace, WorkloadRequest, join
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler.policy_text import READY_MADE

@@ -1,7 +1,8 @@
 """An HTTP/1.1 client for load tests: many open streams, a few microseconds per event.
 
 Connections are kept alive and reused. Bytes of a response are passed on as they arrive. Knows
-nothing of models; does not support redirects and proxies.
+nothing of models; does not support redirects, proxies and compression, which it does not request.
+Responses are parsed by httptools, from the extra `server`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,84 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
 from headway.errors import ConfigError
-from headway.lab.loadgen.http_stream import ConnectionLost, ResponseReader
 
 CONNECT_SECONDS = 10.0
 Receive = Callable[[bytes], None]  # called with pieces of the body of a successful response
+
+
+class BadResponse(Exception):
+    """The bytes are not an HTTP/1.1 response."""
+
+
+class ConnectionLost(Exception):
+    """The connection ended before the response did."""
+
+
+class ResponseReader:
+    """Parses one response; `feed` takes bytes and returns the part of the body in them."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.is_done = False
+        self.stays_open = True  # the connection can be reused
+        self._ends_by_itself = False  # not with the connection
+        self._body: list[bytes] = []
+        self._parser = HttpResponseParser(self)
+
+    def feed(self, data: bytes) -> bytes:
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            raise BadResponse(f"not an HTTP/1.1 response: {error}") from None
+        body = b"".join(self._body)
+        self._body.clear()
+        return body
+
+    def end(self) -> None:
+        """Note the end of the connection; ConnectionLost if the response is incomplete."""
+        if self.status is None or self._ends_by_itself:
+            raise ConnectionLost("the connection ended before the response did")
+        self.is_done = True
+
+    # Called by the parser.
+
+    def on_header(self, name: bytes, _: bytes) -> None:
+        self._ends_by_itself |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:  # after 100 Continue and the like, the final response follows
+            self.status, self.stays_open = status, self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self.is_done = self.status is not None
+
+
+class EventReader:
+    """Parses server-sent events; `feed` returns the data of every completed event."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, body: bytes) -> list[bytes]:
+        events: list[bytes] = []
+        lines = (self._rest + body).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        return events
 
 
 class HttpResponse(NamedTuple):

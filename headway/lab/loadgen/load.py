@@ -11,16 +11,24 @@ import asyncio
 import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.lab.loadgen.http_client import Address, Client, HttpResponse
-from headway.lab.loadgen.http_stream import BadResponse, ConnectionLost, EventReader
+from headway.lab.loadgen.http_client import (
+    Address,
+    BadResponse,
+    Client,
+    ConnectionLost,
+    EventReader,
+    HttpResponse,
+)
 from headway.lab.loadgen.requests import RequestFormat
 from headway.lab.workload.request import WorkloadRequest
 
+MODEL_SECONDS = 10.0  # to name the first model
 GOOD_ENDS = ("stop", "length", "tool_calls")
 OnDone = Callable[[], object]  # called when a request has ended
 
@@ -176,20 +184,21 @@ def _message(error: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-async def first_model(client: Client, timeout: float = 10.0) -> str:
+def find_model(address: Address, api_key: str | None = None) -> str:
     """The name of the first model of a server; ConfigError if it cannot be read."""
-    where = f"http{'s' * client.address.is_secure}://{client.address.host}:{client.address.port}"
+    where = f"http{'s' * address.is_secure}://{address.host}:{address.port}"
+
+    async def get() -> HttpResponse:
+        with closing(Client(address, api_key)) as client:
+            async with asyncio.timeout(MODEL_SECONDS):
+                return await client.get("/v1/models")
+
     try:
-        async with asyncio.timeout(timeout):
-            response = await client.get("/v1/models")
+        response = asyncio.run(get())
     except (OSError, ConnectionLost, BadResponse) as error:
         raise ConfigError(
             f"no server at {where} ({_kind(error)}); start one with `headway serve` or set --base-url"
         ) from None
-    return _model_of(response, where)
-
-
-def _model_of(response: HttpResponse, where: str) -> str:
     if response.status in (401, 403):
         raise ConfigError(
             f"the server at {where} rejects the API key (HTTP {response.status}); set --api-key"
@@ -215,28 +224,12 @@ def send(
     """Send all requests: at their arrival times, or in a closed loop of that concurrency."""
 
     async def run() -> LoadGenerator:
-        client = Client(address, api_key)
-        load = LoadGenerator(client, request_format, timeout, on_done)
-        try:
+        with closing(Client(address, api_key)) as client:
+            load = LoadGenerator(client, request_format, timeout, on_done)
             if concurrency is None:
                 await load.open_loop(requests)
             else:
                 await load.closed_loop(requests, concurrency)
-        finally:
-            client.close()
-        return load
-
-    return asyncio.run(run())
-
-
-def find_model(address: Address, api_key: str | None = None) -> str:
-    """The name of the server's first model."""
-
-    async def run() -> str:
-        client = Client(address, api_key)
-        try:
-            return await first_model(client)
-        finally:
-            client.close()
+            return load
 
     return asyncio.run(run())

@@ -7,7 +7,7 @@ import shlex
 from typing import NamedTuple
 
 from headway.lab.planner.evaluate import Settings
-from headway.lab.workload.load import is_synthetic
+from headway.lab.workload.files import is_synthetic
 
 # Flags of `vllm serve` for numbers with the same meaning.
 VLLM_NUMBERS = {

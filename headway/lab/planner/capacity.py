@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
 from headway.lab.planner.confidence import Interval, interval
-from headway.lab.planner.evaluate import Job, Outcome, Settings, check_completed
-from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.evaluate import Evaluator, Job, Outcome, Settings, check_completed
 from headway.lab.planner.targets import Targets, duration_text, missed
 from headway.lab.planner.workload import Workload, at_rate
 

@@ -1,6 +1,7 @@
-"""One evaluation: settings on a workload, simulated, and what the planner needs of the result.
+"""Evaluations: settings on a workload, simulated, and what the planner needs of the result.
 
-`evaluate` is a function of picklable values, so any executor can run it anywhere.
+`evaluate` is a function of picklable values, so any executor can run it anywhere. An `Evaluator`
+runs each job once and takes outcomes from the history where it has them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from headway.config import Config
-from headway.errors import ConfigError
+from headway.errors import ConfigError, FormatError
 from headway.lab.cost import Profile
+from headway.lab.planner.executors import InProcess, JobExecutor
 from headway.lab.planner.targets import MissCounter, Targets
 from headway.lab.planner.workload import Workload, at_rate, part
-from headway.lab.settings import config_for
-from headway.lab.simulate import simulate
+from headway.lab.simulate import config_for, simulate
 from headway.lab.summary import Summary, summarize
 from headway.record.timeline import RequestTimeline
 from headway.scheduler.policy_text import ANY
@@ -32,9 +35,9 @@ Settings = dict[str, Any]  # preset, slots as text, numbers
 PACKAGE = Path(__file__).parents[2]
 # What the result of a simulation depends on.
 CODE = (
-    "request.py", "plan.py", "config.py", "kv", "scheduler", "engine", "observe",
-    "executor/simulated.py", "lab/cost.py", "lab/simulate.py", "lab/summary.py", "lab/settings.py",
-    "lab/workload", "lab/planner/evaluate.py", "lab/planner/targets.py",
+    "request.py", "plan.py", "config.py", "step_cost.py", "kv", "scheduler", "engine", "observe",
+    "executor/simulated.py", "lab/cost.py", "lab/corrections.py", "lab/simulate.py",
+    "lab/summary.py", "lab/workload", "lab/planner/evaluate.py", "lab/planner/targets.py",
     "lab/planner/workload.py",
 )  # fmt: skip
 NUM_SAMPLES = 200  # of the queue length, for its slope
@@ -165,3 +168,93 @@ def _module_hash(value: str) -> str:
     spec = find_spec(module)
     origin = spec.origin if spec else None
     return hashlib.sha256(Path(origin).read_bytes()).hexdigest() if origin else ""
+
+
+class History:
+    """Outcomes of earlier evaluations with the present code; without a path, of this process.
+
+    A file has JSON lines, one outcome each, by the key of its job. Lines are only appended, each
+    with one write, so a process that is killed loses at most the outcome that it was writing. A
+    damaged line is skipped. Several processes may append to one file.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._known = path, dict[str, Outcome]()
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a+b") as file:
+                self._read(file)
+        except OSError as error:
+            raise FormatError(path, None, f"cannot be used: {error.strerror}") from None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: str) -> Outcome | None:
+        return self._known.get(key)
+
+    def put(self, key: str, outcome: Outcome) -> None:
+        """Remember an outcome, on disk before this returns."""
+        self._known[key] = outcome
+        if self._path is None:
+            return
+        line = json.dumps({"key": key, "code": code_version(), "outcome": asdict(outcome)})
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, f"{line}\n".encode())
+        finally:
+            os.close(file)
+
+    def _read(self, file: Any) -> None:
+        file.seek(0)
+        last = b"\n"
+        for last in file:
+            try:
+                line = json.loads(last)
+                if line["code"] == code_version():
+                    self._known[line["key"]] = Outcome(**line["outcome"])
+            except (ValueError, TypeError, KeyError):
+                continue  # cut off by the end of a process
+        if not last.endswith(b"\n"):
+            file.write(b"\n")
+
+
+@dataclass(kw_only=True)
+class Evaluator:
+    """Counts `cost` in full runs. A job of the history costs the same, so that a search that is
+    resumed makes the same decisions."""
+
+    executor: JobExecutor = field(default_factory=InProcess)
+    history: History = field(default_factory=History)
+    advance: Callable[[float], object] = lambda cost: None  # called when jobs have ended
+    cost: float = 0.0
+    num_known: int = 0  # jobs whose outcome the history had
+    _counted: set[str] = field(default_factory=set)
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """The outcomes in the order of the jobs."""
+        by_key = {job.key(): job for job in jobs}
+        new = {key: job for key, job in by_key.items() if key not in self._counted}
+        missing = {key: job for key, job in new.items() if self.history.get(key) is None}
+        self.num_known += len(new) - len(missing)
+        order = list(missing)
+        for place, outcome in self.executor.run(evaluate, list(missing.values())):
+            self.history.put(order[place], outcome)
+            self.advance(_cost(missing[order[place]], outcome))
+        for key, job in new.items():  # in order: a sum must not depend on which job ends first
+            self.cost += _cost(job, self._outcome(key))
+            if key not in missing:
+                self.advance(_cost(job, self._outcome(key)))
+        self._counted.update(new)
+        return [self._outcome(job.key()) for job in jobs]
+
+    def _outcome(self, key: str) -> Outcome:
+        outcome = self.history.get(key)
+        assert outcome is not None, f"job {key} was not run"
+        return outcome
+
+
+def _cost(job: Job, outcome: Outcome) -> float:
+    return job.share * outcome.progress

@@ -17,22 +17,21 @@ from typing import Any, Protocol
 
 from headway.errors import ConfigError
 
+Function = Callable[[Any], Any]
+Results = Iterator[tuple[int, Any]]  # (place of the item, result)
+
 
 class JobExecutor(Protocol):
     """Runs a picklable function on picklable items."""
 
-    def run(
-        self, function: Callable[[Any], Any], items: Sequence[Any]
-    ) -> Iterator[tuple[int, Any]]: ...
+    def run(self, function: Function, items: Sequence[Any]) -> Results: ...
     def close(self) -> None: ...
 
 
 class InProcess:
     """One after the other, in this process."""
 
-    def run(
-        self, function: Callable[[Any], Any], items: Sequence[Any]
-    ) -> Iterator[tuple[int, Any]]:
+    def run(self, function: Function, items: Sequence[Any]) -> Results:
         for place, item in enumerate(items):
             yield place, function(item)
 
@@ -47,9 +46,7 @@ class Processes:
         self._count = count
         self._pool: ProcessPoolExecutor | None = None
 
-    def run(
-        self, function: Callable[[Any], Any], items: Sequence[Any]
-    ) -> Iterator[tuple[int, Any]]:
+    def run(self, function: Function, items: Sequence[Any]) -> Results:
         if self._count == 1 or len(items) == 1:
             yield from InProcess().run(function, items)
             return
@@ -116,9 +113,7 @@ class OnRay:
             ) from None
         self._is_connected = False
 
-    def run(
-        self, function: Callable[[Any], Any], items: Sequence[Any]
-    ) -> Iterator[tuple[int, Any]]:
+    def run(self, function: Function, items: Sequence[Any]) -> Results:
         if not self._is_connected:  # late, because a local Ray takes seconds to start
             self._ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="WARNING")
             self._is_connected = True

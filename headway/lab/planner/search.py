@@ -21,8 +21,7 @@ from random import Random
 from typing import Any
 
 from headway.lab.cost import Profile
-from headway.lab.planner.evaluate import Job, Outcome, Settings, make_config
-from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.evaluate import Evaluator, Job, Outcome, Settings, make_config
 from headway.lab.planner.objective import STOPPED, Objective, Score
 from headway.lab.planner.space import Space, neighbours
 from headway.lab.planner.targets import Targets

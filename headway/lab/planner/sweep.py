@@ -10,8 +10,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
-from headway.lab.planner.evaluate import Job, Outcome, Settings, make_config
-from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.evaluate import Evaluator, Job, Outcome, Settings, make_config
 from headway.lab.planner.space import WORKLOAD_KNOBS, Space, points, text_of
 from headway.lab.planner.workload import Workload, rate_of
 from headway.lab.simulate import simulate

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.errors import ConfigError
-from headway.lab.doctor import Finding, diagnose
+from headway.lab.doctor.diagnose import Finding, diagnose
 from headway.lab.planner.confidence import Interval, interval
-from headway.lab.planner.evaluate import Outcome, Settings, check_completed, make_config
-from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.evaluate import Evaluator, Outcome, Settings, check_completed, make_config
 from headway.lab.planner.objective import MET, Objective, choose_objective
 from headway.lab.planner.search import Search, Tried, TuneQuestion
 from headway.lab.planner.targets import worst_ratio
+from headway.lab.summary import Summary
 from headway.scheduler.presets import PRESETS, SLOTS, describe, slot
 
 MIN_BUDGET = 14
@@ -24,6 +24,11 @@ COMPARED = {
     "TTFT p99 (s)": ("ttft", "p99"), "time between tokens p99 (s)": ("time_between_tokens", "p99"),
     "longest stall p99 (s)": ("longest_stall", "p99"), "end to end p50 (s)": ("end_to_end", "p50"),
     "preemptions": ("preemptions",),
+}  # fmt: skip
+VERIFIED = {
+    "output tokens/s": ("output_tokens_per_second",), "TTFT p50": ("ttft", "p50"),
+    "TTFT p99": ("ttft", "p99"), "time between tokens p50": ("time_between_tokens", "p50"),
+    "time between tokens p99": ("time_between_tokens", "p99"), "end to end p50": ("end_to_end", "p50"),
 }  # fmt: skip
 
 
@@ -197,7 +202,7 @@ def _confirmed(objective: Objective, outcomes: Sequence[Outcome]) -> tuple[float
 def _compare(defaults: Sequence[Outcome], best: Sequence[Outcome]) -> list[Compared]:
     rows = []
     for name, path in COMPARED.items():
-        old, new = ([_at(o, path) for o in outcomes] for outcomes in (defaults, best))
+        old, new = ([_at(o.summary, path) for o in outcomes] for outcomes in (defaults, best))
         differences = [n - o for n, o in zip(new, old, strict=True)]
         rows.append(Compared(
             name=name, default=fmean(old), best=fmean(new), difference=interval(differences)
@@ -205,8 +210,8 @@ def _compare(defaults: Sequence[Outcome], best: Sequence[Outcome]) -> list[Compa
     return rows
 
 
-def _at(outcome: Outcome, path: tuple[str, ...]) -> float:
-    value: Any = outcome.summary
+def _at(summary: Summary, path: tuple[str, ...]) -> float:
+    value: Any = summary
     for key in path:
         value = value[key]
     return float(value)
@@ -251,3 +256,22 @@ def _pareto_point(question: TuneQuestion, tried: Tried) -> ParetoPoint:
         tokens_per_second=float(tried.outcome.summary["output_tokens_per_second"]),
         tokens_per_second_per_user=1 / mean if mean else 0.0,
     )
+
+
+class Verified(NamedTuple):
+    """One figure, predicted and measured."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative to the measured value."""
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+def compare(predicted: Summary, measured: Summary) -> list[Verified]:
+    """The figures of two summaries side by side."""
+    return [Verified(name, _at(predicted, path), _at(measured, path))
+            for name, path in VERIFIED.items()]  # fmt: skip

@@ -17,8 +17,7 @@ from pathlib import Path
 from random import Random
 
 from headway.errors import ConfigError
-from headway.lab.workload.files import adjust, move
-from headway.lab.workload.load import is_synthetic, load_workload
+from headway.lab.workload.files import adjust, is_synthetic, load_workload, move
 from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 

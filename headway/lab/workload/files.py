@@ -16,7 +16,7 @@
     .jsonl  a decision trace, if it begins with the header of one; see recorded.py
 
 A prompt given as a length gets token ids that no other prompt of the file has, so it shares no
-prefix. Knows no distribution and no engine.
+prefix. Knows no engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 from headway.checks import number, whole_number
 from headway.engine.engine import MAX_SAMPLES
-from headway.errors import FormatError
+from headway.errors import ConfigError, FormatError
 from headway.lab.workload.recorded import is_trace, trace_rows
 from headway.lab.workload.request import (
     LAST_TOKEN,
@@ -42,8 +42,28 @@ from headway.lab.workload.request import (
     join,
 )
 from headway.lab.workload.rows import Row, read_rows
+from headway.lab.workload.synthetic import parse_synthetic
 
 MOONCAKE_BLOCK = 512  # tokens behind one hash id
+
+
+def is_synthetic(text: str) -> bool:
+    """Whether a text describes a workload; otherwise it names a file."""
+    return "=" in text and not Path(text).exists()
+
+
+def load_workload(
+    text: str, limit: int | None, speed: float, max_tokens: int | None
+) -> list[WorkloadRequest]:
+    """The requests of a file or of a synthetic workload."""
+    if is_synthetic(text):
+        if max_tokens is not None:
+            raise ConfigError(
+                "--allowed-tokens is for workload files; a synthetic workload has a field "
+                f"max_tokens: '{text},max_tokens={max_tokens}'"
+            )
+        return adjust(parse_synthetic(text).generate(), limit, speed)
+    return read_workload(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
 
 
 def read_workload(

@@ -53,9 +53,7 @@ class WorkloadRequest:
 
     def params(self, start: float = 0.0) -> RequestParams:
         """Its parameters, for a workload that starts at `start` on the engine's clock."""
-        last = self.pieces[-1][
-            -1
-        ]  # rarely shared, so a good filler token; EOS would end the output
+        last = self.pieces[-1][-1]  # rarely shared, so a good filler; EOS would end the output
         return RequestParams(
             max_tokens=self.max_tokens, client=self.client, priority=self.priority, n=self.n,
             deadline=None if self.deadline is None else start + self.deadline,

@@ -185,8 +185,8 @@ def interleaved(weight: Weight) -> PlainWeight:
     return PlainWeight(matrix, bias, scale)
 
 
-class FusedDecodePass(ForwardPass):
-    """A batch of decodes only, with few rows: fused kernels."""
+class GpuPass(ForwardPass):
+    """One batch; `attention` is that of decodes."""
 
     def __init__(
         self,
@@ -199,7 +199,25 @@ class FusedDecodePass(ForwardPass):
         self._config, self._batch, self._blocks = config, batch, blocks
         self._rope, self._shard = rope_pd, shard
         self._columns = (shard.attended, shard.inner) if shard else ([], [])
-        self._squares: Tensor | None = None
+
+    def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
+        """[T, H * D]: rotates and stores the new tokens too."""
+        batch, config = self._batch, self._config
+        assert batch.row_ids_s is not None
+        out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
+        decode_attention(
+            qkv, out, num_heads=config.num_heads, blocks=self._blocks, layer=number,
+            tables=batch.tables_sw, row_ids_s=batch.row_ids_s, positions_s=batch.positions_t,
+            slots_s=batch.slots_t, num_splits=batch.num_splits,
+            transform=HeadTransform(layer.q_norm, layer.k_norm, config.norm_eps, *self._rope),
+        )  # fmt: skip
+        return out
+
+
+class FusedDecodePass(GpuPass):
+    """A batch of decodes only, with few rows: fused kernels."""
+
+    _squares: Tensor | None = None
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         if self._squares is None and len(x) > 1:
@@ -218,10 +236,6 @@ class FusedDecodePass(ForwardPass):
         epsilon = self._config.norm_eps
         return multiply(x, weight, epsilon=epsilon, squares_mj=self._squares, is_gated=is_gated)
 
-    def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        given = self._config, self._batch, self._blocks, self._rope
-        return fused_attention(number, layer, qkv, *given)
-
     def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
         """x += inner w, in place; also computes the squares for the next norm.
 
@@ -239,34 +253,13 @@ class FusedDecodePass(ForwardPass):
         multiply(inner, weight, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
 
 
-def fused_attention(
-    number: int,
-    layer: LayerWeights,
-    qkv: Tensor,
-    config: ModelConfig,
-    batch: ForwardBatch,
-    blocks: Tensor,
-    rope_pd: tuple[Tensor, Tensor],
-) -> Tensor:
-    """[T, H * D] of decodes; the kernel also rotates and stores the new tokens."""
-    assert batch.row_ids_s is not None
-    out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
-    decode_attention(
-        qkv, out, num_heads=config.num_heads, blocks=blocks, layer=number,
-        tables=batch.tables_sw, row_ids_s=batch.row_ids_s, positions_s=batch.positions_t,
-        slots_s=batch.slots_t, num_splits=batch.num_splits,
-        transform=HeadTransform(layer.q_norm, layer.k_norm, config.norm_eps, *rope_pd),
-    )  # fmt: skip
-    return out
-
-
 def multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
     """x w by the kernel for few rows; `options` are those of products.linear."""
     assert isinstance(weight, PlainWeight)
     return linear(x, weight.matrix, bias_n=weight.bias, scale_n=weight.scale, **options)  # type: ignore[arg-type]
 
 
-class UnfusedPass(ForwardPass):
+class UnfusedPass(GpuPass):
     """Any batch: decodes first, then prompt chunks."""
 
     def __init__(
@@ -278,9 +271,8 @@ class UnfusedPass(ForwardPass):
         kernels: AttentionKernels,
         shard: Shard | None = None,
     ) -> None:
-        self._config, self._batch, self._blocks = config, batch, blocks
-        self._rope, self._kernels, self._shard = rope_pd, kernels, shard
-        self._columns = (shard.attended, shard.inner) if shard else ([], [])
+        super().__init__(config, batch, blocks, rope_pd, shard)
+        self._kernels = kernels
         self._attended: Tensor | None = None  # [T, H, D], zero in padding rows
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
@@ -299,7 +291,6 @@ class UnfusedPass(ForwardPass):
             add_parts(x, inner, self._shard, columns, partial(_multiply_into, weight=weight))
 
     def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        """[T, H * D]: rotates and stores the new tokens first."""
         config = self._config
         if self._attended is None:
             self._attended = qkv.new_zeros((len(qkv), config.num_heads, config.head_dim))
@@ -329,9 +320,7 @@ class UnfusedPass(ForwardPass):
 class CublasDecodePass(UnfusedPass):
     """A batch of decodes only: fused attention, and products by cuBLAS."""
 
-    def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        given = self._config, self._batch, self._blocks, self._rope
-        return fused_attention(number, layer, qkv, *given)
+    attention = GpuPass.attention
 
 
 def _linear(x: Tensor, weight: Weight) -> Tensor:

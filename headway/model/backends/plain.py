@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.backends.base import ForwardPass, LayerWeights, Weight
-from headway.model.backends.split import SplitPass
+from headway.model.backends.split import StepwisePass
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.sharding import Shard
@@ -81,15 +81,9 @@ class PlainBackend:
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         return weight * wide.to(x.dtype)
 
-    def silu_multiply(self, x: Tensor) -> Tensor:
-        """silu of the first half of every row, times the second half."""
+    def gated(self, x: Tensor, activation: str) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def gelu_multiply(self, x: Tensor) -> Tensor:
-        """Like `silu_multiply`, with the tanh form of GELU."""
-        gate, up = x.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
@@ -98,12 +92,10 @@ class PlainBackend:
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
-        rope = cosine.to(self.dtype), sine.to(self.dtype)
-        whole = PlainPass(self, config, batch, blocks, *rope)
-        return whole if self.shard is None else SplitPass(whole, self, self.shard, config.norm_eps)
+        return PlainPass(self, config, batch, blocks, cosine.to(self.dtype), sine.to(self.dtype))
 
 
-class PlainPass(ForwardPass):
+class PlainPass(StepwisePass):
     """One batch; attention computes one sequence at a time."""
 
     def __init__(
@@ -115,8 +107,7 @@ class PlainPass(ForwardPass):
         cosine_td: Tensor,
         sine_td: Tensor,
     ) -> None:
-        self._backend = backend
-        self._config = config
+        super().__init__(backend, config)
         self._blocks = blocks
         tables = (
             batch.tables_sw if batch.row_ids_s is None else batch.tables_sw[batch.row_ids_s.long()]
@@ -130,24 +121,9 @@ class PlainPass(ForwardPass):
         slots = batch.slots_t[self._rows]
         self._slots = slots // blocks.shape[4], slots % blocks.shape[4]
 
-    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        ops, epsilon = self._backend, self._config.norm_eps
-        qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
-        self.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
-        attended = ops.linear(self.attention(number, qkv), layer.output)
-        x = x + self._normed(attended, layer.attention_norm)
-        inner = ops.linear(ops.rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-        is_silu = self._config.activation == "silu"
-        inner = ops.silu_multiply(inner) if is_silu else ops.gelu_multiply(inner)
-        return x + self._normed(ops.linear(inner, layer.down), layer.mlp_norm)
-
-    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        return x if norm is None else self._backend.rms_norm(x, norm, self._config.norm_eps)
-
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
-        """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
         q_thd, k_tgd, v_tgd = self._split(qkv)
         for heads, norm in ((q_thd, q_norm), (k_tgd, k_norm)):
             heads.copy_(self._rotated(self._normed(heads, norm)))
@@ -156,10 +132,6 @@ class PlainPass(ForwardPass):
         self._blocks[block, layer, 1, :, offset] = v_tgd[self._rows]
 
     def attention(self, layer: int, qkv: Tensor) -> Tensor:
-        """[T, H * D]: every token attends to the tokens of its sequence up to itself.
-
-        With a window, only to the latest of them.
-        """
         q_thd, _, _ = self._split(qkv)
         out = torch.empty_like(q_thd)
         for s, end in enumerate(self._ends):

@@ -18,9 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 COLUMNS = 64  # numbers of a row that are copied at once: 128 bytes, the width of the swizzle
-SHARED = gl.constexpr(
-    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-)  # the layout of all tiles
+# The layout of all tiles.
+SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # Triton 3.6 and later versions have different names.
 load_rows = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))

@@ -24,7 +24,7 @@ from headway.model.kernels.launch import (
     launched,
     power_of_2,
 )
-from headway.model.kernels.products.fp8 import QuantizedRows, row_scale
+from headway.model.kernels.products.fp8 import QuantizedRows, num_warps, row_scale
 
 # Numbers of a program that computes several short rows. How many depends on the width, not on the
 # number of rows, so that neither does the sum of a row.
@@ -99,11 +99,6 @@ def _launch(
     rows = max(NUMBERS // padded, 1) if scale_t is None else 1  # quantized: not faster
     _rms_norm[(ceil_div(num_rows, rows),)](
         out_tk, x_tk, weight_k, scale_t, added_tk, x_tk.stride(0), num_rows, epsilon,
-        WIDTH=width, PADDED=padded, ROWS=rows, **launch_options(_num_warps(rows * padded), 1),
+        WIDTH=width, PADDED=padded, ROWS=rows, **launch_options(num_warps(rows * padded), 1),
         **NO_FP_FUSION,  # so that a row has the same bits in any place of its program
     )  # fmt: skip
-
-
-def _num_warps(numbers: int) -> int:
-    """A thread holds 16 numbers: two wide loads in flight, and a short sum over the row."""
-    return min(max(numbers // 512, 1), 16)

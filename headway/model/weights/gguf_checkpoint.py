@@ -14,15 +14,10 @@ from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_gguf
 from headway.model.sharding import EVERYTHING, WHOLE, Part
 from headway.model.weights import gguf
-from headway.model.weights.fp8 import Fp8Matrix
-from headway.model.weights.tensors import ExpectedTensors, QuantizedMatrix
+from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
 
 GROUP_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
-GGUF_TOP = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
+GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 GGUF_LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -43,27 +38,18 @@ GGUF_OUTPUT_NORMS = {  # in models that normalize the outputs of attention and M
 }
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(Checkpoint):
     """A GGUF file, with Hugging Face names and Hugging Face order of rows."""
 
     def __init__(self, path: Path) -> None:
-        self.path: Path | None = path
-        self._file = path
         header = gguf.read_header(path)
-        self._infos = header.tensors
-        self.config = _gguf_config(path, header)
-        self._expected = ExpectedTensors(self.config, path)
+        super().__init__(_gguf_config(path, header), path)
+        self._file, self._infos = path, header.tensors
 
     def has(self, name: str) -> bool:
-        return name in self._expected.shapes and self._name(name) in self._infos
+        return super().has(name) and self._name(name) in self._infos
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._expected.shapes[name]
-
-    def read(self, name: str) -> torch.Tensor:
-        return self.read_part(name, EVERYTHING)
-
-    def read_part(self, name: str, part: Part) -> torch.Tensor:
+    def read(self, name: str, part: Part = EVERYTHING) -> torch.Tensor:
         info = self._info(name)
         if len(info.shape) == 1:  # a vector is one row of the file
             values = _dequantize(self._file, name, info)
@@ -86,12 +72,9 @@ class GgufCheckpoint:
         q, scale, minimum = (torch.from_numpy(self._in_order(name, part)) for part in parts)
         return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
 
-    def read_fp8(self, name: str, part: Part = EVERYTHING) -> Fp8Matrix | None:
-        return None
-
     def _info(self, name: str) -> gguf.TensorInfo:
         info = self._infos.get(self._name(name))
-        self._expected.check(name, None if info is None else info.shape)
+        self._check(name, None if info is None else info.shape)
         return self._infos[self._name(name)]
 
     def _name(self, name: str) -> str:

@@ -10,8 +10,7 @@ from headway.errors import ConfigError
 from headway.lab.cost import load_profile
 from headway.lab.planner.capacity import SATURATED, CapacityQuestion, Impossible, find_capacity
 from headway.lab.planner.confidence import Interval
-from headway.lab.planner.evaluator import Evaluator
-from headway.lab.planner.history import History
+from headway.lab.planner.evaluate import Evaluator, History
 from headway.lab.planner.targets import Target
 from headway.lab.planner.workload import Workload
 

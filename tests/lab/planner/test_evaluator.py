@@ -17,10 +17,8 @@ import pytest
 
 from headway.errors import ConfigError, FormatError
 from headway.lab.cost import load_profile
-from headway.lab.planner.evaluate import Job, evaluate, queue_growth
-from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.evaluate import Evaluator, History, Job, evaluate, queue_growth
 from headway.lab.planner.executors import InProcess, OnRay, Processes
-from headway.lab.planner.history import History
 from headway.lab.planner.workload import Workload, at_rate, rate_of
 from headway.record.timeline import RequestTimeline
 from tests.support.waiting import LIMIT

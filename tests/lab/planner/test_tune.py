@@ -11,15 +11,12 @@ from headway.errors import ConfigError
 from headway.lab.cost import load_profile
 from headway.lab.planner import advice
 from headway.lab.planner.confidence import interval
-from headway.lab.planner.evaluate import Job, Outcome, evaluate
-from headway.lab.planner.evaluator import Evaluator
-from headway.lab.planner.history import History
+from headway.lab.planner.evaluate import Evaluator, History, Job, Outcome, evaluate
 from headway.lab.planner.objective import choose_objective
 from headway.lab.planner.search import Search, TuneQuestion
 from headway.lab.planner.space import points
 from headway.lab.planner.targets import Target, missed
-from headway.lab.planner.tune import Answer, pareto, tune
-from headway.lab.planner.verify import compare
+from headway.lab.planner.tune import Answer, compare, pareto, tune
 from headway.lab.planner.workload import Workload
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")

@@ -17,24 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import (
-    ForwardPass,
-    LayerWeights,
-    ModelWeights,
-    PassOutput,
-    Weight,
-)
+from headway.model.backends.base import ForwardPass, LayerWeights, ModelWeights, PassOutput, Weight
 from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
 from headway.model.backends.native.forms import Forms, can_be_wide, matrix_of
 from headway.model.backends.native.weights import GROUP, NativeWeight, address, layout
-from headway.model.backends.split import SplitPass
+from headway.model.backends.split import StepwisePass
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.sharding import Shard
-from headway.model.weights.checkpoint import Checkpoint
-from headway.model.weights.tensors import QuantizedMatrix
+from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
 
 MAX_QUERIES = 32  # rows of queries in one attention task
 MAX_HEAD = 256
@@ -137,13 +130,7 @@ class NativeBackend:
         )  # fmt: skip
         return out
 
-    def silu_multiply(self, x: Tensor) -> Tensor:
-        return self._gated(x, "silu")
-
-    def gelu_multiply(self, x: Tensor) -> Tensor:
-        return self._gated(x, "gelu")
-
-    def _gated(self, x: Tensor, activation: str) -> Tensor:
+    def gated(self, x: Tensor, activation: str) -> Tensor:
         rows, width = x.shape
         out = torch.empty(rows, width // 2)
         self.library.gate_rows(
@@ -178,8 +165,7 @@ class NativeBackend:
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
-        whole = NativePass(self, config, batch, blocks, cosine, sine)
-        return whole if self.shard is None else SplitPass(whole, self, self.shard, config.norm_eps)
+        return NativePass(self, config, batch, blocks, cosine, sine)
 
 
 def _floats(checkpoint: Checkpoint, names: list[str]) -> Tensor:
@@ -196,7 +182,7 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
     return packing.stack(kept) if len(kept) > 1 else kept[0]
 
 
-class NativePass(ForwardPass):
+class NativePass(StepwisePass):
     """One batch; all layers of a kind use the same arguments, and all layers the same buffers."""
 
     def __init__(
@@ -208,7 +194,8 @@ class NativePass(ForwardPass):
         cosine: Tensor,
         sine: Tensor,
     ) -> None:
-        self._backend, self._config = backend, config
+        super().__init__(backend, config)
+        self._backend = backend
         rows, size = batch.tokens_t.shape[0], config.head_dim
         task_rows = MAX_QUERIES // (config.num_heads // config.num_kv_heads)
         itemsize = blocks.element_size()
@@ -235,7 +222,9 @@ class NativePass(ForwardPass):
         self._forward: Callable[[], None] | None = None
         self._pointer = ctypes.addressof(self._struct)
 
-    def run(self, model: ModelWeights, windowed: ForwardPass | None = None) -> PassOutput:
+    def run(self, model: ModelWeights, windowed: ForwardPass | None = None) -> PassOutput | None:
+        if self._backend.shard is not None:
+            return None
         if self._forward is None:
             self._forward = self._prepare(model, windowed)
         self._forward()
@@ -255,6 +244,8 @@ class NativePass(ForwardPass):
         )  # fmt: skip
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        if self._backend.shard is not None:
+            return super().layer(number, layer, x)
         struct = self._backend.layer_struct(layer, self._config)
         self._backend.library.layer(ctypes.addressof(struct), number, self._pointer, x.data_ptr())
         return x
@@ -262,7 +253,6 @@ class NativePass(ForwardPass):
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
-        """Run one step of a layer by itself, in place."""
         norms, epsilon = (address(q_norm), address(k_norm)), self._config.norm_eps
         self._backend.library.rotate_and_store(
             self._pointer, layer, qkv.data_ptr(), *norms, epsilon

@@ -1,4 +1,4 @@
-"""Compiles kernels.c and the files it includes for this machine, once, and loads the library.
+"""Compiles source/kernels.c and the files it includes for this machine, once, and loads the library.
 
 Without a compiler there is no library, and the plain torch backend is used.
 
@@ -22,7 +22,7 @@ import torch
 
 from headway.model.registry import cache_root
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCE = Path(__file__).parent / "source/kernels.c"
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # A product and a sum are fused only where the source says so: compilers fuse an expression in one
 # place and not in another, for example to avoid long chains of fused sums on some processors.

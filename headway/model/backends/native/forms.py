@@ -19,8 +19,7 @@ from headway.model.backends.native import weights as packing
 from headway.model.backends.native.weights import GROUP, Arena, NativeWeight, layout
 from headway.model.config import ModelConfig
 from headway.model.sharding import Part
-from headway.model.weights.checkpoint import Checkpoint
-from headway.model.weights.tensors import QuantizedMatrix
+from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
 
 ROWS = (1, 4, 8, 32, 128)
 # The matrices of a model by the last parts of their tensors' names.

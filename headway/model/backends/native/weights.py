@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.backends.native.build import load
-from headway.model.weights.tensors import QuantizedMatrix
+from headway.model.weights.checkpoint import QuantizedMatrix
 
 GROUP = 32  # inputs that share a scale
 PANELS_PER_TASK = 4  # panels per task of the quantized product

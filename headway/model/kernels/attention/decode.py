@@ -21,13 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.attention.splits import LOG2_E, DecodeSplit, split_for
-from headway.model.kernels.launch import (
-    NO_FP_FUSION,
-    begin,
-    launch_options,
-    launched,
-    power_of_2,
-)
+from headway.model.kernels.launch import NO_FP_FUSION, begin, launch_options, launched, power_of_2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

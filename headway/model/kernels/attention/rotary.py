@@ -20,13 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import (
-    begin,
-    ceil_div,
-    launch_options,
-    launched,
-    power_of_2,
-)
+from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 
 # Numbers of a token up to which one program computes it. Measured on an H200: with two or more
 # programs for each, tokens with fewer numbers wait for programs to start, not for their bytes.

@@ -15,7 +15,7 @@ from typing import Any
 from headway.engine.engine import Engine
 from headway.engine.loop import CachedReader, EngineLoop
 from headway.lab.cost import Model
-from headway.lab.doctor import diagnose
+from headway.lab.doctor.diagnose import diagnose
 from headway.lab.summary import summarize
 from headway.observe.server_metrics import ServerMetrics
 from headway.observe.trace import Line, describe_step, header

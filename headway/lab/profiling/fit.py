@@ -8,11 +8,11 @@ Knows trace lines, no model and no clock; calibration.py chooses the run and che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,10 @@ import numpy.typing as npt
 from headway.errors import ConfigError
 from headway.lab.corrections import Corrections, factors, fit_corrections
 from headway.lab.cost import Machine, Model, Profile
+from headway.lab.profiling.minimize import Loss, Numbers, minimize
 from headway.observe.trace import Line
-from headway.step_cost import UnitCosts
+from headway.step_cost import StepWork
 
-Numbers = npt.NDArray[np.float64]
-Loss = Callable[[Numbers], float]
 MIN_STEPS = 24
 MIN_OF_KIND = 3  # steps that compute prompts, and steps that only decode
 MIN_SPREAD = 4.0  # ratio of the largest to the smallest, for tokens and contexts of steps
@@ -64,13 +63,6 @@ class Observations:
         return np.ascontiguousarray(self.passes.T)
 
     @cached_property
-    def has_prompts(self) -> npt.NDArray[np.bool_]:
-        """[pass]: whether it computes more tokens than it samples."""
-        tokens, samples, *_ = self.columns
-        found: npt.NDArray[np.bool_] = tokens > samples
-        return found
-
-    @cached_property
     def is_one_to_one(self) -> bool:
         """Whether every step is one pass."""
         return np.array_equal(self.step_of, np.arange(len(self.seconds)))
@@ -106,18 +98,14 @@ def observations(lines: Iterable[Line]) -> Observations:
     )
 
 
-def _passes(line: Line) -> list[tuple[float, ...]]:
+def _passes(line: Line) -> list[StepWork]:
     rows, context = line["decodes"], line.get("decode_context", 0)
-    tokens, samples, reads, pairs = rows, rows, context, float(context)
+    work = StepWork(rows, rows, context, float(context))
     for _, start, end, is_last in line.get("chunks", ()):
-        tokens += end - start
-        samples += is_last
-        reads += end
-        pairs += (end - start) * (start + (end - start + 1) / 2)
-    passes: list[tuple[float, ...]] = [(tokens, samples, reads, pairs)] if tokens else []
-    for step in range(1, line.get("num_steps", 1) if rows else 1):
-        passes.append((rows, rows, context + step * rows, context + step * rows))
-    return passes
+        work = work.with_chunk(start, end, is_last=is_last)
+    num_steps = line.get("num_steps", 1) if rows else 1
+    later = [StepWork(rows, rows, n, n) for n in (context + rows * i for i in range(1, num_steps))]
+    return [work, *later] if work.tokens else []
 
 
 def _gaps(steps: list[Line]) -> list[float]:
@@ -136,26 +124,13 @@ def _gaps(steps: list[Line]) -> list[float]:
 
 def predict(profile: Profile, seen: Observations) -> Numbers:
     """Seconds of every step without copies, as `Profile.step_seconds` but for a whole log."""
-    seconds = _pass_seconds(profile.unit_costs, seen)
+    formula: Any = profile.unit_costs.seconds  # typed for one pass
+    seconds: Numbers = formula(*seen.columns, np.maximum, np.minimum)
     if profile.machine.corrections:
-        tokens, corrections = seen.columns[0], profile.machine.corrections
-        seconds *= np.where(seen.has_prompts, 1.0, factors(corrections, tokens))
+        tokens, samples, *_ = seen.columns
+        decoded = factors(profile.machine.corrections, tokens)
+        seconds *= np.where(tokens > samples, 1.0, decoded)
     return _sums(seen, seconds)
-
-
-def _pass_seconds(costs: UnitCosts, seen: Observations) -> Numbers:
-    """[pass], without corrections."""
-    tokens, samples, reads, pairs = seen.columns
-    dense = tokens * costs.token + samples * costs.sample
-    read, pair, exposed = reads * costs.read, pairs * costs.pair, 1 - costs.overlap
-    linear = np.maximum(dense, costs.weights) + exposed * np.minimum(dense, costs.weights)
-    attention = np.maximum(read, pair) + exposed * np.minimum(read, pair)
-    found: Numbers = costs.fixed + linear + np.maximum(attention, costs.min_attention)
-    if costs.prompt:
-        found += seen.has_prompts * costs.prompt
-    if costs.exchange:
-        found += tokens * costs.exchange
-    return found
 
 
 def _sums(seen: Observations, of_passes: Numbers) -> Numbers:
@@ -319,55 +294,3 @@ def _copying(
     if slope <= 0:  # all of one size, or only noise
         return block_bytes / max(float(np.median(seconds / sizes)), NEGLIGIBLE), 0.0
     return block_bytes / slope, max(0.0, float(np.median(seconds - slope * sizes)))
-
-
-# The search: Nelder and Mead's method, which needs no derivatives. A simplex of one point more than
-# there are dimensions moves downhill: its worst corner is reflected through the others, further if
-# that improves it, back towards them if not.
-MAX_MOVES = 400
-NUM_FIRST_MOVES = 60  # from every start, before all but the best are given up
-NUM_KEPT = 2  # starts
-CLOSE = 1e-7  # difference of the corners' values at which the search ends
-STRIDE = 0.7  # from the start to the other corners
-
-
-def minimize(function: Loss, starts: list[Numbers]) -> Numbers:
-    """The lowest point found from these starts."""
-    if len(starts) > NUM_KEPT:
-        found = (_descend(function, start, NUM_FIRST_MOVES) for start in starts)
-        starts = sorted(found, key=function)[:NUM_KEPT]
-    best = min((_descend(function, start) for start in starts), key=function)
-    return _descend(function, best)  # with a new simplex: the first may collapse before it arrives
-
-
-def _descend(function: Loss, start: Numbers, max_moves: int = MAX_MOVES) -> Numbers:
-    corners = np.vstack([start, start + STRIDE * np.eye(len(start))])
-    values = np.array([function(corner) for corner in corners])
-    for _ in range(max_moves):
-        order = values.argsort()
-        corners, values = corners[order], values[order]
-        if values[-1] - values[0] < CLOSE:
-            break
-        _move(function, corners, values)
-    return np.array(corners[np.argmin(values)])
-
-
-def _move(function: Loss, corners: Numbers, values: Numbers) -> None:
-    """Replace the last corner, the worst one, or shrink all towards the first; in place."""
-    middle = np.add.reduce(corners[:-1]) / (len(corners) - 1)  # half the time of `mean`
-    reflected = 2 * middle - corners[-1]
-    value = function(reflected)
-    if value < values[0]:
-        further = 3 * middle - 2 * corners[-1]
-        beyond = function(further)
-        corners[-1], values[-1] = (further, beyond) if beyond < value else (reflected, value)
-    elif value < values[-2]:
-        corners[-1], values[-1] = reflected, value
-    else:
-        near = (middle + (reflected if value < values[-1] else corners[-1])) / 2
-        closer = function(near)
-        if closer < min(value, values[-1]):
-            corners[-1], values[-1] = near, closer
-        else:
-            corners[1:] = (corners[1:] + corners[0]) / 2
-            values[1:] = [function(corner) for corner in corners[1:]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.lab.cost import load_profile
-from headway.lab.doctor import DERIVED, Finding, diagnose
+from headway.lab.doctor.diagnose import DERIVED, Finding, diagnose
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.synthetic import parse_synthetic

@@ -15,7 +15,8 @@ import pytest
 
 from headway.errors import ConfigError, FormatError
 from headway.executor.simulated import Script
-from headway.lab.calibration import (
+from headway.lab.cost import Machine, Model, Profile, load_profile, save_profile
+from headway.lab.profiling.calibration import (
     CPU_CALIBRATION,
     GPU_CALIBRATION,
     QUICK_CPU_CALIBRATION,
@@ -27,8 +28,8 @@ from headway.lab.calibration import (
     make_calibration,
     requests_of,
 )
-from headway.lab.cost import Machine, Model, Profile, load_profile, save_profile
-from headway.lab.fit import RATES, Fit, fit, minimize, missing_coverage, observations, predict
+from headway.lab.profiling.fit import RATES, Fit, fit, missing_coverage, observations, predict
+from headway.lab.profiling.minimize import minimize
 from headway.lab.simulate import SimulatedEngine, simulate
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.trace import Line, describe_step

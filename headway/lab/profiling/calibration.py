@@ -17,7 +17,7 @@ import numpy as np
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
-from headway.lab.fit import observations, predict
+from headway.lab.profiling.fit import observations, predict
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.recorded import known_tokens

@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from headway.lab.summary import Summary
+from headway.observe import vitals
 from headway.scheduler.presets import slot
 
 
@@ -35,9 +36,7 @@ def diagnose(summary: Summary, config: dict[str, Any]) -> list[Finding]:
                 "read the reasons listed with the rejected requests",
             )
         ]
-    checks = (
-        _thrash, _waiting, _idle, _budget, _prefill, _swap, _swap_in, _stalls, _late, _unfair,
-    )  # fmt: skip
+    checks = (_thrash, _waiting, _idle, _budget, _prefill, _swap, _swap_in, _stalls, _late, _unfair)
     return [finding for check in checks if (finding := check(summary, config))]
 
 
@@ -81,7 +80,7 @@ def _remedies(*remedies: Remedy | str | None) -> tuple[str, tuple[str, ...]]:
 
 def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
     rate, tax = summary["preemptions_per_second"], summary["recompute_tax"]
-    if rate <= 1 and tax <= 0.05:
+    if rate <= vitals.MAX_PREEMPTIONS and tax <= vitals.MAX_RECOMPUTE_TAX:
         return None
     degree = "thrashing" if rate > 10 or tax > 0.15 else "preempting often"
     return Finding(
@@ -99,7 +98,7 @@ def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
 
 def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
     waiting, queue = summary["per_step"]["waiting"], summary["queue_time"]["p90"]
-    if waiting <= 5 or queue < 1:
+    if waiting <= vitals.MAX_WAITING or queue < 1:
         return None
     remedies: dict[str, str | Remedy | None] = {
         "max_num_seqs": _scale(config, "max_num_seqs", 2),
@@ -128,7 +127,7 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
 
 def _idle(summary: Summary, config: dict[str, Any]) -> Finding | None:
     share, waiting = summary["per_step"]["running_share"], summary["per_step"]["waiting"]
-    if share >= 0.5 or waiting < 1 or _top_reason(summary) in MEMORY:
+    if share >= vitals.MIN_RUNNING or waiting < 1 or _top_reason(summary) in MEMORY:
         return None  # another finding covers memory limits
     return Finding(
         f"only {share:.0%} of max_num_seqs run on average while requests wait",
@@ -143,8 +142,8 @@ def _idle(summary: Summary, config: dict[str, Any]) -> Finding | None:
 
 
 def _budget(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    share = summary["per_step"]["tokens_share"]
-    if share >= 0.1 or summary["per_step"]["waiting"] < 1 or _top_reason(summary) in MEMORY:
+    share, waiting = summary["per_step"]["tokens_share"], summary["per_step"]["waiting"]
+    if share >= vitals.MIN_TOKENS or waiting < 1 or _top_reason(summary) in MEMORY:
         return None
     return Finding(
         f"a step computes {summary['per_step']['tokens']:.0f} tokens, {share:.1%} of its budget",
@@ -157,7 +156,7 @@ def _budget(summary: Summary, config: dict[str, Any]) -> Finding | None:
 
 def _prefill(summary: Summary, config: dict[str, Any]) -> Finding | None:
     share = summary["per_step"]["prefill_share"]
-    if share <= 0.8:
+    if share <= vitals.MAX_PREFILL_SHARE:
         return None
     is_cut = _has(config, "chunk", "at_most")
     smaller = "lower n of at_most(n)" if is_cut else "use chunk at_most(n)"
@@ -183,12 +182,9 @@ def _swap(summary: Summary, config: dict[str, Any]) -> Finding | None:
     )
 
 
-MAX_SWAP_IN = 0.02  # seconds; 1-5 ms are usual
-
-
 def _swap_in(summary: Summary, config: dict[str, Any]) -> Finding | None:
     seconds = summary["swap_in"]["p50"]
-    if seconds <= MAX_SWAP_IN:
+    if seconds <= vitals.MAX_SWAP_IN:
         return None
     return Finding(
         f"a swap-in takes {_ms(seconds)} (p50; usual: 1-5 ms)",
@@ -199,15 +195,14 @@ def _swap_in(summary: Summary, config: dict[str, Any]) -> Finding | None:
 
 MIN_BUDGET = 64  # tokens; a lower one makes the prefill of short prompts slow
 MIN_GAP = 0.05  # seconds; p99 of the times between tokens
-MIN_STALL = 0.2  # seconds; p99 of the requests' longest stalls
-MIN_MAX_STALL = 1.0  # seconds; the longest stall of all
 
 
 def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
     gaps, stalls = summary["time_between_tokens"], summary["longest_stall"]
     usual = gaps["p50"] or gaps["mean"]  # with multi-step decodes most gaps are 0
     limits = (
-        (gaps["p99"], MIN_GAP), (stalls["p99"], MIN_STALL), (stalls["max"], MIN_MAX_STALL),
+        (gaps["p99"], MIN_GAP), (stalls["p99"], vitals.MAX_P99_STALL),
+        (stalls["max"], vitals.MAX_STALL),
     )  # fmt: skip
     if usual <= 0 or not any(value >= max(least, 8 * usual) for value, least in limits):
         return None
@@ -260,7 +255,8 @@ def _lower_budget(config: dict[str, Any], stall: float) -> Remedy | None:
     budget = config[NUM_TOKENS]
     if _has(config, "chunk", "whole") or budget <= MIN_BUDGET:
         return None
-    wanted = max(MIN_BUDGET, budget * min(0.5, MIN_STALL / max(stall, MIN_STALL)))
+    least = vitals.MAX_P99_STALL
+    wanted = max(MIN_BUDGET, budget * min(0.5, least / max(stall, least)))
     return Remedy(f"lower {NUM_TOKENS}", f"{NUM_TOKENS}={1 << (int(wanted).bit_length() - 1)}")
 
 

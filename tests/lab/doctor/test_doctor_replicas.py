@@ -11,12 +11,12 @@ import pytest
 from headway.fleet.routing import ReplicaView, RouteRequest, RouteRule, prefix_load
 from headway.lab.cluster import simulate_replicas
 from headway.lab.cost import load_profile
-from headway.lab.doctor import Finding
-from headway.lab.doctor_replicas import diagnose_replicas
+from headway.lab.doctor.diagnose import Finding
+from headway.lab.doctor.replicas import diagnose_replicas
 from headway.lab.summary import Summary
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler import preset
-from tests.lab.test_doctor import CONFIG, HEALTHY
+from tests.lab.doctor.test_doctor import CONFIG, HEALTHY
 
 REPLICA: Summary = {
     "requests": 100, "busy": 0.8, "cache_hit_ratio": 0.4, "queue_time": {"p90": 0.1},

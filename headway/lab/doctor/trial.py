@@ -1,6 +1,6 @@
 """Try a change of the configuration: simulate the recent requests of a run before and after it.
 
-    python -m headway.lab.trial < pickled input      prints one JSON object; see `main`
+    python -m headway.lab.doctor.trial < pickled input      prints one JSON object; see `main`
 
 The requests arrive when they did, and generate as many tokens. The costs of a step are fitted to the
 recorded steps where these suffice; otherwise they come from a profile. Both runs are simulated, with
@@ -26,8 +26,8 @@ import numpy as np
 from headway.config import Config
 from headway.errors import ConfigError, HeadwayError
 from headway.lab.cost import Model, Profile, load_profile
-from headway.lab.doctor import diagnose
-from headway.lab.fit import fit, observations, predict
+from headway.lab.doctor.diagnose import diagnose
+from headway.lab.profiling.fit import fit, observations, predict
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.files import row_reader

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import mean, median
 from typing import Any
 
-from headway.lab.doctor import Finding, diagnose
+from headway.lab.doctor.diagnose import Finding, diagnose
 from headway.lab.summary import Summary
 
 MAX_BALANCE = 1.25  # largest load of a replica divided by the mean
@@ -38,14 +38,14 @@ def _hot_spot(replicas: Sequence[Summary], route: str) -> Finding | None:
     if hottest < max(MIN_QUEUE, HOT * usual):
         return None
     hot = replicas[times.index(hottest)]
-    return Finding(
+    share = hot["requests"] / max(1, sum(each["requests"] for each in replicas))
+    return _finding(
+        route,
         f"hot spot: p90 of the queue time is {hottest:.1f} s on replica {hot['name']} and "
-        f"{usual:.1f} s on the median replica; it has {_share(hot, replicas, 'requests')} of the "
-        "requests",
+        f"{usual:.1f} s on the median replica; it has {share:.0%} of the requests",
         "requests with a popular prefix follow its cache to one replica, or one replica has the "
         "longest prompts",
-        _other_rule(route, "a rule that weighs hits against load"),
-        _changes(route),
+        "a rule that weighs hits against load",
     )
 
 
@@ -56,13 +56,13 @@ def _imbalance(replicas: Sequence[Summary], route: str) -> Finding | None:
     if most < MIN_BUSY or most <= MAX_BALANCE * usual:
         return None
     first, last = replicas[busy.index(most)], replicas[busy.index(min(busy))]
-    return Finding(
+    return _finding(
+        route,
         f"imbalance: replica {first['name']} is busy {most:.0%} of the time, replica "
         f"{last['name']} {min(busy):.0%}; the largest is {most / usual:.2f} times the mean "
         f"(limit {MAX_BALANCE:g})",
         "the routing rule does not count the work that it sends",
-        _other_rule(route, "a rule that counts the tokens to compute"),
-        _changes(route),
+        "a rule that counts the tokens to compute",
     )
 
 
@@ -73,24 +73,18 @@ def _cold(replicas: Sequence[Summary], route: str) -> Finding | None:
     cold = replicas[ratios.index(least)]
     if usual < MIN_HITS or least >= COLD * usual or cold["requests"] < MIN_SHARED:
         return None
-    return Finding(
+    return _finding(
+        route,
         f"cold replica: {least:.0%} of the prompt tokens hit on replica {cold['name']}, "
         f"{usual:.0%} on average",
         "it gets requests whose prefixes other replicas hold",
-        _other_rule(route, "a rule that reads the caches"),
-        _changes(route),
+        "a rule that reads the caches",
     )
 
 
-def _share(replica: Summary, replicas: Sequence[Summary], name: str) -> str:
-    return f"{replica[name] / max(1, sum(each[name] for each in replicas)):.0%}"
-
-
-def _other_rule(route: str, what: str) -> str:
-    if _changes(route):
-        return f"use {what}: --route prefix_load"
-    return "add replicas: the default rule already weighs hits against load"
-
-
-def _changes(route: str) -> tuple[str, ...]:
-    return () if route == "prefix_load" else ("route=prefix_load",)
+def _finding(route: str, symptom: str, cause: str, better: str) -> Finding:
+    """The remedy is the default rule, which is `better`; none if that is used already."""
+    if route == "prefix_load":
+        remedy = "add replicas: the default rule already weighs hits against load"
+        return Finding(symptom, cause, remedy)
+    return Finding(symptom, cause, f"use {better}: --route prefix_load", ("route=prefix_load",))

@@ -23,4 +23,3 @@
 #include "kv_bytes.c"
 #include "attention.c"
 #include "layers.c"
-#include "steps.c"

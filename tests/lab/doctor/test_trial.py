@@ -17,12 +17,12 @@ from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.errors import ConfigError
 from headway.executor.simulated import SimulatedExecutor
-from headway.lab import live_doctor
 from headway.lab.cost import load_profile
-from headway.lab.live_doctor import RecentTrace
+from headway.lab.doctor import live as live_doctor
+from headway.lab.doctor.live import RecentTrace
+from headway.lab.doctor.trial import Recording, try_changes, workload
 from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import summarize
-from headway.lab.trial import Recording, try_changes, workload
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.stats import RunStats
 from headway.observe.server_metrics import ServerMetrics
@@ -231,6 +231,6 @@ def test_the_command_reads_parts_and_prints_json(whole: Run) -> None:
     }  # fmt: skip
     for part in (first, recording.lines[:5], recording.lines[5:], None):
         pickle.dump(part, data)
-    command = [sys.executable, "-m", "headway.lab.trial"]
+    command = [sys.executable, "-m", "headway.lab.doctor.trial"]
     done = subprocess.run(command, input=data.getvalue(), capture_output=True, check=True)
     assert "max_num_seqs must be a whole number" in json.loads(done.stdout)["error"]
