@@ -256,7 +256,7 @@ def simulate_replicas(
 
 
 def _merged(replicas: list[RunStats]) -> RunStats:
-    merged = RunStats({"config": replicas[0].config})
+    merged = RunStats(replicas[0].header)
     for stats in replicas:
         merged.merge(stats)
     merged.requests.sort(key=lambda times: times.arrival)

@@ -161,3 +161,20 @@ Line = (
     | CompletedLine
     | FailedLine
 )
+
+
+def ends_of(line: Line) -> list[EndLine]:
+    """The requests that a line ends."""
+    match line:
+        case CompletedLine():
+            return line.finished
+        case AbortedLine():
+            return [line.end]
+        case FailedLine():
+            return line.ended
+    return []
+
+
+def time_of(line: Line) -> float:
+    """Seconds on the engine's clock."""
+    return line.end if isinstance(line, CompletedLine) else line.t

@@ -58,18 +58,23 @@ from headway.request import Request, RequestParams
 from headway.scheduler.decode_batch import DecodeBatch
 
 HIDDEN = -1  # in place of each token id of a redacted journal
+UNKNOWN = Request("", [], RequestParams())  # a decode that began before the first line
 NO_BLOCK = -1  # in place of the numbers of blocks that were not recorded
 
 
 class EventReader:
     """Makes events of the lines of one journal, which it must get in order."""
 
-    def __init__(self, head: HeaderLine) -> None:
+    def __init__(self, head: HeaderLine, before: Iterable[RequestLine] | None = None) -> None:
+        """`before` are the requests that are open if the first lines are missing."""
         self._block_size = head.config["block_size"]
+        self._is_partial = before is not None
         self.open: dict[str, Request] = {}  # added and not ended
         self._known: dict[str, Request] = {}  # the latest with each id
         self._batch = self._new_batch()
         self._in_flight: deque[Plan] = deque()
+        for line in before or ():
+            self._add(line)
 
     def _new_batch(self) -> DecodeBatch:
         return DecodeBatch(self._block_size, 0)
@@ -168,6 +173,8 @@ class EventReader:
             return
         batch = self._batch
         plan.decodes = batch.batch.requests
+        if self._is_partial:  # some of them may have begun before
+            plan.decodes = [*plan.decodes, *repeat(UNKNOWN, line.decodes)][: line.decodes]
         if len(plan.decodes) != line.decodes:
             raise ValueError(f"{len(plan.decodes)} requests decode, not {line.decodes}")
         numbers = iter(line.blocks.new if line.blocks is not None else ())
@@ -200,6 +207,8 @@ class EventReader:
         return found
 
     def _completed(self, line: CompletedLine) -> Completed:
+        if self._is_partial and (not self._in_flight or self._in_flight[0].step != line.step):
+            self._in_flight.appendleft(Plan(line.step))  # it was in flight when the lines begin
         plan = self._in_flight.popleft()
         if plan.step != line.step:
             raise ValueError(f"step {line.step} is completed, but step {plan.step} is in flight")

@@ -90,7 +90,7 @@ class Replay:
         event, self._event = self._event, None
         event.time = recorded.time
         if isinstance(event, Planned) and isinstance(recorded, Planned):
-            event.began = recorded.began
+            event.plan.began = recorded.plan.began
         return event
 
     def _call(self, recorded: Event) -> None:

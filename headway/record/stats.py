@@ -32,6 +32,7 @@ class RunStats:
     """
 
     def __init__(self, header: HeaderLine, started: float | None = None) -> None:
+        self.header = header
         self.config: dict[str, Any] = header.config
         self.started_at = started  # None: the first arrival
         self.totals: Counter[str] = Counter()

@@ -97,7 +97,7 @@ async def run_trial(
         problem = "another trial runs; at most one runs at a time"
         raise ApiError(409, problem, code="trial_running", headers={"Retry-After": "5"})
     try:
-        _check(first["header"]["config"], changes, profile)
+        _check(first["header"].config, changes, profile)
         async with asyncio.timeout(TRIAL_SECONDS):
             asked = {"changes": changes, "profile": profile, "niceness": NICENESS}
             return await _in_process(engine, {**first, **asked})

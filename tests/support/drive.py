@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from headway.plan import Column, Plan, StepReport, StepResult
+from headway.events import Completed
+from headway.plan import Column, Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 
@@ -40,7 +41,7 @@ def row(plan: Plan) -> Row:
         admitted=names(a.request for a in plan.admitted),
         decodes=names(sorted(plan.decodes, key=lambda r: r.history.admission)),
         chunks=tuple((c.request.id, c.start, c.end) for c in plan.chunks),
-        preempted=names(p.request for p in plan.events.preempted),
+        preempted=names(p.request for p in plan.preempted),
         blocked=tuple((b.request.id, b.reason) for b in plan.blocked),
     )
 
@@ -82,7 +83,7 @@ class Driver:
         self.table.append(row(plan))
         return plan
 
-    def finish(self, plan: Plan) -> StepReport:
+    def finish(self, plan: Plan) -> Completed:
         return self.scheduler.complete(plan, result(plan, self.sample))
 
     def step(self) -> Plan:

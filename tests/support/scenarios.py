@@ -332,8 +332,6 @@ class ScenarioRun:
             self.step(step)
             step += 1
             assert step <= last_event + 100 + 20 * work, "too many steps"
-        report = self.scheduler.take_pending_events()
-        self.finished += report.finished if report else []
         plan = self.scheduler.schedule()
         assert plan.is_empty and not self.scheduler.in_flight
         self.check_end()
@@ -436,17 +434,15 @@ class ScenarioRun:
     def _check_plan(self, plan: Plan) -> None:
         """The limits hold, and the plan gives a reason for every waiting request."""
         config = self.scenario.config
-        assert plan.events.num_running <= config.max_num_seqs, (
-            "more running requests than max_num_seqs"
-        )
+        assert plan.num_running <= config.max_num_seqs, "more running requests than max_num_seqs"
         assert plan.num_tokens <= config.max_num_batched_tokens, "token budget exceeded"
         num_rest = plan.not_considered.num_requests if plan.not_considered else 0
-        assert len(plan.blocked) + num_rest == plan.events.num_waiting, "waiting without a reason"
+        assert len(plan.blocked) + num_rest == plan.num_waiting, "waiting without a reason"
         if plan.blocked:
             waiting = set(self.scheduler.queue)
             assert all(b.request in waiting for b in plan.blocked), "blocked, but does not wait"
             assert len({b.request for b in plan.blocked}) == len(plan.blocked), "blocked twice"
-        assert plan.events.num_free == self.scheduler.kv.num_free
+        assert plan.num_free == self.scheduler.kv.num_free
 
     def check_now(self) -> None:
         """Reference counts, the prefix index, the queue and the rows are consistent."""
@@ -537,7 +533,7 @@ class ScenarioRun:
 
     def _count(self, plan: Plan) -> None:
         seen, size = self.seen, self.scenario.config.block_size
-        for preemption in plan.events.preempted:
+        for preemption in plan.preempted:
             seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
             seen["discarded outputs"] += preemption.is_discard
             seen["priority preemptions"] += preemption.is_priority

@@ -158,7 +158,7 @@ def _setting(llm: LLM, model: ModelOptions) -> dict[str, Any]:
         "kv_cache_dtype": llm.loaded.kv_dtype,
         "load_format": model.load_format,
     }
-    return named | {"config": header(llm.config, llm.engine.async_scheduling)["config"]}
+    return named | {"config": header(llm.config, llm.engine.async_scheduling).config}
 
 
 def _show_throughput(result: dict[str, Any]) -> None:

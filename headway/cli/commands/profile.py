@@ -16,6 +16,7 @@ from headway.cli.options.model import KV_MEMORY_DEFAULT, MODEL_HELP, ModelOption
 from headway.cli.view.render import print_profile, warn_of_profile
 from headway.cli.workload_run import run_workload
 from headway.engine.gc_freeze import gc_freeze
+from headway.events import Completed, Planned
 from headway.lab.cost import Model, Profile, as_json, save_profile
 from headway.lab.profiling.calibration import (
     CPU_CALIBRATION,
@@ -30,8 +31,9 @@ from headway.lab.profiling.calibration import (
 )
 from headway.lab.profiling.fit import fit, observations
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.observe.trace import Line, describe_step
-from headway.plan import Copy, Plan, StepReport
+from headway.plan import Copy, Plan
+from headway.record.lines import Line
+from headway.record.writer import LineMaker
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -199,7 +201,8 @@ def run_wave(
         for i, (a, b) in enumerate(wave.lengths)
     ]
     config = replace(llm.config, max_num_seqs=min(wave.max_num_seqs, llm.config.max_num_seqs))
-    observers = [lambda report: log.append(describe_step(report))]
+    maker = LineMaker()
+    observers = [lambda event: log.append(maker.line(event))]
     run_workload(
         llm, requests, config, async_scheduling=is_async, observers=observers, progress=advance
     )
@@ -209,7 +212,7 @@ def copy_blocks(llm: LLM) -> list[Line]:
     """Steps that copy some blocks to the host and back, which leaves their content unchanged."""
     from headway.executor.gpu.swap_cost import finish
 
-    lines = []
+    lines, maker = [], LineMaker()
     limit = min(llm.config.num_blocks, llm.config.num_host_blocks)
     for num_blocks in (size for size in COPIED if size <= limit):
         copies = [Copy(block, block) for block in range(num_blocks)]
@@ -219,5 +222,6 @@ def copy_blocks(llm: LLM) -> list[Line]:
                 finish(llm.executor)
                 result.ended = llm.executor.now()
                 if time:  # the first copy includes page faults of new memory
-                    lines.append(describe_step(StepReport(plan, result, [])))
+                    events = Planned(plan), Completed(plan, result, [])
+                    lines += [maker.line(event) for event in events]
     return lines

@@ -103,7 +103,7 @@ def simulate_command(
     total = sum(request.n for request in requests)
     try:
         with (
-            trace_out.open("w", encoding="utf-8") if trace_out else nullcontext() as file,
+            trace_out.open("wb") if trace_out else nullcontext() as file,
             options.progress_bar(f"simulating {preset}", total) as progress,
         ):
             result = simulate(
