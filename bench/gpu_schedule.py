@@ -45,7 +45,7 @@ from headway.lab.loadgen.requests import random_prompt
 from headway.plan import StepReport
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import swap_if_cheaper
+from headway.scheduler.policies.swap import swap_if_cheaper
 
 SHAPES = Path(__file__).parent / "shapes"
 LIMIT_MS = 25.0  # the goal for the longest gap

@@ -42,7 +42,7 @@ from headway.lab.workload.synthetic import parse_synthetic
 from headway.plan import StepReport
 from headway.request import RequestParams
 from headway.scheduler import preset
-from headway.scheduler.headroom import NUM_MOMENTS, PRIOR, Forecast, future_peak
+from headway.scheduler.policies.headroom import NUM_MOMENTS, PRIOR, Forecast, future_peak
 
 PROFILE = "llama3.1-8b-a100-80gb"
 MAX_LENGTH = 8192

@@ -32,11 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from headway.engine.clock import VirtualClock
 from headway.engine.messages import LoadReport, Submit
 from headway.fleet.dispatcher import Dispatcher
+from headway.fleet.prefix_tracker import PromptKeys
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import ROUTES, ReplicaView, RouteRequest, RouteRule, parse_route
 from headway.fleet.settings import FleetSettings
-from headway.kv.prefix_index import PromptKeys, extend_keys
+from headway.kv.prefix_index import extend_keys
 from headway.lab.cluster import simulate_replicas
 from headway.lab.cost import load_profile
 from headway.lab.simulate import config_for
@@ -137,9 +138,9 @@ def _decision_us(prompt: Request, block_size: int, held: list[bytes]) -> dict[st
     """With all replicas holding these keys."""
     router = Router(parse_route("prefix_load"), block_size)
     clock, dropped = VirtualClock(), lambda *_: None
-    dispatcher = Dispatcher(router, FleetSettings(), clock, dropped, dropped)
+    dispatcher = Dispatcher(router, FleetSettings(), clock, dropped, dropped, dropped)
     for place in range(NUM_REPLICAS):
-        replica = Replica(NullLink(str(place)))
+        replica = Replica(str(place), NullClient())
         dispatcher.add(replica)
         other = [place.to_bytes(8, "big") + number.to_bytes(8, "big") for number in range(27_000)]
         replica.report(LoadReport(1, 100 * place, place, place, 1000, 28_000))
@@ -170,13 +171,10 @@ def _decision_us(prompt: Request, block_size: int, held: list[bytes]) -> dict[st
     }
 
 
-class NullLink:
-    """A link to a replica that does not exist."""
+class NullClient:
+    """A client of a replica that does not exist."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    async def open(self, on_messages: object, on_lost: object) -> None: ...
+    async def open(self, on_messages: object) -> None: ...
     def send(self, messages: list[Any]) -> None: ...
     async def close(self) -> None: ...
 

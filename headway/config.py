@@ -1,8 +1,8 @@
 """The configuration of a scheduler: six slots that hold policies, and a few numbers.
 
 This file says what a policy may read (`SchedulerView`), what a batching rule may do (`StepActions`)
-and which signature each slot has. The policies are in scheduler/policies.py, headroom.py and
-queues.py; ready combinations are in scheduler/presets.py.
+and which signature each slot has. The ready-made policies are in scheduler/policies/, one file for
+each slot.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from headway.checks import number_problem
@@ -62,6 +63,9 @@ class StepActions(Protocol):
     def prefill_streak(self) -> int: ...  # consecutive steps, up to now, without decodes
 
 
+ALL = "all"  # the group of queue rules that have only one
+
+
 class QueueRule(Protocol):
     """The order of the waiting queue: the lowest key is served first."""
 
@@ -76,11 +80,21 @@ class QueueRule(Protocol):
     def outranks(self, waiting: Request, running: Request) -> bool: ...  # may it preempt?
 
 
+class Headroom(int):
+    """Blocks to leave free, and how many of them are not for recent preemptions: `base`.
+
+    A request that could be admitted with `base` alone waits for the reason "back_off".
+    """
+
+    base: float = math.inf  # none of them is for recent preemptions
+
+
 BatchingRule = Callable[[StepActions], None]
-# (tokens wanted, tokens left, first of its step). A rule may also have a method `most_tokens`, which
-# limits the tokens left by the time of a step; see policies.hold_tbt.
+# (tokens wanted, tokens left, first of its step). A rule that limits the time of a step has a method
+# `most_tokens` as well: (tokens wanted, work of the step so far, first token) -> tokens that fit.
 ChunkRule = Callable[[int, int, bool], int]
-HeadroomRule = Callable[[Request, SchedulerView], int]  # blocks that an admission leaves free
+# Blocks that an admission leaves free; see Headroom.
+HeadroomRule = Callable[[Request, SchedulerView], int]
 VictimRule = Callable[[Request, SchedulerView], Any]  # a key; the largest is preempted first
 # True: keep the computed tokens on the host; "discard": drop the output as well.
 SwapRule = Callable[[Request, SchedulerView], bool | Literal["discard"]]
@@ -129,6 +143,11 @@ class Config(Checked):
     # layers), and its blocks, which are a pool of their own.
     sliding_window: int = count(0, 0, (1 << 31) - 1)
     num_window_blocks: int = count(0, 0, 1 << 26)
+
+    @cached_property
+    def limits_time(self) -> bool:
+        """Whether the chunk rule declares a limit of time; a plain function has none."""
+        return getattr(self.chunk, "most_tokens", None) is not None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,13 @@ HeadwayError
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 class HeadwayError(Exception):
@@ -97,6 +103,40 @@ class PolicyError(HeadwayError):
         super().__init__(message)
         self.slot = slot  # queue, chunk, ...
         self.request_id = request_id  # of the request that it was called for; None: no single one
+
+
+def policy_failed(
+    slot: str, rule: object, where: str, error: Exception, request_id: str | None = None
+) -> PolicyError:
+    """The PolicyError for an exception that a policy raised."""
+    if isinstance(error, PolicyError):
+        return error
+    cause, line = f"{type(error).__name__}: {error}", line_of_policy(error)
+    text = f"{slot} policy {_name(rule)} failed {where}: {cause}"
+    return PolicyError(f"{text} ({line})" if line else text, slot=slot, request_id=request_id)
+
+
+def bad_result(
+    slot: str, rule: object, result: object, wanted: str, request_id: str | None = None
+) -> PolicyError:
+    """The PolicyError for a value that a policy must not return."""
+    text = f"{slot} policy {_name(rule)} returned {shorten(result)} {wanted}"
+    return PolicyError(text, slot=slot, request_id=request_id)
+
+
+def _name(rule: object) -> str:
+    """module:function; module:class for an object."""
+    rule = getattr(rule, "function", rule)  # of a queue rule that wraps a user's function
+    named: Any = rule if hasattr(rule, "__qualname__") else type(rule)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def line_of_policy(error: Exception) -> str | None:
+    """file:line, the latest in the file of the user's policy; None if no such file took part."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    outside = [(file, line) for file, line in lines if not file.startswith(PACKAGE)]
+    own = [line for file, line in outside if file == outside[0][0]]
+    return f"{outside[0][0]}:{own[-1]}" if own else None
 
 
 MAX_SHOWN = 60  # maximum characters of a value in a message

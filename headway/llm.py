@@ -63,8 +63,9 @@ from headway.record.writer import JournalWriter, header, open_journal
 from headway.request import Pooling, RequestParams
 from headway.sampling_params import SamplingParams
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import hold_tbt, swap_if_cheaper
-from headway.scheduler.presets import NUMBERS, SLOTS
+from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.presets import NUMBERS, SLOTS
+from headway.scheduler.policies.swap import swap_if_cheaper
 from headway.text.tokenizer import Tokenizer
 from headway.unsupported import unsupported
 

@@ -46,7 +46,7 @@ from headway.parallel.channel import MAX_RANKS
 from headway.parallel.ranks import Ranks, ended_on_error
 from headway.parallel.spec import RankSpec
 from headway.scheduler import preset
-from headway.scheduler.policies import recompute
+from headway.scheduler.policies.swap import recompute
 from headway.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Progress = Callable[[str, int, int], None]  # (description, done, total)

@@ -59,7 +59,7 @@ class Preemption(NamedTuple):
     is_priority: bool  # preempted for a higher priority, not for lack of blocks
     num_due: int  # blocks that decodes needed; 0 unless blocks were the cause
     num_free: int  # blocks that were free then
-    is_discard: bool = False  # its output is generated again; see policies.discard_output
+    is_discard: bool = False  # its output is generated again; see policies/swap.py
 
 
 class Blocked(NamedTuple):

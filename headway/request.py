@@ -45,6 +45,12 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 }
 
 
+class SamplingOptions:
+    """Base class of what an executor reads of a request."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParams:
     """Options of one request. The scheduler passes `sampling` to the executor unread."""
@@ -62,7 +68,7 @@ class RequestParams:
     reads_cache: bool = True  # False: compute the whole prompt even if it is cached
     n: int = 1  # samples of one prompt
     pooling: Pooling | None = None  # the result is an embedding; the one sampled token is unused
-    sampling: object = None
+    sampling: SamplingOptions | None = None
 
     @property
     def stops(self) -> frozenset[int]:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
+from headway.request import SamplingOptions
 
 MAX_LOGPROBS = 100
 COLDEST = 1e-4  # lower temperatures are greedy: float32 could not tell tokens apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class Sampling(SamplingOptions):
     """What the executor reads of one request; the content of `RequestParams.sampling`."""
 
     temperature: float = 1.0  # 0: greedy

@@ -75,7 +75,7 @@ SLOW = (
     "scheduler/test_fairness.py",
     "model/test_batch_invariance.py",
     "scheduler/test_listings.py",
-    "scheduler/test_output_lengths.py",
+    "scheduler/policies/test_output_lengths.py",
     "text/test_tokenizer.py",
 )
 HANDLED = (signal.SIGINT, signal.SIGTERM)

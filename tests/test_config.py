@@ -11,8 +11,12 @@ import pytest
 from headway.config import Config, SchedulerView, StepActions
 from headway.errors import ConfigError
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, Scheduler, headroom, policies, preset, queues
-from headway.scheduler.presets import NUMBERS, SLOTS, describe, slot
+from headway.scheduler import PRESETS, Scheduler, preset
+from headway.scheduler.policies import headroom
+from headway.scheduler.policies import queue as queues
+from headway.scheduler.policies.chunk import at_most, whole
+from headway.scheduler.policies.presets import NUMBERS, SLOTS, describe, slot
+from headway.scheduler.policies.swap import swap_if_cheaper
 from tests.support.drive import Driver
 
 
@@ -139,9 +143,9 @@ def test_a_text_is_parsed_as_a_policy() -> None:
     assert slot("queue", "fcfs") == queues.fcfs()
     assert slot("queue", "fcfs(8)") == queues.fcfs(max_overtakes=8)
     assert slot("queue", "priority(aging=2.5, preempts=True)") == queues.priority(0, 2.5, True)
-    assert slot("chunk", "whole") is policies.whole
-    assert slot("chunk", "at_most") == policies.at_most()
-    assert slot("chunk", "at_most(64)") == policies.at_most(64)
+    assert slot("chunk", "whole") is whole
+    assert slot("chunk", "at_most") == at_most()
+    assert slot("chunk", "at_most(64)") == at_most(64)
     assert slot("headroom", "watermark(0.05)") == headroom.watermark(0.05)
     nested = headroom.back_off(headroom.watermark(0.02))
     assert slot("headroom", "back_off(watermark(0.02))") == nested
@@ -155,7 +159,7 @@ def test_a_text_is_parsed_as_a_policy() -> None:
     assert slot("headroom", "future_peak(limit)") == headroom.future_peak(headroom.limit)
     assert slot("headroom", "future_peak(learned)") == headroom.future_peak(headroom.learned())
     assert slot("headroom", "future_peak(margin=0.01)") == headroom.future_peak(margin=0.01)
-    assert slot("swap", "swap_if_cheaper") == policies.swap_if_cheaper()
+    assert slot("swap", "swap_if_cheaper") == swap_if_cheaper()
 
 
 def run_requests(config: Config) -> None:

@@ -17,7 +17,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from msgspec import structs
 
 from headway import errors
 from headway.checks import token_array
@@ -49,24 +51,39 @@ if TYPE_CHECKING:  # needs the packages for text, which the simulator does witho
 YIELD_SECONDS = 0.002  # longest delay of the next step in favour of the event loop
 MAX_YIELD_TOKENS = 64  # a step with more tokens is not delayed
 OnMessages = Callable[[list[FromLoop]], None]
+Value = TypeVar("Value")
 
 
 class EngineClient(Protocol):
-    """The connection to an engine's loop."""
+    """A way to an engine: in this process, in another one, or many engines behind one client.
+
+    All calls and callbacks are on one event loop.
+    """
 
     async def open(self, on_messages: OnMessages) -> None:
-        """Connect; `on_messages` is called on this event loop with each batch of messages."""
+        """Connect; `on_messages` is called with each batch of messages, in order.
+
+        An EngineStopped message is the last one: the engine has stopped, or the connection is lost.
+        Raises ExecutorError if the engine cannot be reached.
+        """
         ...
 
-    def send(self, messages: list[ToLoop]) -> None: ...
-    async def close(self) -> None: ...
+    def send(self, messages: list[ToLoop]) -> None:
+        """Send messages in order; never blocks, and drops them if the connection is lost."""
+        ...
+
+    async def close(self) -> None:
+        """Disconnect; the requests of this client end."""
+        ...
 
 
 class ThreadClient:
     """Runs an engine on a thread of this process."""
 
-    def __init__(self, engine: Engine, limits: QueueLimits | None = None) -> None:
-        self.loop = EngineLoop(engine, self._deliver, limits)
+    def __init__(
+        self, engine: Engine, limits: QueueLimits | None = None, *, report_load: bool = False
+    ) -> None:
+        self.loop = EngineLoop(engine, self._deliver, limits, report_load=report_load)
         self._preparation = PreparationQueue(self.loop.post, engine.preparation, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._bridge: EventLoopBridge | None = None
@@ -80,11 +97,10 @@ class ThreadClient:
         self._thread.start()
 
     def send(self, messages: list[ToLoop]) -> None:
-        """Send messages to the loop; concurrent queries are answered here, even during a step."""
-        concurrent, rest = self.loop.concurrent_queries, list[ToLoop]()
-        on_messages = self._on_messages
+        """Send messages to the loop; queries may be answered here, even during a step."""
+        rest, on_messages = list[ToLoop](), self._on_messages
         for message in messages:
-            if isinstance(message, Query) and message.what in concurrent and on_messages:
+            if isinstance(message, Query) and not message.between_steps and on_messages:
                 on_messages([self.loop.reply(message)])
             else:
                 rest.append(message)
@@ -239,15 +255,16 @@ class AsyncEngine:
         """End one sample as if a stop token had ended it; its end arrives as an update."""
         self.client.send([Cancel(id, sample)])
 
-    async def ask(self, what: str, details: Any = None) -> Any:
-        """The answer of the engine's loop to a query; ExecutorError if it fails or is unknown."""
+    async def ask(self, query: Query[Value]) -> Value:
+        """The answer to a query; ExecutorError if it fails, or if the engine does not answer it."""
         if self.stop_reason is not None:
             raise ExecutorError(f"the engine has stopped: {self.stop_reason}")
         number = next(self._numbers)
         future = self._pending_queries[number] = asyncio.get_running_loop().create_future()
-        self.client.send([Query(number, what, details)])
+        self.client.send([structs.replace(query, number=number)])
         try:
-            return await future
+            answer: Value = await future
+            return answer
         finally:
             del self._pending_queries[number]
 

@@ -18,7 +18,6 @@ from headway.engine.engine import Engine, Observer
 from headway.engine.load_reporter import LoadReporter
 from headway.engine.messages import (
     CacheDelta,
-    Cancel,
     EngineStopped,
     FromLoop,
     Query,
@@ -28,13 +27,20 @@ from headway.engine.messages import (
     ToLoop,
     refusal_of,
 )
+from headway.engine.queries import (
+    EngineLoad,
+    ExplainQueue,
+    GetLoad,
+    GetTime,
+    ReportCache,
+    ResetPrefixCache,
+)
 from headway.engine.queue_limits import QueueLimiter, QueueLimits
 from headway.errors import ExecutorError, PolicyError, RequestError
 from headway.events import Completed, Event
 from headway.request import Request
 
 Deliver = Callable[[list[FromLoop]], None]
-Answer = Callable[[Any], Any]
 OnSubmit = Callable[[Submit, list[Request]], None]
 Value = TypeVar("Value")
 READ_SECONDS = 0.05  # a batch of thousands of requests must not delay the next step for longer
@@ -72,20 +78,25 @@ class CachedReader(Generic[Value]):
 class EngineLoop:
     """Runs an engine on the thread that calls `run`, until `stop`."""
 
-    def __init__(self, engine: Engine, deliver: Deliver, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Deliver,
+        limits: QueueLimits | None = None,
+        *,
+        report_load: bool = False,
+    ) -> None:
+        """`report_load`: send LoadReports, with every step and as heartbeats."""
         self.engine = engine
         self._limiter = QueueLimiter(engine, limits or QueueLimits())
+        self._answers: dict[type[Query[Any]], Callable[[Any], Any]] = {}
         why = CachedReader(engine, engine.why)
-        self.step_queries: dict[str, Answer] = {  # called between two steps
-            "reset_prefix_cache": lambda _: engine.scheduler.reset_cache(),
-            "report_cache": self._start_cache_report,
-        }
-        self.concurrent_queries: dict[str, Answer] = {  # called at once, on any thread
-            "why": lambda _: why.get()[0],
-            "now": lambda _: engine.clock.now(),
-            "load": lambda _: self._load(),
-        }
-        self.report_load = False  # send LoadReports: with every step, and as heartbeats
+        self.handle(ExplainQueue, lambda _: why.get()[0])
+        self.handle(GetTime, lambda _: engine.clock.now())
+        self.handle(GetLoad, lambda _: self._load())
+        self.handle(ResetPrefixCache, lambda _: engine.scheduler.reset_cache())
+        self.handle(ReportCache, lambda _: self._start_cache_report())
+        self._report_load = report_load
         self.report_cache = False  # send a CacheDelta with the updates of a step
         self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
         self.begin: Callable[[], None] = lambda: None  # called first on the loop's thread
@@ -98,6 +109,13 @@ class EngineLoop:
         self._load_reporter = LoadReporter(deliver)
         self._outbox: list[FromLoop] = []
         self._join_engine()
+
+    def handle(self, kind: type[Query[Value]], answer: Callable[[Any], Value]) -> None:
+        """Register what answers the queries of a type; replaces what did before.
+
+        `answer` gets the query, on the loop's thread if its type has `between_steps`.
+        """
+        self._answers[kind] = answer
 
     # From any thread.
 
@@ -119,19 +137,17 @@ class EngineLoop:
         with self._wake:
             return sum(each.num_open for each in self._inbox if isinstance(each, Submit))
 
-    def reply(self, message: Query) -> QueryResult:
+    def reply(self, query: Query[Any]) -> QueryResult:
         """The answer to a query, or a result with an error."""
-        answers = self.step_queries | self.concurrent_queries
-        answer = answers.get(message.what)
+        answer = self._answers.get(type(query))
         if answer is None:
-            known = ", ".join(sorted(answers))
-            return QueryResult(
-                message.number, None, f"unknown query {message.what!r}; known: {known}"
-            )
+            known = ", ".join(sorted(kind.__name__ for kind in self._answers))
+            problem = f"this engine does not answer {type(query).__name__}; it answers {known}"
+            return QueryResult(query.number, None, problem)
         try:
-            return QueryResult(message.number, answer(message.details))
+            return QueryResult(query.number, answer(query))
         except Exception as error:  # a failed query must not end the loop
-            return QueryResult(message.number, None, f"{type(error).__name__}: {error}")
+            return QueryResult(query.number, None, f"{type(error).__name__}: {error}")
 
     # On the loop's thread.
 
@@ -140,7 +156,7 @@ class EngineLoop:
         self._join_engine()
         try:
             self.begin()
-            if self.report_load:
+            if self._report_load:
                 self._load_reporter.start(self.engine.scheduler)
             while self._wait_for_work():
                 self._read()
@@ -191,16 +207,23 @@ class EngineLoop:
     def _take(self, message: ToLoop) -> None:
         if isinstance(message, Submit):
             self._submit(message)
-        elif isinstance(message, Cancel):
-            self._cancel(message)
-        else:
+        elif isinstance(message, Query):
             self._outbox.append(self.reply(message))
+        elif message.sample is None:
+            self.engine.abort(message.id)
+        else:
+            self.engine.stop_sample(message.id, message.sample)
 
     def _submit(self, message: Submit) -> None:
         try:
             if not message.outputs:  # the fleet has accepted a continued request before
                 self._limiter.check(message)
-            requests = self._add(message)
+            # Times that are relative to now become absolute.
+            now, params = self.engine.clock.now(), message.params
+            if message.deadline_in is not None:
+                params = replace(params, deadline=now + message.deadline_in)
+            arrival = now - message.age if message.age else None
+            requests = self.engine.add(message.id, message.prompt, params, arrival, message.outputs)
         except (RequestError, PolicyError, ExecutorError) as error:
             self._outbox.append(refusal_of(message.id, error))
             return
@@ -209,27 +232,11 @@ class EngineLoop:
             notify(message, requests)
         self._limiter.count(requests)
 
-    def _add(self, message: Submit) -> list[Request]:
-        """Add a request to the engine; times that are relative to now become absolute."""
-        now, params = self.engine.clock.now(), message.params
-        if message.deadline_in is not None:
-            params = replace(params, deadline=now + message.deadline_in)
-        arrival = now - message.age if message.age else None
-        return self.engine.add(message.id, message.prompt, params, arrival, message.outputs)
-
-    def _cancel(self, message: Cancel) -> None:
-        if message.sample is None:
-            self.engine.abort(message.id)
-        else:
-            self.engine.stop_sample(message.id, message.sample)
-
-    def _load(self) -> dict[str, float]:
+    def _load(self) -> EngineLoad:
         scheduler, age = self.engine.scheduler, self.engine.step_seconds or 0.0
-        num_waiting = len(scheduler.queue) + self.num_unread
-        return {"running": len(scheduler.running), "waiting": num_waiting, "age": age}
+        return EngineLoad(len(scheduler.running), len(scheduler.queue) + self.num_unread, age)
 
-    def _start_cache_report(self, _: object) -> None:
-        """Send all keys of the prefix cache with the next messages, and changes from then on."""
+    def _start_cache_report(self) -> None:
         self.engine.scheduler.kv.pool.index.start_journal()
         self.report_cache = True
 
@@ -257,6 +264,6 @@ class EngineLoop:
     def _observe(self, event: Event) -> None:
         """Deliver the updates of a step before anything else reacts to them."""
         self._outbox += self._updates.of(event)
-        if self.report_load and isinstance(event, Completed):
+        if self._report_load and isinstance(event, Completed):
             self._outbox.append(self._load_reporter.report(self.engine.scheduler))
         self._flush()

@@ -1,14 +1,27 @@
 """Messages between an engine's loop and its callers, in one process or between several.
 
-All messages are plain and picklable. A request is identified by its id, its samples by number.
-`StepUpdates` turns the report of a step into messages.
+Every message is a tagged msgspec Struct, which `headway.remote.codec` encodes as it is. A request
+is identified by its id, its samples by number. `StepUpdates` turns the report of a step into
+messages.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    dataclass_transform,
+)
+
+from msgspec import Struct
 
 from headway.engine.clock import Clock
 from headway.errors import HeadwayError
@@ -17,17 +30,27 @@ from headway.plan import Embedding
 from headway.request import Request, RequestParams
 from headway.sampling_params import TokenLogprobs
 
+if TYPE_CHECKING:
+    Prompt = Sequence[int]
+else:
+    Prompt = array  # the codec sends 32-bit numbers
 NO_TOKENS: list[int] = []
+Value = TypeVar("Value")
+
+
+@dataclass_transform(frozen_default=True)
+class Message(Struct, frozen=True, tag=True, array_like=True):
+    """Base class of all messages; the name of a class is its tag."""
+
 
 # To the loop.
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Message):
     """Add a request. The loop answers with updates, or with one refusal."""
 
     id: str
-    prompt: Sequence[int]
+    prompt: Prompt
     params: RequestParams
     traceparent: str = ""  # W3C trace context of the caller; empty: none
     # To continue a request that another engine has begun. One entry for each sample: the tokens
@@ -44,21 +67,18 @@ class Submit:
         return max(1, self.params.n) if isinstance(self.params.n, int) else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Message):
     """Abort a request, or stop one of its samples as if a stop token had ended it."""
 
     id: str
     sample: int | None = None  # None: abort all samples
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A question by name, answered by one of the EngineLoop's step or concurrent queries."""
+class Query(Message, Generic[Value], kw_only=True):
+    """Base class of all queries (queries.py). `Value` is the type of the answer."""
 
-    number: int
-    what: str
-    details: Any = None
+    between_steps: ClassVar[bool] = False  # False: answered at once, on any thread
+    number: int = 0  # of the answer; the sender sets it
 
 
 # From the loop.
@@ -78,7 +98,7 @@ class FinishInfo(NamedTuple):
     error_code: str | None = None  # "grammar": the grammar of the request caused the error
 
 
-class SampleUpdate(NamedTuple):
+class SampleUpdate(Message):
     """What one sample gained in one step."""
 
     id: str
@@ -90,7 +110,7 @@ class SampleUpdate(NamedTuple):
     embedding: Embedding | None = None  # comes with the end of an embedding request
 
 
-class TokenBatch(NamedTuple):
+class TokenBatch(Message):
     """The tokens that many requests gained in one step.
 
     Holds requests with one sample that gained tokens and nothing else. Most requests do in most
@@ -101,7 +121,7 @@ class TokenBatch(NamedTuple):
     tokens: list[list[int]]  # in the order of `ids`
 
 
-class Refusal(NamedTuple):
+class Refusal(Message):
     """A request was not added: class name (in headway.errors), message and fields of the error."""
 
     id: str
@@ -115,15 +135,15 @@ def refusal_of(id: str, error: HeadwayError) -> Refusal:
     return Refusal(id, type(error).__name__, str(error), dict(vars(error)))
 
 
-class QueryResult(NamedTuple):
+class QueryResult(Message):
     """The answer to a query, or the error that prevented it."""
 
     number: int
-    value: Any
+    value: Any = None
     error: str | None = None
 
 
-class LoadReport(NamedTuple):
+class LoadReport(Message):
     """The load of an engine after a step, or while it is idle or busy with a long step."""
 
     step: int  # number of the next step
@@ -134,7 +154,7 @@ class LoadReport(NamedTuple):
     num_blocks: int
 
 
-class CacheDelta(NamedTuple):
+class CacheDelta(Message):
     """How the prefix keys in the KV cache changed since the last delta.
 
     If `cleared`, keys of earlier deltas are gone, and `added` has all that are present.
@@ -145,15 +165,28 @@ class CacheDelta(NamedTuple):
     cleared: bool
 
 
-class EngineStopped(NamedTuple):
-    """The loop has ended; open requests and queries get no further messages."""
+class Drain(Message):
+    """The engine is about to stop: move its requests elsewhere."""
 
     reason: str
 
 
-ToLoop = Submit | Cancel | Query
+class EngineStopped(Message):
+    """The loop has ended, or the connection to it is lost. No message follows."""
+
+    reason: str
+
+
+ToLoop = Submit | Cancel | Query[Any]
 FromLoop = (
-    TokenBatch | SampleUpdate | Refusal | QueryResult | LoadReport | CacheDelta | EngineStopped
+    TokenBatch
+    | SampleUpdate
+    | Refusal
+    | QueryResult
+    | LoadReport
+    | CacheDelta
+    | Drain
+    | EngineStopped
 )
 
 # From events to messages.

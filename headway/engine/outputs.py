@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
+
 from headway.engine.messages import FinishInfo, SampleUpdate
 from headway.errors import ExecutorError
 from headway.plan import Embedding
@@ -247,10 +249,10 @@ class OutputBuilder:
 
     def add_one(self, update: SampleUpdate) -> Delta:
         """What one sample gained; the hot path of every streamed token."""
-        _, number, tokens, found, prompt_logprobs, end, embedding = update
+        number, tokens, found, end = update.sample, update.tokens, update.logprobs, update.end
         sample, text, logprobs = self.samples[number], "", NO_LOGPROBS
-        if prompt_logprobs:
-            self.prompt_logprobs.update(prompt_logprobs)
+        if update.prompt_logprobs:
+            self.prompt_logprobs.update(update.prompt_logprobs)
         if sample.is_stopped:
             tokens = NO_TOKENS
         else:
@@ -267,8 +269,8 @@ class OutputBuilder:
         if end is not None:
             text += sample.finish(end)
             self.num_open -= 1
-            if embedding is not None:
-                self.embedding = embedding
+            if update.embedding is not None:
+                self.embedding = update.embedding
         choice = self._first_choice + number
         return Delta(choice, text, logprobs, sample.finish_reason, tokens)
 
@@ -320,7 +322,8 @@ class OutputBuilder:
 
 def _concatenate(updates: Sequence[SampleUpdate]) -> SampleUpdate:
     """Updates of one sample as a single one."""
-    return updates[-1]._replace(
+    return replace(
+        updates[-1],
         tokens=[token for update in updates for token in update.tokens],
         logprobs=[entry for update in updates for entry in update.logprobs or ()],
         prompt_logprobs=[entry for update in updates for entry in update.prompt_logprobs or ()],

@@ -12,7 +12,8 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from headway.engine.messages import Query, Refusal, Submit, ToLoop, refusal_of
 from headway.errors import ExecutorError, RequestError

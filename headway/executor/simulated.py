@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.plan import Column, Plan, StepResult
-from headway.request import Request
+from headway.request import Request, SamplingOptions
 
 
 class VirtualTime(Protocol):
@@ -25,7 +25,7 @@ class VirtualTime(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class Script(SamplingOptions):
     """The output of a simulated request, carried in `RequestParams.sampling`."""
 
     num_output: int  # tokens it generates unless a limit stops it earlier, including the end token

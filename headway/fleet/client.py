@@ -2,9 +2,10 @@
 
 The client keeps prompt, params and tokens so far of every open request. If a replica is lost, hangs
 or is drained, its requests continue elsewhere from the tokens already made, and the caller sees a
-pause. Knows no Ray and no sockets: a `ReplicaLink` carries the messages.
+pause. Knows no Ray and no sockets: each replica is behind an EngineClient of its own.
 
-    fleet = FleetClient([ThreadLink("a", engine), ThreadLink("b", other)], block_size=16)
+    engines = {"a": ThreadClient(one, report_load=True), "b": ThreadClient(two, report_load=True)}
+    fleet = FleetClient(engines, block_size=16)
     engine = AsyncEngine(fleet, input_processor=llm.input_processor)
 """
 
@@ -12,35 +13,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from headway.engine.async_engine import OnMessages
+from headway.engine.async_engine import EngineClient, OnMessages
 from headway.engine.clock import Clock, RealClock
-from headway.engine.messages import Cancel, EngineStopped, FromLoop, Query, Submit, ToLoop
+from headway.engine.messages import Cancel, EngineStopped, FromLoop, Submit, ToLoop
+from headway.engine.queries import DescribeFleet, GetTime, ReportCache
 from headway.errors import ExecutorError
 from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.replica import TICK_SECONDS, Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, prefix_load
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.links import ReplicaLink
 
 DRAIN_SECONDS = 2.0  # for a drained replica to report that it has no work
-CLOSE_SECONDS = 2.0  # for a link to close
-NO_ANSWER = -1  # number of queries whose answers are not used
+CLOSE_SECONDS = 2.0  # for a client to close
+NO_REPLICAS: Mapping[str, EngineClient] = {}
 log = logging.getLogger(__name__)
 
 
 class FleetClient:
-    """An EngineClient over links that come and go."""
+    """An EngineClient over replicas that come and go."""
 
     def __init__(
         self,
-        links: Iterable[ReplicaLink] = (),
+        replicas: Mapping[str, EngineClient] = NO_REPLICAS,
         *,
         block_size: int,
         route: RouteRule = prefix_load,
@@ -50,10 +51,12 @@ class FleetClient:
         """`block_size` is that of all replicas. Deadlines of requests are on the fleet's `clock`."""
         clock = clock or RealClock()
         self.dispatcher = Dispatcher(
-            Router(route, block_size), settings or FleetSettings(), clock, self._emit, self._on_gone
-        )
-        self.dispatcher.queries.local |= {"now": clock.now, "fleet": self.describe}
-        self._links = list(links)
+            Router(route, block_size), settings or FleetSettings(), clock, self._emit,
+            on_gone=lambda replica: self._start(_close(replica.client)),
+            on_drain=lambda replica: self._start(self.drain(replica.name)),
+        )  # fmt: skip
+        self.dispatcher.queries.local = {GetTime: clock.now, DescribeFleet: self.describe}
+        self._initial = dict(replicas)
         self._outbox: list[FromLoop] = []
         self._on_messages: OnMessages = lambda _: None
         self._is_sending = False
@@ -61,13 +64,13 @@ class FleetClient:
         self._monitor: asyncio.Task[None] | None = None
 
     async def open(self, on_messages: OnMessages) -> None:
-        """Open all links. A link that cannot be opened is skipped with a warning."""
+        """Connect to all replicas. One that cannot be reached is skipped with a warning."""
         self._on_messages = on_messages
-        for link in self._links:
+        for name, client in self._initial.items():
             try:
-                await self.add(link)
+                await self.add(name, client)
             except ExecutorError as error:
-                log.warning("replica %s was skipped: %s", link.name, error)
+                log.warning("replica %s was skipped: %s", name, error)
         self._monitor = asyncio.create_task(self._tick())
 
     def send(self, messages: list[ToLoop]) -> None:
@@ -89,31 +92,31 @@ class FleetClient:
             self._is_sending = False
 
     async def close(self) -> None:
-        """Close all links; open requests fail."""
+        """Disconnect from all replicas; open requests fail."""
         if self._monitor is not None:
             self._monitor.cancel()
         replicas = list(self.dispatcher.replicas.values())
         for replica in replicas:
             replica.is_gone = True
-        await asyncio.gather(*(_close(replica.link) for replica in replicas), *self._tasks)
+        await asyncio.gather(*(_close(replica.client) for replica in replicas), *self._tasks)
         self._emit(EngineStopped("close() was called"))
         self._deliver()
 
-    async def add(self, link: ReplicaLink) -> None:
-        """Open a link and route requests to it; replaces one of the same name.
+    async def add(self, name: str, client: EngineClient) -> None:
+        """Open a client and route requests to it; replaces a replica of the same name.
 
         ExecutorError if the replica cannot be reached.
         """
-        replica = Replica(link)
-        await link.open(partial(self._receive, replica), partial(self._lost, replica))
+        replica = Replica(name, client)
+        await client.open(partial(self._receive, replica))
         if replica.is_gone:
-            raise ExecutorError(f"replica {link.name} was lost while it was added")
-        replica.post(Query(NO_ANSWER, "report_cache"))
+            raise ExecutorError(f"replica {name} was lost while it was added")
+        replica.post(ReportCache())
         self.dispatcher.add(replica)
         self._send_and_deliver()
 
     async def drain(self, name: str) -> None:
-        """Move the requests of a replica elsewhere at once; then close its link.
+        """Move the requests of a replica elsewhere at once; then close its client.
 
         Returns when the replica reports no work, or after DRAIN_SECONDS. Nothing happens if there
         is no replica of this name.
@@ -132,14 +135,14 @@ class FleetClient:
         await self.remove(name, replica)
 
     async def remove(self, name: str, replica: Replica | None = None) -> None:
-        """Close a link without waiting; its requests move as if it were drained."""
+        """Disconnect from a replica without waiting; its requests move as if it were drained."""
         found = self.dispatcher.replicas.get(name)
         if found is not None and replica in (None, found):
             self.dispatcher.remove(found)
             self._send_and_deliver()
 
     def describe(self) -> dict[str, Any]:
-        """Counters, and state and load of every replica; also the answer to the query "fleet"."""
+        """Counters, and state and load of every replica; also the answer to DescribeFleet."""
         dispatcher = self.dispatcher
         return {
             **asdict(dispatcher.counters), "num_open": len(dispatcher.requests),
@@ -153,12 +156,6 @@ class FleetClient:
         self.dispatcher.receive(replica, messages)
         if not self._is_sending:  # an answer to a query may come while it is sent
             self._send_and_deliver()
-
-    def _lost(self, replica: Replica, reason: str) -> None:
-        if self.dispatcher.replicas.get(replica.name) is replica:
-            self.dispatcher.lose(replica, reason)
-            self._send_and_deliver()
-        replica.is_gone = True  # also if it was lost before it was added
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -186,9 +183,6 @@ class FleetClient:
             messages, self._outbox = self._outbox, []
             self._on_messages(messages)
 
-    def _on_gone(self, replica: Replica) -> None:
-        self._start(_close(replica.link))
-
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -204,7 +198,7 @@ def next_tick(due: float, now: float) -> float:
     return max(due + TICK_SECONDS, now)
 
 
-async def _close(link: ReplicaLink) -> None:
-    """Close a link; one that does not close in time, or not at all, is left alone."""
+async def _close(client: EngineClient) -> None:
+    """Close a client; one that does not close in time, or not at all, is left alone."""
     with suppress(Exception):
-        await asyncio.wait_for(link.close(), CLOSE_SECONDS)
+        await asyncio.wait_for(client.close(), CLOSE_SECONDS)

@@ -1,7 +1,7 @@
 """Places requests on replicas, and moves them when a replica is lost, hangs or is drained.
 
-The caller of the fleet sees one engine: every request gets its tokens once and ends once. A replica
-that is gone is never heard again, even if its messages still arrive. Does no I/O and reads time from
+The caller of the fleet sees one engine: every request gets its tokens once and ends once. Messages
+of a replica that is gone are ignored. Does no I/O and reads time from
 the clock it is given; `tick` must be called every TICK_SECONDS (replica.py).
 """
 
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
 
 from headway.engine.clock import Clock
 from headway.engine.engine import check_call
 from headway.engine.messages import (
     CacheDelta,
     Cancel,
+    Drain,
     EngineStopped,
     FinishInfo,
     FromLoop,
@@ -28,13 +32,13 @@ from headway.engine.messages import (
 )
 from headway.errors import PolicyError, RequestError
 from headway.fleet.open_requests import OpenRequest, RequestTable
+from headway.fleet.prefix_tracker import PromptKeys
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.settings import FleetCounters, FleetSettings
-from headway.kv.prefix_index import PromptKeys
 
-OnGone = Callable[[Replica], None]
+OnReplica = Callable[[Replica], None]
 log = logging.getLogger(__name__)
 
 
@@ -47,16 +51,30 @@ class Dispatcher:
         settings: FleetSettings,
         clock: Clock,
         emit: Callable[[FromLoop], None],
-        on_gone: OnGone,
+        on_gone: OnReplica,
+        on_drain: OnReplica,
     ) -> None:
-        """`emit` takes messages for the caller, `on_gone` replicas whose link must be closed."""
+        """`emit` takes messages for the caller, `on_gone` replicas whose client must be closed.
+
+        `on_drain` takes replicas that are about to stop.
+        """
         self.router, self.settings, self.clock = router, settings, clock
         self.counters = FleetCounters()
         self.replicas: dict[str, Replica] = {}
         self.table = RequestTable(clock, self.counters, emit)
         self.requests = self.table.open
-        self.queries = FleetQueries(self.replicas, emit)
+        self.queries = FleetQueries(self.replicas, self.counters, emit)
         self._emit, self._on_gone = emit, on_gone
+        self._on_message: dict[type[FromLoop], Callable[[Replica, Any], None]] = {
+            TokenBatch: self._take_tokens,
+            SampleUpdate: self._take_update,
+            LoadReport: Replica.report,
+            CacheDelta: self._take_delta,
+            Refusal: self._take_refusal,
+            QueryResult: self.queries.receive,
+            Drain: lambda replica, _: on_drain(replica),
+            EngineStopped: lambda replica, message: self.lose(replica, message.reason),
+        }
 
     # From the caller.
 
@@ -90,7 +108,7 @@ class Dispatcher:
             for replica in ready:
                 replica.flush()
 
-    # From replicas and their links.
+    # From replicas.
 
     def add(self, replica: Replica) -> None:
         """A replica takes requests from now on."""
@@ -103,29 +121,17 @@ class Dispatcher:
     def receive(self, replica: Replica, messages: list[FromLoop]) -> None:
         """Process a batch of a replica; ignored if the replica is gone."""
         replica.quiet_ticks = 0
+        self.counters.num_frames += not replica.is_gone
         for message in messages:
             if replica.is_gone:
                 return
-            if isinstance(message, TokenBatch):
-                self._take_tokens(replica, message)
-            elif isinstance(message, SampleUpdate):
-                self._take_update(replica, message)
-            elif isinstance(message, LoadReport):
-                replica.report(message)
-            elif isinstance(message, CacheDelta):
-                self.router.tracker.apply(replica.name, *message)
-            elif isinstance(message, Refusal):
-                self._take_refusal(replica, message)
-            elif isinstance(message, QueryResult):
-                self.queries.receive(replica, message)
-            elif isinstance(message, EngineStopped):
-                self.lose(replica, message.reason)
+            self._on_message[type(message)](replica, message)
 
     def lose(self, replica: Replica, reason: str) -> None:
-        """A replica is dead or hangs: its requests continue elsewhere."""
+        """A replica has ended or hangs: its requests continue elsewhere."""
         if replica.is_gone:
             return
-        self.counters.num_deaths += 1
+        self.counters.num_deaths += self.replicas.get(replica.name) is replica
         log.warning(
             "replica %s was lost with %d requests: %s", replica.name, len(replica.open), reason
         )
@@ -133,7 +139,7 @@ class Dispatcher:
             self._move(request, reason, is_death=True)
 
     def drain(self, replica: Replica) -> None:
-        """Move the requests of a replica elsewhere. It gets no new ones, but is still heard."""
+        """Move the requests of a replica elsewhere. It gets no new ones."""
         if not replica.takes_requests:
             return
         replica.is_draining = True
@@ -179,7 +185,7 @@ class Dispatcher:
         self.table.waiting.pop(request, None)
         request.num_sent += 1
         request.sent_at = now = self.clock.now()
-        replicas[place].board(request, view.num_new)
+        replicas[place].assign(request, view.num_new)
         replicas[place].post(request.message(now))
 
     def _move(self, request: OpenRequest, reason: str, *, is_death: bool = False) -> None:
@@ -197,6 +203,9 @@ class Dispatcher:
         self.counters.num_moves += 1
         self.counters.num_resumed_tokens += request.num_tokens
         self._place(request)
+
+    def _take_delta(self, replica: Replica, delta: CacheDelta) -> None:
+        self.router.tracker.apply(replica.name, delta.added, delta.removed, delta.cleared)
 
     def _take_tokens(self, replica: Replica, batch: TokenBatch) -> None:
         ids, tokens, now = list[str](), list[list[int]](), self.clock.now()
@@ -229,7 +238,7 @@ class Dispatcher:
         has_failed = end is not None and _is_replicas_fault(end)
         is_dropped = end is not None and end.reason == "abort" and not request.is_cancelled
         if has_failed or is_dropped:
-            update = update._replace(end=None)
+            update = replace(update, end=None)
         if update.tokens and request.sent_at is not None:
             self._first_token(request, self.clock.now() - request.sent_at)
         if update.end or update.tokens or update.prompt_logprobs:
@@ -261,10 +270,10 @@ class Dispatcher:
                 self._place(request)
                 return
         text = message.message.replace(message.id, request.id)
-        self.table.refuse(request, message._replace(id=request.id, message=text))
+        self.table.refuse(request, replace(message, id=request.id, message=text))
 
     def _release(self, replica: Replica, reason: str) -> list[OpenRequest]:
-        """Take a replica out of the fleet; returns the requests on board."""
+        """Take a replica out of the fleet; returns its requests."""
         replica.is_gone = True
         requests, replica.open = list(replica.open.values()), {}
         if self.replicas.get(replica.name) is replica:
@@ -272,7 +281,7 @@ class Dispatcher:
             self.router.tracker.clear(replica.name)
         self.queries.fail(replica, reason)
         if requests:  # it may hang and come back
-            replica.link.send([Cancel(request.replica_id) for request in requests])
+            replica.client.send([Cancel(request.replica_id) for request in requests])
         self._on_gone(replica)
         return requests
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from headway.checks import token_array
 from headway.engine.clock import Clock
@@ -41,7 +43,7 @@ class OpenRequest:
     num_sent: int = 0  # replicas that it was sent to
     sent_at: float | None = None  # to its replica; None once that has sent a token
     num_moves: int = 0
-    num_deaths: int = 0  # replicas that were lost with this request on board
+    num_deaths: int = 0  # replicas that were lost while this request ran on them
     first_token: float | None = None
     num_scored: int = 0  # prompt positions whose log probabilities were passed on
     is_cancelled: bool = False
@@ -86,8 +88,8 @@ class OpenRequest:
         """Why it cannot move once more; None if it can. `reason` is why it cannot stay."""
         if self.num_deaths >= settings.max_deaths:
             return (
-                f"it was on board when replicas failed {self.num_deaths} times (limit "
-                f"{settings.max_deaths}: the request may be the cause); the latest failure: {reason}"
+                f"its replicas failed {self.num_deaths} times (limit {settings.max_deaths}: the "
+                f"request may be the cause); the latest failure: {reason}"
             )
         if self.num_moves >= settings.max_moves:
             limit = f"limit {settings.max_moves}"
@@ -123,7 +125,7 @@ class OpenRequest:
         if end is not None:
             sample.is_ended = True
             end = self._times(end)
-        return update._replace(id=self.id, prompt_logprobs=scores, end=end)
+        return replace(update, id=self.id, prompt_logprobs=scores, end=end)
 
     def end(self, number: int, reason: str, now: float, error: str | None = None) -> SampleUpdate:
         """End a sample without a replica."""

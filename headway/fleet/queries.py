@@ -1,47 +1,33 @@
 """Queries to a fleet: which replicas answer, and how their answers become one.
 
 A query that concerns the whole fleet goes to all replicas. Any other goes to one, always the first
-by name, because a film or a trial takes several queries to the same engine. The query "each" with
-`(name, details)` asks all replicas and returns the answers by replica name.
+by name, because a viewer or a trial sends several queries to the same engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from headway.engine.messages import FromLoop, Query, QueryResult
+from headway.engine.queries import (
+    AskEach,
+    EngineLoad,
+    ExplainQueue,
+    GetLoad,
+    GetMetrics,
+    GetProblem,
+    GetSnapshot,
+    ResetPrefixCache,
+)
 from headway.fleet.replica import Replica
+from headway.fleet.settings import FleetCounters
 
 Answers = Mapping[str, Any]  # by replica name
 Combine = Callable[[Answers], Any]
-Emit = Callable[[FromLoop], None]
-
-
-def combine_why(answers: Answers) -> str:
-    return "\n\n".join(f"Replica {name}: {text}" for name, text in answers.items())
-
-
-def combine_load(answers: Answers) -> dict[str, float]:
-    loads = list(answers.values())
-    totals = {key: sum(load[key] for load in loads) for key in ("running", "waiting")}
-    return {**totals, "age": max(load["age"] for load in loads)}
-
-
-def combine_problems(answers: Answers) -> str | None:
-    """A fleet is healthy as long as one replica is."""
-    if not all(answers.values()):
-        return None
-    return "\n".join(f"replica {name}: {problem}" for name, problem in answers.items())
-
-
-COMBINED: dict[str, Combine] = {
-    "why": combine_why,
-    "load": combine_load,
-    "problem": combine_problems,
-    "reset_prefix_cache": lambda answers: all(answers.values()),
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -54,15 +40,15 @@ class PendingQuery:
     answers: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
-    def answer(self, name: str, value: Any, error: str | None) -> QueryResult | None:
+    def answer(self, name: str, result: QueryResult) -> QueryResult | None:
         """Add the answer of a replica; the result once all have answered.
 
         Replicas that failed are left out, unless all have.
         """
-        if error is None:
-            self.answers[name] = value
+        if result.error is None:
+            self.answers[name] = result.value
         else:
-            self.errors[name] = error
+            self.errors[name] = result.error
         self.num_left -= 1
         if self.num_left:
             return None
@@ -73,39 +59,51 @@ class PendingQuery:
 
 
 class FleetQueries:
-    """Sends queries to replicas and combines their answers. `combined` may be extended."""
+    """Sends queries to replicas and combines their answers."""
 
-    def __init__(self, replicas: Mapping[str, Replica], emit: Emit) -> None:
-        self.local: dict[str, Callable[[], Any]] = {}  # answered without a replica
-        self.combined = dict(COMBINED)
-        self._replicas, self._emit = replicas, emit
+    def __init__(
+        self,
+        replicas: Mapping[str, Replica],
+        counters: FleetCounters,
+        emit: Callable[[FromLoop], None],
+    ) -> None:
+        self.local: dict[type[Query[Any]], Callable[[], Any]] = {}  # answered without a replica
+        self._combine: dict[type[Query[Any]], Combine] = {
+            AskEach: dict,
+            ExplainQueue: _combine_explanations,
+            GetLoad: _combine_loads,
+            GetMetrics: self._combine_metrics,
+            GetProblem: _combine_problems,
+            GetSnapshot: _combine_snapshots,
+            ResetPrefixCache: lambda answers: all(answers.values()),
+        }
+        self._replicas, self._counters, self._emit = replicas, counters, emit
         self._num_asked = 0
 
-    def ask(self, query: Query) -> None:
-        what, details = query.what, query.details
-        if what in self.local:
-            self._emit(QueryResult(query.number, self.local[what]()))
+    def ask(self, query: Query[Any]) -> None:
+        kind = type(query)
+        if kind in self.local:
+            self._emit(QueryResult(query.number, self.local[kind]()))
             return
-        targets = sorted(self._replicas.values(), key=lambda replica: replica.name)
+        targets = [self._replicas[name] for name in sorted(self._replicas)]
         if not targets:
-            self._emit(QueryResult(query.number, *_without_replicas(what)))
+            self._emit(_without_replicas(query))
             return
-        combine = self.combined.get(what, _first)
-        if what == "each":
-            (what, details), combine = details, dict
-        elif combine is _first:
-            targets = targets[:1]
+        combine = self._combine.get(kind)
+        if combine is None:
+            targets, combine = targets[:1], _first
+        asked = query.query if isinstance(query, AskEach) else query
         pending = PendingQuery(query.number, combine, len(targets))
         for replica in targets:
             self._num_asked += 1
             replica.queries[self._num_asked] = pending
-            replica.post(Query(self._num_asked, what, details))
+            replica.post(replace(asked, number=self._num_asked))
 
     def receive(self, replica: Replica, message: QueryResult) -> None:
         """Use the answer of a replica; one that nothing waits for is dropped."""
         pending = replica.queries.pop(message.number, None)
         if pending is not None:
-            result = pending.answer(replica.name, message.value, message.error)
+            result = pending.answer(replica.name, message)
             if result is not None:
                 self._emit(result)
 
@@ -114,15 +112,45 @@ class FleetQueries:
         for number in list(replica.queries):
             self.receive(replica, QueryResult(number, None, reason))
 
+    def _combine_metrics(self, answers: Answers) -> str:
+        from headway.fleet.merge import merge_metrics
+
+        counts = {name.removeprefix("num_"): n for name, n in asdict(self._counters).items()}
+        return merge_metrics(answers, {**counts, "replicas": len(self._replicas)})
+
 
 def _first(answers: Answers) -> Any:
     return next(iter(answers.values()))
 
 
-def _without_replicas(what: str) -> tuple[Any, str | None]:
-    """Value and error of a query to a fleet that has no replica."""
-    if what == "problem":
-        return "no replica is connected", None
-    if what == "load":
-        return {"running": 0, "waiting": 0, "age": 0.0}, None
-    return None, "no replica is connected"
+def _combine_explanations(answers: Answers) -> str:
+    return "\n\n".join(f"Replica {name}: {text}" for name, text in answers.items())
+
+
+def _combine_loads(answers: Answers) -> EngineLoad:
+    loads: list[EngineLoad] = [*answers.values()]
+    num_running = sum(load.running for load in loads)
+    num_waiting = sum(load.waiting for load in loads)
+    return EngineLoad(num_running, num_waiting, max(load.age for load in loads))
+
+
+def _combine_problems(answers: Answers) -> str | None:
+    """A fleet is healthy as long as one replica is."""
+    if not all(answers.values()):
+        return None
+    return "\n".join(f"replica {name}: {problem}" for name, problem in answers.items())
+
+
+def _combine_snapshots(answers: Answers) -> Any:
+    from headway.fleet.merge import merge_snapshots
+
+    return merge_snapshots(answers)
+
+
+def _without_replicas(query: Query[Any]) -> QueryResult:
+    problem = "no replica is connected"
+    if isinstance(query, GetProblem):
+        return QueryResult(query.number, problem)
+    if isinstance(query, GetLoad):
+        return QueryResult(query.number, EngineLoad(0, 0, 0.0))
+    return QueryResult(query.number, None, problem)

@@ -1,15 +1,17 @@
-"""A replica as its fleet sees it: the link, the latest load, and the requests on board."""
+"""A replica as its fleet sees it: its client, the latest load, and the requests assigned to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
+from headway.engine.async_engine import EngineClient
 from headway.engine.messages import LoadReport, ToLoop
 from headway.fleet.open_requests import OpenRequest
 from headway.fleet.router import ReplicaLoad
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.links import ReplicaLink
 
 if TYPE_CHECKING:
     from headway.fleet.queries import PendingQuery
@@ -21,24 +23,24 @@ REPORTS_TO_COUNT = 2  # a report may have been sent before the replica read the 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One replica, from the time its link is opened until it is lost or drained."""
+    """One replica, from the time its client is opened until it is lost or drained.
 
-    link: ReplicaLink
+    Its engine loop must have `report_load`, so that it sends heartbeats.
+    """
+
+    name: str  # unique in a fleet
+    client: EngineClient
     load: LoadReport = NO_LOAD
     is_draining: bool = False
-    is_gone: bool = False  # lost, or its link was closed; later messages are ignored
+    is_gone: bool = False  # lost, or its client was closed; later messages are ignored
     open: dict[str, OpenRequest] = field(default_factory=dict)  # by their ids at the replica
     queries: dict[int, PendingQuery] = field(default_factory=dict)  # by number
     num_reports: int = 0
     quiet_ticks: int = 0  # in a row without any message
-    idle_ticks: int = 0  # in a row without a step, with requests on board
+    idle_ticks: int = 0  # in a row without a step, with requests assigned
     _outgoing: list[ToLoop] = field(default_factory=list)
     # Prompt tokens of requests that the load may not include, and the number of reports before.
     _unreported: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.link.name
 
     @property
     def takes_requests(self) -> bool:
@@ -56,10 +58,10 @@ class Replica:
         """Send all queued messages at once."""
         if self._outgoing:
             messages, self._outgoing = self._outgoing, []
-            self.link.send(messages)
+            self.client.send(messages)
 
-    def board(self, request: OpenRequest, num_new: int) -> None:
-        """Take a request on board, with `num_new` tokens to compute first."""
+    def assign(self, request: OpenRequest, num_new: int) -> None:
+        """Assign a request, with `num_new` tokens to compute first."""
         self.open[request.replica_id] = request
         self._unreported[request.replica_id] = num_new, self.num_reports
         request.replica = self.name
@@ -100,5 +102,5 @@ class Replica:
     def describe(self) -> dict[str, Any]:
         """State and load as plain values."""
         return {"name": self.name, "is_draining": self.is_draining, "num_open": len(self.open)} | {
-            key: value for key, value in self.load._asdict().items() if key != "step"
+            key: value for key, value in structs.asdict(self.load).items() if key != "step"
         }

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from headway.config import Checked, count, number
-from headway.errors import ConfigError, shorten
-from headway.scheduler import policy_text
-from headway.scheduler.policy_calls import bad_result, policy_failed
+from headway.errors import ConfigError, bad_result, policy_failed, shorten
+from headway.scheduler.policies import text as policy_text
 
 
 class RouteRequest(NamedTuple):
@@ -185,6 +184,6 @@ def call_route(rule: RouteRule, request: RouteRequest, replicas: Sequence[Replic
     except TypeError:
         number = -1
     if not 0 <= number < len(replicas):
-        purpose, most = f"for request {request.id!r}", len(replicas) - 1
-        raise bad_result("route", rule, place, purpose, f"return an index from 0 to {most}")
+        wanted = f"for request {request.id!r}; return an index from 0 to {len(replicas) - 1}"
+        raise bad_result("route", rule, place, wanted)
     return number

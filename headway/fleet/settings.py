@@ -19,7 +19,7 @@ class FleetSettings:
     stall_seconds: float = 60.0  # heartbeats but no step, with work: the replica is lost
     no_replica_seconds: float = 30.0  # requests wait this long for a replica, then fail
     max_moves: int = 3  # of one request
-    max_deaths: int = 2  # a request that was on board at this many deaths fails
+    max_deaths: int = 2  # a request fails after losing this many replicas
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -39,3 +39,4 @@ class FleetCounters:
     num_resumed_tokens: int = 0  # tokens that moved requests had already generated
     resume_seconds: float = 0.0  # from sending moved requests to their next tokens, added up
     num_failed: int = 0  # requests that no replica could continue
+    num_frames: int = 0  # messages received, each with the tokens of all requests of a step

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headway.kv.pool import BlockPool
 from headway.kv.prefix_index import extend_keys
 from headway.kv.window import WindowCache
-from headway.plan import Copy
+from headway.plan import Blocked, Copy, Plan
 from headway.request import HostCopy, Request
 
 
@@ -60,13 +60,15 @@ class KVCache:
                 return False
         return all(pool.num_free == pool.num_blocks for pool in pools)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def start_plan(self, plan: Plan) -> None:
+        """From now on this plan gets new entries of block tables for sliding-window layers."""
+        if self.window is not None:
+            self.window.new_entries = plan.window_blocks
 
     def admission_cost(self, request: Request) -> AdmissionCost:
         """Look up the longest prefix in the device's cache, and what the host copy adds to it."""
         kv, num_tokens = request.kv, request.num_known
-        num_hits = self._num_hits(request)
+        num_hits = self._num_hits(request, num_tokens)
         num_computed, host = num_hits * self.block_size, kv.host
         uses_host = host is not None and host.first <= num_hits and host.num_tokens > num_computed
         if host is not None and uses_host:
@@ -74,22 +76,16 @@ class KVCache:
         # The last token is computed even after a full hit: the next one is sampled from it.
         num_computed = min(num_computed, num_tokens - 1)
         num_window = self.window.num_needed(request, num_computed) if self.window else 0
-        return AdmissionCost(
-            num_hits, self.blocks_for(num_tokens), num_computed, uses_host, num_window
-        )
+        num_blocks = -(-num_tokens // self.block_size)
+        return AdmissionCost(num_hits, num_blocks, num_computed, uses_host, num_window)
 
-    def _keys_to_match(self, request: Request) -> list[bytes]:
-        """The keys of all full blocks, or up to one that is not cached: then no later one is."""
-        keys, num_full = request.kv.keys, request.num_known // self.block_size
+    def _num_hits(self, request: Request, num_tokens: int) -> int:
+        """Leading blocks that all layers have in the device's cache and the request may read."""
+        keys = request.kv.keys  # of all full blocks, or up to one without a hit: no later one has
         if not keys:
             extend_keys(keys, request, self.block_size, 1)
-        if len(keys) < num_full and keys[-1] in self.pool.index.block_of:
+        if len(keys) < num_tokens // self.block_size and keys[-1] in self.pool.index.block_of:
             extend_keys(keys, request, self.block_size)
-        return keys
-
-    def _num_hits(self, request: Request) -> int:
-        """Leading blocks that all layers have in the device's cache and the request may read."""
-        keys = self._keys_to_match(request)
         if not request.params.reads_cache:  # tokens that it computed itself may still be read
             keys = keys[: request.history.max_num_computed // self.block_size]
         num_hits = self.pool.index.match(keys)
@@ -100,6 +96,29 @@ class KVCache:
         block_of, refs = self.pool.index.block_of, self.pool.refs
         keys = request.kv.keys[: cost.num_hits]
         return cost.num_blocks - sum(refs[block_of[key]] > 0 for key in keys)
+
+    def check_admission(self, request: Request, cost: AdmissionCost) -> Blocked | None:
+        """Blocked if blocks that the admission takes are not free."""
+        need, free = cost.num_blocks - cost.num_hits, self.num_free
+        if need <= free < cost.num_blocks:  # it depends on how many hits have holders
+            need = self.num_blocks_needed(request, cost)
+        if need > free:
+            return Blocked(request, "blocks", need, free)
+        if cost.num_window_blocks > self.num_window_free:
+            have = self.num_window_free
+            return Blocked(request, "window_blocks", cost.num_window_blocks, have)
+        return None
+
+    def num_missing(self, request: Request, num_more: int) -> tuple[int, int]:
+        """Blocks, and blocks of sliding-window layers, to free for an admission and `num_more`."""
+        cost = self.admission_cost(request)
+        num_blocks = self.num_blocks_needed(request, cost) + num_more
+        return num_blocks - self.num_free, cost.num_window_blocks - self.num_window_free
+
+    def num_freed(self, request: Request) -> tuple[int, int]:
+        """Blocks, and blocks of sliding-window layers, that become free if the request leaves."""
+        window = request.kv.window
+        return self.num_private_blocks(request), 0 if window is None else window.num_reserved
 
     def allocate(self, request: Request, cost: AdmissionCost) -> list[Copy]:
         """Give the request blocks for all known tokens; returns the copies from the host."""
@@ -124,7 +143,28 @@ class KVCache:
         added = list(zip(requests, self.pool.take(len(requests)), strict=True))
         for request, block in added:
             request.kv.blocks.append(block)
+        if self.window is not None:
+            for request in requests:
+                self.window.extend(request, request.num_computed, request.num_computed + 1)
         return added
+
+    def store(self, request: Request, start: int, end: int) -> int:
+        """Hold and publish the blocks of tokens [start, end), which the plan computes.
+
+        Returns the first token to store: only a full hit starts in a published block, which must
+        not be written.
+        """
+        first = request.kv.blocks[start // self.block_size]
+        is_stored = self.pool.index.key_of[first] is not None
+        if self.window is not None:
+            self.window.extend(request, start, end)
+        self.publish(request, start // self.block_size, end // self.block_size)
+        return end if is_stored else start
+
+    def end_prefill(self, request: Request) -> None:
+        """From now on the request decodes; called when the plan has been built."""
+        if self.window is not None:
+            self.window.end_prefill(request)
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make blocks [start, end) of a request matchable; they are full once the plan has run."""
@@ -174,7 +214,7 @@ class KVCache:
         Leading blocks that other requests hold too are not copied: they are likely to stay.
         """
         kv, refs = request.kv, self.pool.refs
-        num_used = self.blocks_for(request.num_computed)
+        num_used = -(-request.num_computed // self.block_size)
         first = 0
         while first < num_used and refs[kv.blocks[first]] > 1:
             first += 1
@@ -202,7 +242,7 @@ class KVCache:
         """Blocks that a running request holds, or that a waiting one would use from the cache."""
         if request.kv.blocks:
             return request.kv.blocks
-        num_hits, block_of = self._num_hits(request), self.pool.index.block_of
+        num_hits, block_of = self._num_hits(request, request.num_known), self.pool.index.block_of
         return list(map(block_of.__getitem__, request.kv.keys[:num_hits]))
 
     def num_private_blocks(self, request: Request) -> int:

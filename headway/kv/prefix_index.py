@@ -2,10 +2,10 @@
 
 A key names all tokens up to the end of a full block: it is a hash of the block's tokens and the
 previous key, starting from the request's salt. The last key of a group of blocks is a hash of the
-group's tokens and the last key of the group before. So a router, which compares one prompt with many
-indexes, hashes groups, and blocks only where a match ends. The index is closed under prefixes: if it has a key,
-it has all keys before it, because blocks are freed tail first and equal blocks are all registered.
-So the longest match is found by binary search. Knows nothing of holders or free blocks.
+group's tokens and the last key of the group before, so that a router can compare whole groups. The
+index is closed under prefixes: if it has a key, it has all keys before it, because blocks are freed
+tail first and equal blocks are all registered. So the longest match is found by binary search.
+Knows nothing of holders or free blocks.
 
 A journal, off by default, records which keys became present and which vanished. A copy of the index
 elsewhere, such as a router's, follows it.
@@ -14,8 +14,8 @@ elsewhere, such as a router's, follows it.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Sequence
-from typing import overload
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -29,16 +29,16 @@ def extend_keys(
     keys: list[bytes], request: Request, block_size: int, end: int | None = None
 ) -> None:
     """Append the missing keys of the first `end` full blocks of known tokens; of all if None."""
-    tokens, num_keys = _known_tokens(request), len(keys)
+    tokens, num_keys = known_tokens(request), len(keys)
     num_full = len(tokens) // block_size if end is None else min(end, len(tokens) // block_size)
     first = num_keys // GROUP * GROUP
-    root = b"" if first else _root(request)
+    root = b"" if first else root_key(request)
     parent = keys[-1] if keys else root
-    blocks, place = _pieces(tokens, block_size, num_keys, num_full), 0
+    blocks, place = pieces_of(tokens, block_size, num_keys, num_full), 0
     digest, append = xxh3_128_digest, keys.append
     if num_full - first >= GROUP:
         last = keys[first - 1] if first else root
-        for group in _pieces(tokens, GROUP * block_size, first // GROUP, num_full // GROUP):
+        for group in pieces_of(tokens, GROUP * block_size, first // GROUP, num_full // GROUP):
             end = first + GROUP - 1 - num_keys
             for block in blocks[place:end]:
                 parent = digest(parent + block)
@@ -51,61 +51,22 @@ def extend_keys(
         append(parent)
 
 
-class PromptKeys(Sequence[bytes]):
-    """The keys of a request's full blocks, each group of them computed when it is first read."""
-
-    def __init__(self, request: Request, block_size: int) -> None:
-        self._tokens, self._block_size = _known_tokens(request), block_size
-        self._num_keys = len(self._tokens) // block_size
-        self._root, num_groups = _root(request), self._num_keys // GROUP
-        groups = _pieces(self._tokens, GROUP * block_size, 0, num_groups)
-        self.lasts = _chain(self._root, groups)  # the last key of each group
-        self._inside: dict[int, list[bytes]] = {}
-
-    def __len__(self) -> int:
-        return self._num_keys
-
-    @overload
-    def __getitem__(self, place: int) -> bytes: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[bytes]: ...
-    def __getitem__(self, place: int | slice) -> bytes | list[bytes]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        number, inside = divmod(place if place >= 0 else place + len(self), GROUP)
-        return self.lasts[number] if inside == GROUP - 1 else self.inside(number)[inside]
-
-    def inside(self, number: int) -> list[bytes]:
-        """The keys of a group but the last."""
-        found = self._inside.get(number)
-        if found is None:
-            first = number * GROUP
-            end = min(first + GROUP - 1, self._num_keys)
-            parent = self.lasts[number - 1] if number else self._root
-            found = _chain(parent, _pieces(self._tokens, self._block_size, first, end))
-            self._inside[number] = found
-        return found
-
-
-def _known_tokens(request: Request) -> array[int]:
+def known_tokens(request: Request) -> array[int]:
+    """Prompt and output; not a copy if there is no output yet."""
     return request.tokens if request.num_generated else request.prompt
 
 
-def _root(request: Request) -> bytes:
+def root_key(request: Request) -> bytes:
+    """The parent of a request's first key."""
     return xxh3_128_digest(request.params.salt.encode())
 
 
-def _pieces(tokens: array[int], size: int, start: int, end: int) -> list[bytes]:
+def pieces_of(tokens: array[int], size: int, start: int, end: int) -> list[bytes]:
     """The pieces [start, end) of `size` tokens each."""
     pieces: list[bytes] = np.frombuffer(
         tokens[start * size : end * size], f"V{size * tokens.itemsize}"
     ).tolist()
     return pieces
-
-
-def _chain(parent: bytes, pieces: list[bytes]) -> list[bytes]:
-    """A key for each piece, which depends on the one before; the first one on the parent."""
-    return [parent := xxh3_128_digest(parent + piece) for piece in pieces]
 
 
 class KeyJournal:
@@ -199,20 +160,6 @@ class PrefixIndex:
 
 def num_leading(keys: Sequence[bytes], present: Container[bytes]) -> int:
     """The number of leading keys in a collection that is closed under prefixes."""
-    if isinstance(keys, PromptKeys):
-        num_groups = _num_leading(keys.lasts, present)
-        return num_groups * GROUP + _num_leading(keys.inside(num_groups), present)
-    return _num_leading(keys, present)
-
-
-def _num_leading(keys: Sequence[bytes], present: Container[bytes]) -> int:
-    low, high = 0, len(keys)
-    if high and keys[0] not in present:  # as for most prompts that share nothing
+    if keys and keys[0] not in present:  # as for most prompts that share nothing
         return 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if keys[middle - 1] in present:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(keys, True, key=lambda key: key not in present)

@@ -36,13 +36,12 @@ def most_useful_window_blocks(window: int, config: Config) -> int:
 class WindowCache:
     """The pool of the sliding-window layers, and what running requests have reserved of it."""
 
-    def __init__(
-        self, window: int, num_blocks: int, block_size: int, max_num_batched_tokens: int
-    ) -> None:
-        self.pool = BlockPool(num_blocks)
-        self._window, self._block_size = window, block_size
-        self._max_num_batched_tokens = max_num_batched_tokens
+    def __init__(self, config: Config) -> None:
+        self.pool = BlockPool(config.num_window_blocks)
+        self._window, self._block_size = config.sliding_window, config.block_size
+        self._max_num_batched_tokens = config.max_num_batched_tokens
         self._num_reserved = 0
+        self.new_entries: list[WindowBlocks] = []  # of the plan that is being built
 
     @property
     def num_unreserved(self) -> int:
@@ -84,19 +83,20 @@ class WindowCache:
         num_reserved = self.num_needed(request, num_computed)
         self._num_reserved += num_reserved
         request.kv.window = WindowAllocation(first, hits, num_reserved)
+        if hits:
+            self.new_entries.append(WindowBlocks(request, first, tuple(hits)))
 
-    def extend(self, request: Request, start: int, end: int) -> WindowBlocks | None:
-        """Hold the blocks that computing tokens [start, end) reads and writes; returns new ones."""
+    def extend(self, request: Request, start: int, end: int) -> None:
+        """Hold the blocks that computing tokens [start, end) reads and writes."""
         held = self._held(request)
         self._drop_before(held, start)
         first = held.first + len(held.blocks)
         num_new = -(-end // self._block_size) - first
-        if num_new <= 0:
-            return None
-        new = self.pool.take(num_new)
-        held.blocks += new
-        assert len(held.blocks) <= held.num_reserved, f"{request} holds more than it reserved"
-        return WindowBlocks(request, first, tuple(new))
+        if num_new > 0:
+            new = self.pool.take(num_new)
+            held.blocks += new
+            assert len(held.blocks) <= held.num_reserved, f"{request} holds more than it reserved"
+            self.new_entries.append(WindowBlocks(request, first, tuple(new)))
 
     def end_prefill(self, request: Request) -> None:
         """Reduce the reservation to what decodes need; called when the plan has been built."""

@@ -23,9 +23,9 @@ from itertools import count
 from headway.config import Config
 from headway.engine.engine import Observer
 from headway.errors import ConfigError, InvalidRequest, PolicyError, RequestError
+from headway.fleet.prefix_tracker import PromptKeys
 from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, format_route, prefix_load
-from headway.kv.prefix_index import PromptKeys
 from headway.lab.cost import Profile
 from headway.lab.replica import SimulatedReplica
 from headway.lab.simulate import Progress, with_profile
@@ -202,7 +202,7 @@ class Cluster:
         """The prompt is in the cache of a decode replica; the first token is part of it there."""
         assert self._decode, "only a prefill pool sends"
         replica, num_new = self._decode.choose_for_output(request, now)
-        first_token = array("i", [request.params().sampling.filler])  # type: ignore[attr-defined]
+        first_token = array("i", [request.params().sampling.filler])  # type: ignore[union-attr]
         rest = replace(
             request, pieces=(*request.pieces, first_token), num_output=request.num_output - 1,
             max_tokens=request.max_tokens - 1,

@@ -21,7 +21,8 @@ from headway.checks import number, one_of, text, whole_number
 from headway.errors import ConfigError, FormatError
 from headway.lab.corrections import Corrections, factors
 from headway.plan import Plan
-from headway.scheduler.policies import hold_tbt, swap_if_cheaper
+from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.swap import swap_if_cheaper
 from headway.step_cost import UnitCosts, work_of
 
 FOLDER = Path(__file__).parent / "profiles"

@@ -21,9 +21,10 @@ from headway.lab.workload.request import WorkloadRequest
 from headway.record.stats import RunStats
 from headway.record.writer import JournalWriter, Writable, header
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import hold_tbt, recompute, swap_if_cheaper
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import read_preset
+from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.presets import read_preset
+from headway.scheduler.policies.swap import recompute, swap_if_cheaper
+from headway.scheduler.policies.text import READY_MADE
 
 Progress = Callable[[int], None]  # called with the number of requests that have just ended
 Stop = Callable[[RunStats], bool]

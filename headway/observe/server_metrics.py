@@ -12,6 +12,7 @@ from collections import Counter
 from typing import get_args
 
 from headway.engine.loop import CachedReader, EngineLoop
+from headway.engine.queries import GetMetrics, GetSnapshot
 from headway.events import Completed, Event, Planned, preempted_by
 from headway.observe.prometheus import Exposition, MetricValues
 from headway.observe.recent_stats import RecentStats
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ServerMetrics:
-    """Observes the engine of a loop and answers the queries "metrics" and "snapshot"."""
+    """Observes the engine of a loop and answers GetMetrics and GetSnapshot."""
 
     def __init__(self, loop: EngineLoop, model_name: str) -> None:
         self._loop, self._engine = loop, loop.engine
@@ -43,8 +44,8 @@ class ServerMetrics:
         self._latest_values = CachedReader(engine, self._read)
         self._latest_snapshot = CachedReader(engine, self._take_snapshot)
         engine.observers.append(self)
-        loop.concurrent_queries["metrics"] = lambda prefix: self.text(prefix or PREFIX)
-        loop.concurrent_queries["snapshot"] = lambda _: self.snapshot()
+        loop.handle(GetMetrics, lambda query: self.text(query.prefix))
+        loop.handle(GetSnapshot, lambda _: self.snapshot())
 
     def __call__(self, event: Event) -> None:
         try:

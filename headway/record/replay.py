@@ -28,8 +28,8 @@ from headway.record.reader import EventReader, split_header
 from headway.record.writer import LineMaker
 from headway.request import Request
 from headway.scheduler import Scheduler
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import read_preset
+from headway.scheduler.policies.presets import read_preset
+from headway.scheduler.policies.text import READY_MADE
 
 AFTER_END = -1  # the token after the recorded output of a request, where none is kept
 Tokens = tuple[list[Column], list[int]]  # of the decodes, by step, and of last chunks

@@ -43,7 +43,7 @@ from headway.record.lines import (
 )
 from headway.record.packing import pack_tokens
 from headway.request import Request
-from headway.scheduler.presets import describe
+from headway.scheduler.policies.presets import describe
 
 
 def header(config: Config, async_scheduling: bool, **more: Any) -> HeaderLine:

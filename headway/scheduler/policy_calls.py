@@ -6,67 +6,45 @@ nothing: the caller decides what a failure ends.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from operator import index
-from pathlib import Path
-from traceback import walk_tb
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from headway.config import (
-    BatchingRule,
-    ChunkRule,
-    HeadroomRule,
-    QueueRule,
-    SchedulerView,
-    StepActions,
-    SwapRule,
-    VictimRule,
-)
-from headway.errors import PolicyError, shorten
-from headway.request import Request
-from headway.step_cost import StepWork
+from headway.config import BatchingRule, Config, Headroom, StepActions
+from headway.errors import bad_result, line_of_policy, policy_failed
 
-PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-KEYS = "return a number, a string or a tuple of these, without NaN or None"
+SEQUENCES, SCALARS = (tuple, list), (float, int, str)  # quicker than unions
+T = TypeVar("T")
 
 
-def policy_failed(
-    slot: str, rule: object, where: str, error: Exception, request_id: str | None = None
-) -> PolicyError:
-    """The PolicyError for an exception that a policy raised."""
-    if isinstance(error, PolicyError):
-        return error
-    cause, line = f"{type(error).__name__}: {error}", _line_of_policy(error)
-    text = f"{slot} policy {_name(rule)} failed {where}: {cause}"
-    return PolicyError(f"{text} ({line})" if line else text, slot=slot, request_id=request_id)
+class Call(NamedTuple, Generic[T]):
+    """A kind of policy call: how its result is read, and what errors say."""
+
+    slot: str
+    where: str  # a format of the arguments, as `wanted`
+    read: Callable[[Any], T]  # raises if the result is not one of the slot
+    wanted: str
+    method: str | None = None  # of the rule; None: the rule itself is called
 
 
-def bad_result(
-    slot: str,
-    rule: object,
-    result: object,
-    purpose: str,
-    advice: str,
-    request_id: str | None = None,
-) -> PolicyError:
-    """The PolicyError for a value that a policy must not return."""
-    text = f"{slot} policy {_name(rule)} returned {shorten(result)} {purpose}; {advice}"
-    return PolicyError(text, slot=slot, request_id=request_id)
+def checked(kind: Call[T], rule: Any) -> Callable[..., T]:
+    """The policy as a function that raises PolicyError for what it must not raise or return."""
+    policy = rule if kind.method is None else getattr(rule, kind.method)
+    read = kind.read
 
+    def call(*arguments: Any) -> T:
+        try:
+            result = policy(*arguments)
+        except Exception as error:
+            where, id = kind.where.format(*arguments), _request_id(arguments)
+            raise policy_failed(kind.slot, rule, where, error, id) from error
+        try:
+            return read(result)
+        except Exception:
+            wanted, id = kind.wanted.format(*arguments), _request_id(arguments)
+            raise bad_result(kind.slot, rule, result, wanted, id) from None
 
-def _name(rule: object) -> str:
-    """module:function; module:class for an object."""
-    rule = getattr(rule, "function", rule)  # of a queue rule that wraps a user's function
-    named: Any = rule if hasattr(rule, "__qualname__") else type(rule)
-    return f"{named.__module__}:{named.__qualname__}"
-
-
-def _line_of_policy(error: Exception) -> str | None:
-    """file:line, the latest in the file of the user's policy; None if no such file took part."""
-    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    outside = [(file, line) for file, line in lines if not file.startswith(PACKAGE)]
-    own = [line for file, line in outside if file == outside[0][0]]
-    return f"{outside[0][0]}:{own[-1]}" if own else None
+    return call
 
 
 def call_batching(rule: BatchingRule, step: StepActions) -> None:
@@ -74,111 +52,81 @@ def call_batching(rule: BatchingRule, step: StepActions) -> None:
     try:
         rule(step)
     except Exception as error:
-        if _line_of_policy(error) is None:
+        if line_of_policy(error) is None:
             raise
         raise policy_failed("batching", rule, "to build a step", error) from error
 
 
-def call_key(rule: QueueRule, request: Request, view: SchedulerView) -> Any:
-    """The sort key of a request; PolicyError unless it has an order."""
-    try:
-        key = rule.key(request, view)
-    except Exception as error:
-        where = f"for request {request.id!r}"
-        raise policy_failed("queue", rule, where, error, request.id) from error
-    if not is_orderable(key):
-        purpose = f"as the sort key of request {request.id!r}"
-        raise bad_result("queue", rule, key, purpose, KEYS, request.id)
+def _request_id(arguments: tuple[Any, ...]) -> str | None:
+    return getattr(arguments[0], "id", None)  # chunk rules get numbers only
+
+
+def ordered(key: Any) -> Any:
+    """The key, if it and all its items equal themselves and are not less than themselves."""
+    if isinstance(key, SCALARS):
+        is_ordered = key == key  # NaN does not equal itself
+    elif isinstance(key, SEQUENCES):
+        is_ordered = all(ordered(item) is item for item in key)
+    else:
+        is_ordered = key == key and not key < key
+    if not is_ordered:
+        raise ValueError(f"{key!r} has no order")
     return key
 
 
-def call_group(rule: QueueRule, request: Request) -> str:
-    """The group of a request; PolicyError unless it is a string."""
-    try:
-        group = rule.group(request)
-    except Exception as error:
-        where = f"in group() for request {request.id!r}"
-        raise policy_failed("queue", rule, where, error, request.id) from error
+def _read_group(group: Any) -> str:
     if not isinstance(group, str):
-        purpose = f"as the group of request {request.id!r}"
-        raise bad_result("queue", rule, group, purpose, "return a string", request.id)
+        raise TypeError
     return group
 
 
-def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
-    """Tokens of `want` that the chunk rule grants, in [0, min(want, left)]; floats round down."""
-    try:
-        granted: Any = rule(want, left, is_first)
-    except Exception as error:
-        where = f"for {want} tokens wanted and {left} left"
-        raise policy_failed("chunk", rule, where, error) from error
-    try:
-        granted = granted if isinstance(granted, float) else index(granted)
-        # In this order, NaN reaches int(), which raises.
-        return int(max(min(granted, want, left), 0))
-    except Exception:
-        where = f"for {want} tokens wanted and {left} left"
-        raise bad_result("chunk", rule, granted, where, "return a number") from None
+def _read_chunk(tokens: Any) -> float:
+    """Any number; the caller rounds it down, and takes no more than is wanted and left."""
+    is_float = isinstance(tokens, float) and tokens == tokens  # NaN does not equal itself
+    return tokens if is_float else index(tokens)
 
 
-def call_most_tokens(rule: ChunkRule, want: int, work: StepWork, start: int) -> int:
-    """Tokens of `want` that a rule with a limit of time allows; PolicyError unless a whole number."""
-    where = f"in most_tokens() for {want} tokens wanted"
-    try:
-        most: int = rule.most_tokens(want, work, start)  # type: ignore[attr-defined]
-        return index(most)
-    except Exception as error:
-        raise policy_failed("chunk", rule, where, error) from error
+def _read_headroom(blocks: Any) -> Headroom:
+    headroom = Headroom(max(0, int(blocks + 0)))  # int() alone would take a text
+    if isinstance(blocks, Headroom):
+        headroom.base = blocks.base
+    return headroom
 
 
-def call_victim(rule: VictimRule, request: Request, view: SchedulerView) -> Any:
-    """The key of a running request; PolicyError unless it has an order."""
-    try:
-        key = rule(request, view)
-    except Exception as error:
-        where = f"for request {request.id!r}"
-        raise policy_failed("victim", rule, where, error, request.id) from error
-    if not is_orderable(key):
-        purpose = f"as the key of request {request.id!r}"
-        raise bad_result("victim", rule, key, purpose, KEYS, request.id)
-    return key
-
-
-def call_headroom(rule: HeadroomRule, request: Request, view: SchedulerView) -> int:
-    """Blocks to leave free when the request is admitted, at least 0; PolicyError if not a number."""
-    where = f"for request {request.id!r}"
-    try:
-        blocks: Any = rule(request, view)
-    except Exception as error:
-        raise policy_failed("headroom", rule, where, error, request.id) from error
-    try:
-        return max(0, int(blocks + 0))  # int() alone would take a text
-    except Exception:
-        raise bad_result("headroom", rule, blocks, where, "return a number", request.id) from None
-
-
-def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool | Literal["discard"]:
-    """Whether to swap the request out rather than recompute it, or to discard its output too."""
-    where = f"for request {request.id!r}"
-    try:
-        answer: Any = rule(request, view)
-        if not isinstance(answer, str):
-            return bool(answer)
-    except Exception as error:
-        raise policy_failed("swap", rule, where, error, request.id) from error
+def _read_swap(answer: Any) -> bool | Literal["discard"]:
+    if not isinstance(answer, str):
+        return bool(answer)
     if answer != "discard":  # "recompute" would count as true, and swap
-        advice = 'return True, False or "discard"'
-        raise bad_result("swap", rule, answer, where, advice, request.id)
+        raise ValueError
     return "discard"
 
 
-def is_orderable(key: Any) -> bool:
-    """Whether a key, with all its items, equals itself and is not less than itself."""
-    if isinstance(key, float | int | str):
-        return bool(key == key)  # NaN does not equal itself
-    try:
-        if isinstance(key, tuple | list):
-            return all(map(is_orderable, key))
-        return bool(key == key) and not key < key
-    except Exception:  # no order, or a list that contains itself
-        return False
+REQUEST, TOKENS = "request {0.id!r}", "for {0} tokens wanted and {1} left"
+ORDERED = "return a number, a string or a tuple of these, without NaN or None"
+
+QUEUE_KEY = Call(
+    "queue", f"for {REQUEST}", ordered, f"as the sort key of {REQUEST}; {ORDERED}", "key"
+)
+QUEUE_GROUP = Call(
+    "queue", f"in group() for {REQUEST}", _read_group,
+    f"as the group of {REQUEST}; return a string", "group",
+)  # fmt: skip
+CHUNK = Call("chunk", TOKENS, _read_chunk, f"{TOKENS}; return a number")
+TIME_LIMIT = Call(
+    "chunk", "in most_tokens() for {0} tokens wanted", index,
+    "in most_tokens() for {0} tokens wanted; return a whole number", "most_tokens",
+)  # fmt: skip
+HEADROOM = Call("headroom", f"for {REQUEST}", _read_headroom, f"for {REQUEST}; return a number")
+VICTIM = Call("victim", f"for {REQUEST}", ordered, f"as the key of {REQUEST}; {ORDERED}")
+SWAP = Call("swap", f"for {REQUEST}", _read_swap, f'for {REQUEST}; return True, False or "discard"')
+
+
+class Policies:
+    """The policies of a config as functions whose results are checked."""
+
+    def __init__(self, config: Config) -> None:
+        self.chunk = checked(CHUNK, config.chunk)
+        self.most_tokens = checked(TIME_LIMIT, config.chunk) if config.limits_time else None
+        self.headroom = checked(HEADROOM, config.headroom)
+        self.victim = checked(VICTIM, config.victim)
+        self.swap = checked(SWAP, config.swap)

@@ -116,10 +116,9 @@ def _find_tokens(column: Column, tokens: Collection[int]) -> list[int]:
 
 def _finish_at_limit(plan: Plan, step: int, state: SchedulerState) -> list[Request]:
     """Finish requests that reach their limit with this step of the plan."""
-    reached = plan.reaching_limit[step] if step < len(plan.reaching_limit) else None
-    if not reached:
+    if step >= len(plan.reaching_limit) or not plan.reaching_limit[step]:
         return []
-    ended = [request for request in reached if request not in plan.tokens_kept]
+    ended = [r for r in plan.reaching_limit[step] if r not in plan.tokens_kept]
     for request in ended:
         plan.tokens_kept[request] = step + 1
         state.finish(request, "length")

@@ -31,8 +31,8 @@ from headway.kv.cache import KVCache
 from headway.plan import Answers, Plan, StepResult
 from headway.request import Request
 from headway.scheduler.decode_batch import DecodeBatch
-from headway.scheduler.presets import describe
-from headway.scheduler.queues import WaitingQueue
+from headway.scheduler.policies.presets import describe
+from headway.scheduler.queue import WaitingQueue
 from headway.scheduler.results import apply_result, check_result, end_failed
 from headway.scheduler.state import SchedulerState
 from headway.scheduler.step_builder import StepBuilder
@@ -208,7 +208,8 @@ class Scheduler:
                 raise ConfigError(f"{name} cannot change while the scheduler runs")
         if config.queue is not self.config.queue:
             self.queue.change_rule(config.queue, self.running)
-        self.config = self.state.config = config
+        self.config = config
+        self.state.use(config)
         self._record(Reconfigured(describe(config), config))
 
     def _launch(self, plan: Plan) -> None:

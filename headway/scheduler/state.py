@@ -14,13 +14,13 @@ from typing import Any
 from headway.config import Config
 from headway.kv.cache import AdmissionCost, KVCache
 from headway.kv.window import WindowCache
-from headway.plan import Admission, Plan, Preemption, WindowBlocks
+from headway.plan import Admission, Chunk, Plan, Preemption
 from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.fairness import group_of
-from headway.scheduler.output_lengths import OutputStatistics
-from headway.scheduler.policy_calls import call_swap
-from headway.scheduler.queues import WaitingQueue
+from headway.scheduler.policies.lengths import OutputStatistics
+from headway.scheduler.policy_calls import Policies
+from headway.scheduler.queue import WaitingQueue
 
 MAX_DISCARDS = 8  # of one request; then it keeps its output, so that every request ends
 
@@ -29,13 +29,10 @@ class SchedulerState:
     """All requests that are not finished, where they are, and the KV cache."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.kv = KVCache(
-            config.num_blocks, config.block_size, config.num_host_blocks, _window_cache(config)
-        )
+        self.use(config)
+        window = WindowCache(config) if config.sliding_window else None
+        self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks, window)
         self.plan = Plan(-1)  # the latest plan
-        self.view = StateView(self)
-        self.queue = WaitingQueue(config.queue, self.view)
         self.requests: dict[str, Request] = {}
         self.running: dict[Request, None] = {}  # in the order of admission
         self.prefilling: dict[Request, None] = {}  # running ones with prompt tokens left
@@ -50,6 +47,12 @@ class SchedulerState:
         self.stop_tokens: Counter[int] = Counter()  # of all requests
         self.free_rows = list(range(config.max_num_seqs))[::-1]
         self._num_admitted = 0
+        self.view = StateView(self)
+        self.queue = WaitingQueue(config.queue, self.view)
+
+    def use(self, config: Config) -> None:
+        """Use the policies and numbers of a config; the waiting queue changes its rule itself."""
+        self.config, self.policies = config, Policies(config)
 
     def arrive(self, request: Request) -> None:
         """Count a new request that is in the queue."""
@@ -62,27 +65,31 @@ class SchedulerState:
         self.queue.remove(request)
         self.swapped.pop(request, None)
         self.plan.copies_in += self.kv.allocate(request, cost)
-        window = request.kv.window
-        if window is not None and window.blocks:
-            entries = WindowBlocks(request, window.first, tuple(window.blocks))
-            self.plan.window_blocks.append(entries)
         request.move(RequestState.PREFILL)
         request.computed_base, request.prefill_end = cost.num_computed, request.num_known
         request.row = self.free_rows.pop()
         self.running[request] = self.prefilling[request] = None
         self.queue.counters.start(request)
         num_hit = min(cost.num_hits * self.config.block_size, cost.num_computed)
-        is_resume = request.history.admission >= 0
+        history, num_swapped = request.history, cost.num_computed - num_hit
+        is_resume, blocks = history.admission >= 0, tuple(request.kv.blocks)
         if not is_resume:
-            request.history.num_cached = min(num_hit, request.num_prompt)
-        request.history.admission = self._num_admitted
+            history.num_cached = min(num_hit, request.num_prompt)
+        history.admission = self._num_admitted
         self._num_admitted += 1
-        num_swapped = cost.num_computed - num_hit
-        self.plan.admitted.append(
-            Admission(
-                request, num_hit, num_swapped, is_resume, cost.num_hits, tuple(request.kv.blocks)
-            )
-        )
+        admission = Admission(request, num_hit, num_swapped, is_resume, cost.num_hits, blocks)
+        self.plan.admitted.append(admission)
+
+    def compute(self, request: Request, num_tokens: int) -> None:
+        """Put the next tokens of a prompt into the plan."""
+        history, start = request.history, request.num_computed
+        end = request.computed_base = start + num_tokens
+        is_last = end == request.prefill_end
+        store_from = self.kv.store(request, start, end)
+        self.plan.chunks.append(Chunk(request, start, end, store_from, is_last))
+        history.num_recomputed += max(0, min(end, history.max_num_computed) - start)
+        if is_last:
+            del self.prefilling[request]
 
     def preempt(
         self,
@@ -93,38 +100,35 @@ class SchedulerState:
         num_due: int = 0,
     ) -> None:
         """Put a running request back into the queue; it keeps its output unless the rule discards it."""
+        history, num_computed = request.history, request.num_computed
         num_free = self.kv.num_free if num_due else 0
-        num_computed = request.num_computed
-        answer = may_swap and call_swap(self.config.swap, request, self.view)
+        answer = may_swap and self.policies.swap(request, self.view)
         self.queue.push(request)  # first, so that a user's key that raises changes nothing
         self._stop_running(request)
         copies = self.kv.swap_out(request) if answer is True else None
+        is_swap = copies is not None
         if copies is None:
             self.kv.release(request)
-            request.move(RequestState.WAITING)
         else:
             self.plan.copies_out += copies
-            request.move(RequestState.SWAPPED)
             self.swapped[request] = None
+        request.move(RequestState.SWAPPED if is_swap else RequestState.WAITING)
         request.computed_base = request.prefill_end = 0
-        request.history.num_preemptions += 1
-        request.history.num_priority_preemptions += is_priority
+        history.num_preemptions += 1
+        history.num_priority_preemptions += is_priority
         self.outputs.pressure += not is_priority
         self.preempted_in_flight.add(request)
-        is_discard = answer == "discard" and request.history.num_preemptions <= MAX_DISCARDS
+        is_discard = answer == "discard" and history.num_preemptions <= MAX_DISCARDS
         if is_discard:
-            self._discard_output(request)
-        preemption = Preemption(
-            request, copies is not None, num_computed, is_priority, num_due, num_free, is_discard
-        )
+            history.num_discarded = max(history.num_discarded, request.num_generated)
+            request.flushed_tokens = array("i")
+            self.kv.trim_keys(request)
+            self._drop_tokens_in_flight(request)
+        numbers = num_computed, is_priority, num_due, num_free
+        preemption = Preemption(request, is_swap, *numbers, is_discard)
         self.preempted.append(preemption)
 
-    def _discard_output(self, request: Request) -> None:
-        """Forget the output of a request, tokens in flight included."""
-        history = request.history
-        history.num_discarded = max(history.num_discarded, request.num_generated)
-        request.flushed_tokens = array("i")
-        self.kv.trim_keys(request)
+    def _drop_tokens_in_flight(self, request: Request) -> None:
         for plan in self.in_flight:
             plan.tokens_kept.setdefault(request, 0)
 
@@ -137,8 +141,7 @@ class SchedulerState:
             self.queue.remove(request)
             self.swapped.pop(request, None)
             self.kv.discard_host_copy(request)
-        for plan in self.in_flight:
-            plan.tokens_kept.setdefault(request, 0)
+        self._drop_tokens_in_flight(request)
         request.move(RequestState.FINISHED)
         request.finish_reason = reason
         del self.requests[request.id]
@@ -165,8 +168,7 @@ class SchedulerState:
     def start_decoding(self, request: Request) -> None:
         """All known tokens are planned: the next plan may decode."""
         request.move(RequestState.DECODING)
-        if self.kv.window is not None:
-            self.kv.window.end_prefill(request)
+        self.kv.end_prefill(request)
         if request.num_computed + 1 < request.limit:
             self.decode_batch.join(request)
         else:  # the token that this plan samples is its last
@@ -175,32 +177,20 @@ class SchedulerState:
             self.plan.reaching_limit[0].append(request)
 
 
-def _window_cache(config: Config) -> WindowCache | None:
-    if not config.sliding_window:
-        return None
-    return WindowCache(
-        config.sliding_window, config.num_window_blocks, config.block_size,
-        config.max_num_batched_tokens,
-    )  # fmt: skip
-
-
 class StateView:
     """What policies may read of a scheduler's state; see config.SchedulerView."""
 
-    __slots__ = ("_state", "block_size", "num_blocks")
-
     def __init__(self, state: SchedulerState) -> None:
-        self._state = state
-        # Sizes, which never change; all else is read from the state, which may be reconfigured.
+        self._state, kv = state, state.kv
         self.num_blocks, self.block_size = state.config.num_blocks, state.config.block_size
+        self.running: Iterable[Request] = state.running
+        self.output_shares: Sequence[float] = state.outputs.shares
+        self.output_lengths: Sequence[int] = state.outputs.lengths
+        self.blocks_of, self.num_private_blocks = kv.blocks_of, kv.num_private_blocks
 
     @property
     def max_num_batched_tokens(self) -> int:
-        return self._state.config.max_num_batched_tokens
-
-    @property
-    def running(self) -> Iterable[Request]:
-        return self._state.running
+        return self._state.config.max_num_batched_tokens  # which may be reconfigured
 
     @property
     def num_free(self) -> int:
@@ -214,14 +204,6 @@ class StateView:
     def pressure(self) -> float:
         return self._state.outputs.pressure
 
-    @property
-    def output_shares(self) -> Sequence[float]:
-        return self._state.outputs.shares
-
-    @property
-    def output_lengths(self) -> Sequence[int]:
-        return self._state.outputs.lengths
-
     def service(self) -> dict[str, float]:
         return self._state.queue.counters.service(self._state.running)
 
@@ -232,9 +214,3 @@ class StateView:
         if request.row >= 0:
             return max(0, request.prefill_end - request.num_computed)
         return request.num_known - self._state.kv.admission_cost(request).num_computed
-
-    def blocks_of(self, request: Request) -> list[int]:
-        return self._state.kv.blocks_of(request)
-
-    def num_private_blocks(self, request: Request) -> int:
-        return self._state.kv.num_private_blocks(request)

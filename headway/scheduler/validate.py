@@ -11,7 +11,7 @@ from headway.config import Config
 from headway.errors import InvalidRequest, RequestTooLong, shorten
 from headway.kv.window import most_window_blocks
 from headway.request import Request, RequestState, check_pooling
-from headway.scheduler.policy_calls import call_chunk
+from headway.scheduler.policy_calls import CHUNK, checked
 
 MAX_WHOLE = (1 << 63) - 1
 TOKEN = np.dtype(np.intc)
@@ -35,7 +35,7 @@ def validate_request(request: Request, config: Config, used_ids: Container[str])
 
     Raises RequestError if the request can never run, PolicyError if the chunk rule fails.
     """
-    name = f"request {request.id!r}"
+    name, params, num_prompt = f"request {request.id!r}", request.params, request.num_prompt
     if request.id in used_ids:
         raise InvalidRequest(f"{name}: this id is used by an open request; choose another id")
     num_resumed = len(request.history.resumed)
@@ -43,82 +43,66 @@ def validate_request(request: Request, config: Config, used_ids: Container[str])
         raise InvalidRequest(f"{name} has run before; create a new one")
     _check_tokens(request, name)
     _check_params(request, name)
-    if request.num_prompt >= config.max_model_len:
-        raise RequestTooLong(
-            f"{name} has {request.num_prompt} prompt tokens and needs room for one output token; "
-            f"max_model_len is {config.max_model_len}; shorten the prompt",
-            need=request.num_prompt + 1,
-            limit=config.max_model_len,
-        )
-    total = request.params.max_total_tokens
-    if total is not None and request.num_prompt >= total:
-        raise RequestTooLong(
-            f"{name} has {request.num_prompt} prompt tokens and needs room for one output token; "
-            f"its max_total_tokens is {total}; shorten the prompt or raise max_total_tokens",
-            need=request.num_prompt + 1,
-            limit=total,
-        )
-    length = _final_length(request, config, name)
+    for limit, setting, advice in (
+        (config.max_model_len, "max_model_len", ""),
+        (params.max_total_tokens, "its max_total_tokens", " or raise max_total_tokens"),
+    ):
+        if limit is not None and num_prompt >= limit:
+            raise RequestTooLong(
+                f"{name} has {num_prompt} prompt tokens and needs room for one output token; "
+                f"{setting} is {limit}; shorten the prompt{advice}",
+                need=num_prompt + 1,
+                limit=limit,
+            )
+    length = _final_length(request, config)
+    _check_length(length, request, config, name)
     if request.num_known >= length:
         raise InvalidRequest(
-            f"{name}: output has {num_resumed} tokens already; with {request.num_prompt} prompt "
-            f"tokens the request ends at {length}"
+            f"{name}: output has {num_resumed} tokens already; with {num_prompt} prompt tokens the "
+            f"request ends at {length}"
         )
     return length
 
 
-def _final_length(request: Request, config: Config, name: str) -> int:
-    """The length at which the request ends; RequestTooLong if the cache or a step is too small."""
+def _final_length(request: Request, config: Config) -> int:
+    """The length at which the request ends; without max_tokens, as far as blocks and budget allow."""
     max_tokens, budget = request.params.max_tokens, config.max_num_batched_tokens
     longest = min(config.max_model_len, request.params.max_total_tokens or config.max_model_len)
-    length = min(longest, request.num_prompt + (max_tokens or longest))
-    if max_tokens is None:  # as far as blocks and budget allow
-        length = min(length, config.num_blocks * config.block_size + 1)
-        if call_chunk(config.chunk, length, budget, True) < 1:
-            length = min(length, budget + 1)
-        length = max(length, request.num_prompt + 1)
-    num_stored = length - 1  # the last token is sampled but never computed
-    num_blocks = -(-num_stored // config.block_size)
-    lower = "" if max_tokens is None else "lower max_tokens or "
-    advice = f"{lower}shorten the prompt"
-    if num_blocks > config.num_blocks:
-        settings_advice = ", or raise num_blocks"
-        raise RequestTooLong(
-            f"{name} may grow to {length} tokens and needs {num_blocks} KV blocks; "
-            f"num_blocks is {config.num_blocks}; {advice}{settings_advice}",
-            need=num_blocks,
-            limit=config.num_blocks,
-            settings_advice=settings_advice,
-        )
-    _check_window(config, name, length, advice)
-    # A preempted request is computed again at any length up to the full one, so check that length.
-    if call_chunk(config.chunk, num_stored, budget, True) < 1:
-        settings_advice = ", raise max_num_batched_tokens, or use chunk split_any"
-        raise RequestTooLong(
-            f"{name} may grow to {length} tokens and the chunk rule does not split prompts; "
-            f"max_num_batched_tokens is {budget}; {advice}{settings_advice}",
-            need=num_stored,
-            limit=budget,
-            settings_advice=settings_advice,
-        )
-    return length
+    if max_tokens is not None:
+        return min(longest, request.num_prompt + max_tokens)
+    length = min(longest, config.num_blocks * config.block_size + 1)
+    if checked(CHUNK, config.chunk)(length, budget, True) < 1:
+        length = min(length, budget + 1)
+    return max(length, request.num_prompt + 1)
 
 
-def _check_window(config: Config, name: str, length: int, advice: str) -> None:
-    """RequestTooLong if the sliding-window layers have too few blocks."""
-    if not config.sliding_window:
-        return
-    at_once = min(config.max_num_batched_tokens, length - 1)
-    need = most_window_blocks(config.sliding_window, config.block_size, length - 1, at_once)
-    if need > config.num_window_blocks:
-        settings_advice = ", or raise num_blocks"
-        raise RequestTooLong(
-            f"{name} may grow to {length} tokens and needs {need} KV blocks of the sliding-window "
-            f"layers; num_window_blocks is {config.num_window_blocks}; {advice}{settings_advice}",
+def _check_length(length: int, request: Request, config: Config, name: str) -> None:
+    """RequestTooLong if the cache or a step is too small for a request of this length."""
+    size, window, budget = config.block_size, config.sliding_window, config.max_num_batched_tokens
+
+    def too_long(need: int, problem: str, setting: str, settings_advice: str) -> RequestTooLong:
+        lower = "" if request.params.max_tokens is None else "lower max_tokens or "
+        return RequestTooLong(
+            f"{name} may grow to {length} tokens and {problem}; {setting} is "
+            f"{getattr(config, setting)}; {lower}shorten the prompt{settings_advice}",
             need=need,
-            limit=config.num_window_blocks,
+            limit=getattr(config, setting),
             settings_advice=settings_advice,
         )
+
+    num_stored = length - 1  # the last token is sampled but never computed
+    need, advice = -(-num_stored // size), ", or raise num_blocks"
+    if need > config.num_blocks:
+        raise too_long(need, f"needs {need} KV blocks", "num_blocks", advice)
+    need = most_window_blocks(window, size, num_stored, min(budget, num_stored)) if window else 0
+    if need > config.num_window_blocks:
+        problem = f"needs {need} KV blocks of the sliding-window layers"
+        raise too_long(need, problem, "num_window_blocks", advice)
+    # A preempted request is computed again at any length up to the full one, so check that length.
+    if checked(CHUNK, config.chunk)(num_stored, budget, True) < 1:
+        advice = ", raise max_num_batched_tokens, or use chunk split_any"
+        problem = "the chunk rule does not split prompts"
+        raise too_long(num_stored, problem, "max_num_batched_tokens", advice)
 
 
 def _check_tokens(request: Request, name: str) -> None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
+from msgspec.structs import asdict
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from headway import __version__
+from headway.engine.messages import Query
+from headway.engine.queries import GetLoad, GetMetrics, ResetPrefixCache
 from headway.errors import ExecutorError
 from headway.server.anthropic.messages import count_tokens, messages
 from headway.server.anthropic.protocol import (
@@ -57,6 +60,7 @@ from headway.server.pages import page
 
 ENGINE_TIMEOUT = 5.0  # seconds; only queries that change the engine wait for the running step
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Value = TypeVar("Value")
 KEY = {"type": "http", "scheme": "bearer"}
 EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")  # readable by scripts of allowed web pages
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -246,7 +250,8 @@ def _monitoring_routes(context: Context) -> APIRouter:
     @router.get("/load", responses=_errors(503))
     async def get_load() -> dict[str, int | float]:
         """Count open, running and waiting requests; `age` is the age of the counts in seconds."""
-        return {"server_load": engine.num_open, **await _ask(context, "load")}
+        load = await _ask(context, GetLoad())
+        return {"server_load": engine.num_open, **asdict(load)}
 
     @router.post("/reset_prefix_cache", responses=_errors(409, 503))
     async def post_reset() -> dict[str, bool]:
@@ -254,7 +259,7 @@ def _monitoring_routes(context: Context) -> APIRouter:
 
         After a 503 with the code engine_busy, the reset may still happen when that step ends.
         """
-        if not await _ask(context, "reset_prefix_cache"):
+        if not await _ask(context, ResetPrefixCache()):
             raise ApiError(409, "running requests use cached blocks; retry when none is running")
         return {"success": True}
 
@@ -262,17 +267,17 @@ def _monitoring_routes(context: Context) -> APIRouter:
     @router.get("/metrics", responses=_errors(503), response_class=Response)
     async def get_metrics() -> Response:
         """Return metrics in Prometheus text format."""
-        text = await _ask(context, "metrics", settings.metrics_prefix)
+        text = await _ask(context, GetMetrics(settings.metrics_prefix))
         return Response(text, media_type=METRICS_TYPE)
 
     return router
 
 
-async def _ask(context: Context, query: str, details: Any = None) -> Any:
+async def _ask(context: Context, query: Query[Value]) -> Value:
     """The engine's answer; ApiError 503 if it has stopped or does not answer in time."""
     try:
         async with asyncio.timeout(ENGINE_TIMEOUT):
-            return await context.engine.ask(query, details)
+            return await context.engine.ask(query)
     except TimeoutError:
         busy = f"the engine has not answered for {ENGINE_TIMEOUT:g} s; a step is running"
         raise ApiError(503, busy, code="engine_busy", headers={"Retry-After": "1"}) from None

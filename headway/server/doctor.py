@@ -18,11 +18,12 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
 
 from headway.engine.async_engine import AsyncEngine
+from headway.engine.queries import EndTrial, GetDiagnosis, GetTrialLines, StartTrial, TrialStart
 from headway.errors import ConfigError, ExecutorError
 from headway.lab.cost import known_profiles
 from headway.lab.doctor.live import NUM_PER_QUERY, TRIAL_SECONDS
 from headway.lab.doctor.text import diagnosis_text, trial_text
-from headway.scheduler.presets import own_policies, read_changes, read_preset
+from headway.scheduler.policies.presets import own_policies, read_changes, read_preset
 from headway.server.generation.stream import CompleteResponse
 from headway.server.http.errors import ApiError
 from headway.server.http.json_body import JsonRoute
@@ -54,7 +55,7 @@ class TryRequest(RequestModel):
 def router(context: Context) -> APIRouter:
     """The routes of the doctor."""
     routes, with_body = APIRouter(), APIRouter(route_class=JsonRoute)
-    diagnoses = Snapshots(context.engine, "doctor", SECONDS_KEPT)
+    diagnoses = Snapshots(context.engine, GetDiagnosis(), SECONDS_KEPT)
 
     @routes.get("/doctor", responses=ERRORS)
     async def get_doctor(request: Request) -> Response:
@@ -90,22 +91,22 @@ async def run_trial(
 ) -> dict[str, Any]:
     """The result of a trial in another process; ApiError if it cannot be made."""
     try:
-        first = await engine.ask("trial_start")
+        first = await engine.ask(StartTrial())
     except ExecutorError as error:
         raise ApiError(503, str(error), code="engine_gone") from None
     if first is None:
         problem = "another trial runs; at most one runs at a time"
         raise ApiError(409, problem, code="trial_running", headers={"Retry-After": "5"})
     try:
-        _check(first["header"].config, changes, profile)
+        _check(first.header.config, changes, profile)
         async with asyncio.timeout(TRIAL_SECONDS):
             asked = {"changes": changes, "profile": profile, "niceness": NICENESS}
-            return await _in_process(engine, {**first, **asked})
+            return await _in_process(engine, first, asked)
     except TimeoutError:
         problem = f"the trial took more than {TRIAL_SECONDS:g} s"
         raise ApiError(504, problem, code="timeout") from None
     finally:
-        await asyncio.shield(engine.ask("trial_end"))
+        await asyncio.shield(engine.ask(EndTrial()))
 
 
 def _check(config: dict[str, Any], changes: dict[str, str], profile: str | None) -> None:
@@ -122,7 +123,9 @@ def _check(config: dict[str, Any], changes: dict[str, str], profile: str | None)
         raise ApiError(400, str(error), param="changes") from None
 
 
-async def _in_process(engine: AsyncEngine, first: dict[str, Any]) -> dict[str, Any]:
+async def _in_process(
+    engine: AsyncEngine, first: TrialStart, asked: dict[str, Any]
+) -> dict[str, Any]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "headway.lab.doctor.trial", env={**os.environ, "PYTHONPATH": path},
@@ -131,9 +134,9 @@ async def _in_process(engine: AsyncEngine, first: dict[str, Any]) -> dict[str, A
     )  # fmt: skip
     assert process.stdin is not None, "started with a pipe"
     try:
-        process.stdin.write(pickle.dumps(first))
-        for number in range(first["first"], first["end"], NUM_PER_QUERY):
-            lines = await engine.ask("trial_lines", number)
+        process.stdin.write(pickle.dumps((first, asked)))
+        for number in range(first.first, first.end, NUM_PER_QUERY):
+            lines = await engine.ask(GetTrialLines(number))
             process.stdin.write(pickle.dumps(lines) if lines else b"")
             await process.stdin.drain()
         out, errors = await process.communicate(pickle.dumps(None))

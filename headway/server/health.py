@@ -8,10 +8,10 @@ answers during a step too, so no answer means that the process itself is stuck.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.loop import CachedReader, EngineLoop
+from headway.engine.queries import GetProblem
 from headway.errors import ExecutorError
 from headway.server.settings import check_seconds
 
@@ -27,7 +27,7 @@ class Watchdog:
         self.max_silence = max_silence
         self._loop = loop
         self._explanation = CachedReader(loop.engine, loop.engine.why)
-        loop.concurrent_queries["problem"] = lambda _: self.problem()
+        loop.handle(GetProblem, lambda _: self.problem())
 
     async def __call__(self, engine: AsyncEngine) -> str | None:
         return self.problem()
@@ -56,14 +56,14 @@ class RemoteWatchdog:
     def __init__(self, max_silence: float = MAX_SILENCE) -> None:
         check_seconds("watchdog max_silence", max_silence, is_finite=False)
         self.max_silence = max_silence
-        self._query: asyncio.Task[Any] | None = None
+        self._query: asyncio.Task[str | None] | None = None
         self._since = 0.0
 
     async def __call__(self, engine: AsyncEngine) -> str | None:
         """A description of the problem; None if healthy, or silent for less than `max_silence`."""
         now = asyncio.get_running_loop().time
         if self._query is None:
-            self._query, self._since = asyncio.create_task(engine.ask("problem")), now()
+            self._query, self._since = asyncio.create_task(engine.ask(GetProblem())), now()
         query = self._query
         await asyncio.wait([query], timeout=min(MAX_WAIT, self.max_silence))
         if not query.done():
@@ -73,10 +73,9 @@ class RemoteWatchdog:
         if self._query is query:  # a concurrent check may already have started another query
             self._query = None
         try:
-            problem: str | None = query.result()
+            return query.result()
         except ExecutorError as error:
             return str(error)
-        return problem
 
 
 def watch(engine: AsyncEngine, max_silence: float = MAX_SILENCE) -> Watchdog | RemoteWatchdog:

@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from headway.engine.async_engine import AsyncEngine
+from headway.engine.queries import GetFilm, StartFilm, StopFilm
 from headway.errors import ExecutorError
 from headway.lab.film.format import Record, record
 from headway.lab.web.app import FILM, static
@@ -28,18 +29,18 @@ MAX_SILENT = 10  # times that nothing is sent if nothing happens
 
 async def live_film(engine: AsyncEngine) -> AsyncIterator[bytes]:
     """The film of a running engine, from now on; ExecutorError if the engine stops."""
-    viewer, header = await engine.ask("film_start")
+    start = await engine.ask(StartFilm())
     try:
-        yield header
+        yield start.header
         num_silent = 0
         while True:
-            data: bytes = await engine.ask("film_take", viewer)
+            data = await engine.ask(GetFilm(start.viewer))
             num_silent = 0 if data else num_silent + 1
             if data or num_silent % MAX_SILENT == 0:
                 yield data or record(Record.IDLE, b"")
             await asyncio.sleep(SECONDS)
     finally:
-        await asyncio.shield(engine.ask("film_stop", viewer))
+        await asyncio.shield(engine.ask(StopFilm(start.viewer)))
 
 
 def router(context: Context) -> APIRouter:

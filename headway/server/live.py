@@ -14,6 +14,8 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
 from headway.engine.async_engine import AsyncEngine
+from headway.engine.messages import Query
+from headway.engine.queries import Document, GetSnapshot
 from headway.errors import ExecutorError
 from headway.server.http.errors import ApiError
 from headway.server.openai.response_models import ErrorResponse
@@ -34,25 +36,24 @@ TIMEOUT = 2.0  # seconds; a snapshot does not wait for a step
 class Snapshots:
     """The engine's latest answer to a query, shared by all clients."""
 
-    def __init__(self, engine: AsyncEngine, query: str, seconds_kept: float) -> None:
+    def __init__(self, engine: AsyncEngine, query: Query[Document], seconds_kept: float) -> None:
         self._engine, self._query, self._seconds_kept = engine, query, seconds_kept
-        self._pending: asyncio.Task[Any] | None = None
+        self._pending: asyncio.Task[Document] | None = None
 
-    async def latest(self) -> dict[str, Any]:
+    async def latest(self) -> Document:
         """A current answer. Raise ApiError if the engine does not respond."""
         if self._pending is None:
             self._pending = asyncio.create_task(self._ask())
         try:
             async with asyncio.timeout(TIMEOUT):
-                snapshot: dict[str, Any] = await asyncio.shield(self._pending)
-                return snapshot
+                return await asyncio.shield(self._pending)
         except TimeoutError:
             problem = f"the engine process has not responded for {TIMEOUT:g} s; try again"
             raise ApiError(503, problem, code="engine_busy", headers=RETRY) from None
         except ExecutorError as error:
             raise ApiError(503, str(error), code="engine_gone") from None
 
-    async def _ask(self) -> Any:
+    async def _ask(self) -> Document:
         try:
             return await self._engine.ask(self._query)
         finally:
@@ -64,7 +65,7 @@ class Snapshots:
 
 def router(context: Context) -> APIRouter:
     """The routes of the live page."""
-    routes, snapshots = APIRouter(), Snapshots(context.engine, "snapshot", SECONDS_KEPT)
+    routes, snapshots = APIRouter(), Snapshots(context.engine, GetSnapshot(), SECONDS_KEPT)
     document = page("index.html", "live.css", "live.js")
 
     @routes.get("/", response_class=HTMLResponse, include_in_schema=False)
@@ -73,7 +74,7 @@ def router(context: Context) -> APIRouter:
         return document
 
     @routes.get("/live", responses=ERRORS)
-    async def live() -> dict[str, Any]:
+    async def live() -> Document:
         """Running and waiting requests, KV blocks, rates and the latest decisions."""
         return await snapshots.latest()
 

@@ -19,7 +19,7 @@ from headway.cli.commands.compare import parse_variant
 from headway.cli.main import COMMANDS, app, main
 from headway.cli.options.replaced import REPLACED
 from headway.errors import ConfigError
-from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
+from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS
 from headway.version import commit
 
 WORK = "requests=12,arrivals=poisson(100),prompt=uniform(5,60),output=uniform(2,30),max_tokens=30"

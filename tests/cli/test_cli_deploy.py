@@ -20,8 +20,8 @@ from headway.cli.main import app
 from headway.cli.options import fleet
 from headway.cli.options.model import ModelOptions
 from headway.errors import ConfigError, ExecutorError
-from headway.fleet.on_ray.options import HTTP2_SETTINGS, FleetOptions, check_reachable
 from headway.model import devices
+from headway.on_ray.options import HTTP2_SETTINGS, FleetOptions, check_reachable
 from tests.support.waiting import LIMIT
 
 # Ray's own modules use old features of pydantic.
@@ -114,7 +114,7 @@ def test_replicas_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert args["model"] == str(tmp_path / "tiny")
     assert args["chat_template"] == str(tmp_path / "chat.jinja")
     (tmp_path / "keys").write_text("secret\n")
-    ray_serve = pytest.importorskip("headway.fleet.on_ray.serve")
+    ray_serve = pytest.importorskip("headway.on_ray.serve")
     monkeypatch.setattr(ray_serve, "shared", lambda options: options)
     monkeypatch.setattr(ray_serve, "application", lambda factory, options, gateways: factory)
     assert deployed_app(args).make_app.args[0].api_keys == ("secret",)
@@ -142,7 +142,7 @@ class NoReplicas:
 
 
 def test_replicas_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_serve = pytest.importorskip("headway.fleet.on_ray.serve")
+    ray_serve = pytest.importorskip("headway.on_ray.serve")
     monkeypatch.setattr(ray_serve, "_status", lambda app: "waiting for 2 CPUs")
     options = FleetOptions(replicas=2, start_seconds=0.01)
     with pytest.raises(ExecutorError, match="1 of 2 replicas.*0.01 s; waiting for 2 CPUs"):
@@ -180,7 +180,7 @@ def test_an_address_without_ray_is_named(address: str) -> None:
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 def test_a_server_that_is_not_ray_is_named(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.fleet.on_ray.options.CONNECT_SECONDS", LIMIT if answer else 0.5)
+    monkeypatch.setattr("headway.on_ray.options.CONNECT_SECONDS", LIMIT if answer else 0.5)
     with listening(answer) as address, pytest.raises(ConfigError) as refused:
         check_reachable(address, address)
     reason = "gRPC" if answer else "within 0.5 s"
@@ -188,13 +188,13 @@ def test_a_server_that_is_not_ray_is_named(answer: bytes, monkeypatch: pytest.Mo
 
 
 def test_a_server_that_speaks_grpc_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.fleet.on_ray.options.CONNECT_SECONDS", LIMIT)
+    monkeypatch.setattr("headway.on_ray.options.CONNECT_SECONDS", LIMIT)
     with listening(b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5) as address:
         check_reachable(address, address)
 
 
 def test_auto_names_the_address_of_a_ray_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_cluster = pytest.importorskip("headway.fleet.on_ray.cluster")
+    ray_cluster = pytest.importorskip("headway.on_ray.cluster")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with (
         pytest.raises(ConfigError, match="--ray-address auto: .*ray start"),
@@ -213,7 +213,7 @@ def test_auto_names_the_address_of_a_ray_that_has_ended(monkeypatch: pytest.Monk
 def test_too_few_cpus_or_gpus_are_named(
     asked: dict[str, float], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray_cluster = pytest.importorskip("headway.fleet.on_ray.cluster")
+    ray_cluster = pytest.importorskip("headway.on_ray.cluster")
     resources = {
         "cluster_resources": {"CPU": 8.0, "GPU": 2.0},
         "available_resources": {"CPU": 4.0, "GPU": 1.0},
@@ -227,7 +227,7 @@ def test_too_few_cpus_or_gpus_are_named(
 
 
 def test_another_application_in_the_same_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_cluster = pytest.importorskip("headway.fleet.on_ray.cluster")
+    ray_cluster = pytest.importorskip("headway.on_ray.cluster")
 
     def refuse(*_: object, **__: object) -> None:
         text = 'Prefix / is being used by application "old".'
@@ -244,7 +244,7 @@ def test_another_application_in_the_same_place_is_named(monkeypatch: pytest.Monk
 def test_proxies_that_are_off_or_elsewhere_are_reported(
     proxies: dict[str, int], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray_cluster = pytest.importorskip("headway.fleet.on_ray.cluster")
+    ray_cluster = pytest.importorskip("headway.on_ray.cluster")
     http = SimpleNamespace(host="127.0.0.1", port=9000)
     monkeypatch.setattr(ray_cluster, "get_client", lambda: SimpleNamespace(http_config=http))
     status = SimpleNamespace(proxies=proxies)

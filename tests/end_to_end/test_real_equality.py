@@ -25,7 +25,7 @@ from headway.model.loader import open_checkpoint
 from headway.model.precision import why_not_native
 from headway.model.registry import resolve
 from headway.request import Pooling
-from headway.scheduler.presets import DEFAULT
+from headway.scheduler.policies.presets import DEFAULT
 from tests.support import real
 from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference
 

@@ -33,9 +33,10 @@ from headway.errors import (
 )
 from headway.observe.trace import TraceWriter
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset, queues
-from headway.scheduler.policy_calls import call_chunk, call_headroom, call_swap
-from headway.scheduler.presets import NUMBERS
+from headway.scheduler import Scheduler, preset
+from headway.scheduler.policies import queue as queues
+from headway.scheduler.policies.presets import NUMBERS
+from headway.scheduler.policy_calls import CHUNK, HEADROOM, SWAP, checked
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
 from tests.support import real
 from tests.support.drive import check_no_leaks
@@ -174,12 +175,12 @@ def test_a_result_that_is_no_number_is_shown(slot: str, result: object) -> None:
     def wrong(*given: object) -> Any:
         return result
 
-    call = {"headroom": call_headroom, "chunk": call_chunk}[slot]
+    kind: Any = {"headroom": HEADROOM, "chunk": CHUNK}[slot]
     arguments: list[Any] = [1, 2, True] if slot == "chunk" else [Request("a", [1], params()), None]
     with pytest.raises(
         PolicyError, match=f"{slot} policy .*wrong returned .*; return a number"
     ) as e:
-        call(wrong, *arguments)
+        checked(kind, wrong)(*arguments)
     assert repr(result) in str(e.value)
 
 
@@ -188,9 +189,9 @@ def test_a_swap_rule_may_return_no_text_but_discard(answer: str) -> None:
     """Every text but the empty one counts as true: "recompute" would swap."""
     request = Request("a", [1], params())
     with pytest.raises(PolicyError, match=f"swap policy .*{answer!r} for request 'a'; return True"):
-        call_swap(lambda request, view: answer, request, None)  # type: ignore[arg-type]
+        checked(SWAP, lambda request, view: answer)(request, None)
     accepted: list[Any] = ["discard", np.str_("discard"), True, 1, np.True_, False, 0, None]
-    answers = [call_swap(lambda request, view, a=a: a, request, None) for a in accepted]  # type: ignore
+    answers = [checked(SWAP, lambda request, view, a=a: a)(request, None) for a in accepted]
     assert answers == ["discard"] * 2 + [True] * 3 + [False] * 3
 
 
@@ -317,10 +318,9 @@ def test_a_policy_error_within_a_step_ends_requests_and_not_the_engine(
 ) -> None:
     ready_made = getattr(preset("vllm_v1", **{**SMALL, **TIGHT}), slot)
     num_failed = 0
-    for call in (
-        range(6, 18) if slot == "chunk" else range(12)
-    ):  # also called once for each added request
-        policy = failing(ready_made, range(call, call + MAX_FAULTS - 1))
+    # A chunk rule is also called once for each added request.
+    for first in range(6, 18) if slot == "chunk" else range(12):
+        policy = failing(ready_made, range(first, first + MAX_FAULTS - 1))
         engine = make(async_scheduling, **{**TIGHT, slot: policy})
         requests = [engine.add(str(i), [i] * (4 + i), params(i))[0] for i in range(6)]
         faults = []

@@ -19,12 +19,21 @@ from headway.engine.asyncio_bridge import EventLoopBridge
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import EngineStopped, FinishInfo, FromLoop, SampleUpdate, Submit
+from headway.engine.queries import ExplainQueue
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.plan import StepReport
 from headway.request import RequestParams
 from tests.support.drive import check_no_leaks
-from tests.support.scripted import END, Breaking, Stepped, make_engine, script
+from tests.support.scripted import (
+    END,
+    Breaking,
+    Double,
+    GetPid,
+    Stepped,
+    make_engine,
+    script,
+)
 from tests.support.waiting import LIMIT, until, wait_until
 
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
@@ -233,18 +242,18 @@ def test_a_busy_engine_answers_queries_between_steps() -> None:
 
         async with running(inner) as engine:
             assert isinstance(engine.client, ThreadClient)
-            engine.client.loop.step_queries["double"] = lambda number: 2 * number
+            engine.client.loop.handle(Double, lambda query: 2 * query.value)
             reading = asyncio.create_task(read(engine, "a", PROMPT, script(100)))
-            *doubles, _ = await asyncio.gather(
-                *(engine.ask("double", i) for i in range(5)), steps()
-            )
+            *doubles, _ = await asyncio.gather(*(engine.ask(Double(i)) for i in range(5)), steps())
             assert doubles == [0, 2, 4, 6, 8]
             await until(lambda: stepped.is_holding)  # the scheduler has released its lock
-            assert re.search(r"\b1 of 8\b", await engine.ask("why"))
-            with pytest.raises(ExecutorError, match="'unknown'.*double.*reset_prefix_cache.*why"):
-                await asyncio.gather(engine.ask("unknown"), steps())
+            assert re.search(r"\b1 of 8\b", await engine.ask(ExplainQueue()))
+            with pytest.raises(
+                ExecutorError, match=r"GetPid.*Double.*ExplainQueue.*ResetPrefixCache"
+            ):
+                await asyncio.gather(engine.ask(GetPid()), steps())
             with pytest.raises(ExecutorError):
-                await asyncio.gather(engine.ask("double"), steps())
+                await asyncio.gather(engine.ask(Double({})), steps())  # type: ignore[arg-type]
             assert not reading.done()
             stepped.free()
             assert len(samples_of(await reading)[0][0]) == 100
@@ -310,13 +319,13 @@ def test_when_the_loop_raises_all_open_requests_fail_with_the_reason() -> None:
             ]
             await until(lambda: len(inner.scheduler.requests) == 20)
             inner.step = broken  # type: ignore[method-assign]
-            question = asyncio.create_task(engine.ask("why"))
+            question = asyncio.create_task(engine.ask(ExplainQueue()))
             for answer in await asyncio.gather(*asked, return_exceptions=True):
                 assert isinstance(answer, ExecutorError) and "step is broken" in str(answer)
             with suppress(ExecutorError):
                 await question  # answered or failed, but not left waiting
             assert engine.stop_reason is not None and engine.num_open == 0
-            for later in (read(engine, "later", PROMPT, script(1)), engine.ask("why")):
+            for later in (read(engine, "later", PROMPT, script(1)), engine.ask(ExplainQueue())):
                 with pytest.raises(ExecutorError, match="has stopped.*restart"):
                     await later
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from headway.engine import load_reporter
 from headway.engine import loop as engine_loop
@@ -22,8 +23,7 @@ def test_reports_follow_steps_and_heartbeats_fill_long_ones(
     engine, gate = gated_engine()
     before = set(threading.enumerate())
     batches: list[list[FromLoop]] = []
-    loop = EngineLoop(engine, batches.append)
-    loop.report_load = True
+    loop = EngineLoop(engine, batches.append, report_load=True)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     wait_until(lambda: len(batches) > 2)
@@ -44,5 +44,5 @@ def test_reports_follow_steps_and_heartbeats_fill_long_ones(
     assert any(each.num_running == 2 and each.step == 1 for each in reports)
     # A heartbeat may repeat an earlier report at the end.
     latest = max(reports, key=lambda report: report.step)
-    assert latest == idle._replace(step=engine.scheduler.num_steps)
+    assert latest == replace(idle, step=engine.scheduler.num_steps)
     wait_until(lambda: set(threading.enumerate()) <= before)  # no heartbeat after the end

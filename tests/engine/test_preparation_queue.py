@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.engine.messages import Cancel, Query, Refusal, Submit, ToLoop
+from headway.engine.messages import Cancel, Refusal, Submit, ToLoop
 from headway.engine.preparation_queue import PreparationQueue
+from headway.engine.queries import GetTime
 from headway.errors import ExecutorError, InvalidGrammar, Overloaded
 from headway.request import RequestParams
 from tests.engine.test_async_engine import read, running, samples_of, within
@@ -79,7 +80,7 @@ def test_no_message_is_lost_and_none_overtakes_its_request(
     known = set[int]()
     for place, (number, kind) in enumerate(wanted):
         if kind == "ask":
-            sent.append(Query(place, "why"))
+            sent.append(GetTime(number=place))
         elif kind in made:
             sent.append(made[kind](str(number)))
         elif number not in known:  # each id is used once
@@ -109,8 +110,8 @@ def test_ready_requests_pass_while_another_is_prepared() -> None:
     preparation, seen = GatedPreparation(), list[ToLoop]()
     queue = PreparationQueue(seen.extend, preparation, [].append)
     ready = Submit("b", [], READY)
-    queue.send([Submit("a", [], SLOW), ready, Query(0, "why"), Cancel("a"), Cancel("b")])
-    assert seen == [ready, Query(0, "why"), Cancel("b")]
+    queue.send([Submit("a", [], SLOW), ready, GetTime(), Cancel("a"), Cancel("b")])
+    assert seen == [ready, GetTime(), Cancel("b")]
     preparation.gate.set()
     queue._thread.shutdown()  # type: ignore[union-attr]
     assert seen[3:] == [Submit("a", [], RequestParams(salt="prepared")), Cancel("a")]

@@ -13,7 +13,8 @@ from headway.llm import with_measured_costs
 from headway.plan import Chunk, Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import preset
-from headway.scheduler.policies import hold_tbt, swap_if_cheaper
+from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.swap import swap_if_cheaper
 from headway.step_cost import work_of
 from tests.executor.test_swap_cost import Pretended
 

@@ -21,7 +21,7 @@ from headway.observe.trace import Line
 from headway.plan import Plan, StepReport
 from headway.request import Request, RequestParams
 from headway.scheduler import PRESETS, Scheduler, preset
-from headway.scheduler.policies import swap_if_cheaper
+from headway.scheduler.policies.swap import swap_if_cheaper
 
 PROFILE = load_profile("qwen3-0.6b-h200")
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])

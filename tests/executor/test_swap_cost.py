@@ -39,8 +39,8 @@ from headway.model.weights.checkpoint import DummyCheckpoint
 from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
-from headway.scheduler.policies import swap_if_cheaper
-from headway.scheduler.presets import describe, slot
+from headway.scheduler.policies.presets import describe, slot
+from headway.scheduler.policies.swap import swap_if_cheaper
 from tests.support.processes import printed_by
 
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384, 32768)

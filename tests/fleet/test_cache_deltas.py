@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec.structs import astuple
 
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import CacheDelta, FromLoop, Query, SampleUpdate, Submit
+from headway.engine.queries import ReportCache, ResetPrefixCache
 from headway.fleet.prefix_tracker import PrefixTracker
 from headway.request import RequestParams
 from tests.support.scripted import make_engine, script
@@ -31,14 +35,14 @@ class Follower:
         for message in messages:
             if isinstance(message, CacheDelta):
                 self.deltas.append(message)
-                self.tracker.apply("a", *message)
+                self.tracker.apply("a", *astuple(message))
             elif isinstance(message, SampleUpdate) and message.end:
                 self.num_open -= 1
                 if not self.num_open:
                     self.loop.stop()
         assert self.tracker.keys_of("a") == set(self.engine.scheduler.kv.pool.index.block_of)
 
-    def run(self, *messages: Submit | Query) -> None:
+    def run(self, *messages: Submit | Query[Any]) -> None:
         """Run until all requests have ended."""
         self.num_open += sum(isinstance(message, Submit) for message in messages)
         self.loop._is_stopping = False
@@ -56,7 +60,7 @@ def test_a_tracker_follows_evictions_and_a_reset(async_scheduling: int) -> None:
     )
     follower.engine.run()  # no plan is in flight
     follower.deltas.clear()
-    follower.run(Query(1, "reset_prefix_cache"), submit(21))
+    follower.run(ResetPrefixCache(), submit(21))
     assert follower.deltas[0].cleared and not follower.deltas[0].removed
 
 
@@ -73,7 +77,7 @@ def test_a_reader_that_connects_later_gets_all_keys() -> None:
     follower = Follower(make_engine())
     follower.run(submit(1))
     follower.tracker.clear("a")
-    follower.run(Query(1, "report_cache"), submit(2))
+    follower.run(ReportCache(), submit(2))
     assert follower.deltas[-1].cleared or any(delta.cleared for delta in follower.deltas[1:])
 
 

@@ -13,12 +13,13 @@ from headway import Engine, Scheduler, preset
 from headway.engine import load_reporter
 from headway.engine import loop as engine_loop
 from headway.engine.async_engine import AsyncEngine, ThreadClient
-from headway.fleet.client import FleetClient
+from headway.fleet import discovery
+from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport import discovery, sockets
-from headway.fleet.transport.discovery import DiscoveredFleet
-from headway.fleet.transport.sockets import Identity, ReplicaServer
 from headway.plan import Plan
+from headway.remote import auth, service
+from headway.remote.auth import Identity
+from headway.remote.service import EngineService
 from headway.request import RequestParams
 from headway.server.process.serve import bind
 from tests.support.served import Capitals, on_loop
@@ -51,26 +52,22 @@ class Announced:
         self.found.pop(name, None)
 
 
-async def start(name: str, directory: Announced, executor: Capitals | None = None) -> ReplicaServer:
+async def start(name: str, directory: Announced, executor: Capitals | None = None) -> EngineService:
     config = preset(
         "headway", max_model_len=256, num_blocks=2048, block_size=16, max_num_seqs=256,
         max_num_batched_tokens=16384,
     )  # fmt: skip
-    client = ThreadClient(Engine(Scheduler(config), executor or Capitals()))
-    client.loop.report_load = True
+    engine = Engine(Scheduler(config), executor or Capitals())
     identity = Identity(name=name, model="letters", block_size=16)
-    server = ReplicaServer(client, identity, KEY)
-    await server.start("127.0.0.1")
-    directory.found[name] = server.address
-    return server
+    service = EngineService(ThreadClient(engine, report_load=True), identity, KEY)
+    directory.found[name] = await service.start(("127.0.0.1", 0))  # type: ignore[assignment]
+    return service
 
 
 @asynccontextmanager
 async def gateway(directory: Announced) -> AsyncIterator[tuple[AsyncEngine, DiscoveredFleet]]:
-    client = FleetClient(
-        block_size=16, settings=FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT)
-    )
-    fleet = DiscoveredFleet(client, directory, MODEL, KEY)
+    settings = FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT)
+    fleet = DiscoveredFleet(directory, MODEL, KEY, settings=settings)
     engine = AsyncEngine(fleet)
     await engine.start()
     yield engine, fleet
@@ -88,8 +85,8 @@ async def complete(engine: AsyncEngine, id: str, text: bytes) -> bytes:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "INTERVAL", 0.02)
-    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", LIMIT)
-    monkeypatch.setattr(sockets, "DRAIN_SECONDS", LIMIT)
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", LIMIT)
+    monkeypatch.setattr(service, "DRAIN_SECONDS", LIMIT)
 
 
 @on_loop
@@ -97,11 +94,11 @@ async def test_replicas_are_linked_at_the_start_and_later() -> None:
     directory = Announced()
     one = await start("one", directory)
     async with gateway(directory) as (engine, fleet):
-        assert fleet.counters()["replicas"] == 1
+        assert len(fleet.dispatcher.replicas) == 1
         assert await complete(engine, "r", b"hello") == b"HELLO"
         two = await start("two", directory)
-        await until(lambda: fleet.counters()["replicas"] == 2)
-        assert fleet.counters()["frames"] > 0
+        await until(lambda: len(fleet.dispatcher.replicas) == 2)
+        assert fleet.dispatcher.counters.num_frames > 0
     await one.close()
     await two.close()
 
@@ -116,15 +113,18 @@ async def test_a_request_continues_when_its_replica_stops_and_another_is_announc
         await until(lambda: not executor.gate.is_set())
         assert one.num_open == 1
         two = await start("two", directory)
-        await until(lambda: fleet.counters()["replicas"] == 2)
+        await until(lambda: len(fleet.dispatcher.replicas) == 2)
         directory.forget("one")
         draining = asyncio.create_task(one.drain("scaled down"))
-        await until(lambda: fleet.counters()["drains"])
+        await until(lambda: fleet.dispatcher.counters.num_drains)
         executor.gate.set()
         await draining
         assert one.num_open == 0
         assert await running == text.upper()
-        assert (fleet.counters()["drains"], fleet.counters()["deaths"]) == (1, 0)
+        assert (fleet.dispatcher.counters.num_drains, fleet.dispatcher.counters.num_deaths) == (
+            1,
+            0,
+        )
     await one.close()
     await two.close()
 
@@ -136,10 +136,10 @@ async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
     one = await start("one", directory)
     async with gateway(directory) as (engine, fleet):
         await until(lambda: "gone" not in directory.found)
-        for worker in one.service.workers.values():
-            worker.writer.transport.abort()
-        await until(lambda: fleet.counters()["deaths"] == 1)
-        await until(lambda: fleet.counters()["replicas"] == 1)
+        for connection in one.clients.values():
+            connection.writer.transport.abort()
+        await until(lambda: fleet.dispatcher.counters.num_deaths == 1)
+        await until(lambda: len(fleet.dispatcher.replicas) == 1)
         assert await complete(engine, "r", b"hello") == b"HELLO"
     await one.close()
     silent.close()
@@ -155,7 +155,7 @@ async def test_the_number_of_messages_does_not_depend_on_the_number_of_streams(
     server = await start("a", directory, executor)
     async with gateway(directory) as (engine, fleet):
         for number in (1, 16, 256):
-            frames, steps = fleet.counters()["frames"], executor.num_steps
+            frames, steps = fleet.dispatcher.counters.num_frames, executor.num_steps
             texts = [b"%04d" % i * 10 for i in range(number)]
             executor.gate.clear()
             runs = asyncio.gather(
@@ -167,5 +167,5 @@ async def test_the_number_of_messages_does_not_depend_on_the_number_of_streams(
             num_steps = executor.num_steps - steps
             assert 40 <= num_steps <= 44, "all run together"
             # Steps that end together share a message.
-            assert 0 < fleet.counters()["frames"] - frames <= num_steps + 2
+            assert 0 < fleet.dispatcher.counters.num_frames - frames <= num_steps + 2
     await server.close()

@@ -51,8 +51,8 @@ def test_three_drains_move_a_request_and_the_fourth_ends_it(world: World) -> Non
     assert counters.num_resumed_tokens == 1 + 2 + 3 and counters.num_deaths == 0
 
 
-def test_a_request_on_board_at_two_deaths_fails_alone(world: World) -> None:
-    """The second request joins later: it was on board once."""
+def test_a_request_that_loses_two_replicas_fails_alone(world: World) -> None:
+    """The second request joins later: it loses one."""
     poison = world.submit()
     world.add("b")
     lost(world, "a")
@@ -92,14 +92,14 @@ def test_what_was_requested_before_a_death_happens(world: World) -> None:
 def test_a_drained_replica_drops_its_requests_and_gets_no_new_ones(world: World) -> None:
     world.submit()
     world.step()
-    link = world.link(world.fleet.replicas["a"])
-    assert link.aboard
+    link = world.scripted(world.fleet.replicas["a"])
+    assert link.assigned
     world.add("b")
     world.fleet.drain(world.fleet.replicas["a"])
     world.fleet.flush()
     assert world.where(world.submit()) == "b"
     world.step("a")
-    assert not link.aboard and not link.is_closed
+    assert not link.assigned and not link.is_closed
     finish(world)
 
 
@@ -107,12 +107,12 @@ def test_a_failed_step_moves_all_samples_and_stops_those_that_still_run(world: W
     id = world.submit(n=2, length=5)
     world.step()
     other = world.add("b")
-    link = world.link(world.fleet.replicas["a"])
+    link = world.scripted(world.fleet.replicas["a"])
     update = SampleUpdate(id, 0, [], end=end_of("error", "out of memory"))
     world.fleet.receive(world.fleet.replicas["a"], [update])
     world.fleet.flush()
     world.step("a")
-    assert not link.aboard and world.where(id) is not None and not world.ends[id]
+    assert not link.assigned and world.where(id) is not None and not world.ends[id]
     world.fleet.lose(world.fleet.replicas[str(world.where(id))], "killed")
     assert all(end.reason == "error" for end in world.ends[id].values())
     assert not other.is_closed
@@ -170,9 +170,9 @@ def test_a_refusal_is_passed_on_and_does_not_count_against_the_replica(
 
 def test_messages_of_a_lost_replica_are_ignored(world: World) -> None:
     id, replica = world.submit(), world.fleet.replicas["a"]
-    world.link(replica).step()
+    world.scripted(replica).step()
     lost(world, "a")
-    for batch in world.link(replica).outbox:
+    for batch in world.scripted(replica).outbox:
         world.fleet.receive(replica, batch)
     assert world.tokens[id] == [[]] and not world.fleet.router.tracker.num_keys
 
@@ -198,7 +198,7 @@ def test_an_engine_that_has_given_up_is_lost(world: World) -> None:
 
 
 def test_a_full_replica_passes_a_new_request_to_another(world: World) -> None:
-    full, id = world.link(world.fleet.replicas["a"]), world.submit()
+    full, id = world.scripted(world.fleet.replicas["a"]), world.submit()
     full.is_full = True
     other = world.add("b")
     world.step()
@@ -216,7 +216,7 @@ def test_a_replica_without_steps_is_lost_although_it_is_heard(world: World) -> N
     num_ticks = round(SETTINGS.stall_seconds / TICK_SECONDS)
     for _ in range(num_ticks):
         assert world.where(id) == "a"
-        world.fleet.receive(replica, [world.link(replica).load()])
+        world.fleet.receive(replica, [world.scripted(replica).load()])
         world.fleet.tick()
     assert replica.is_gone and world.where(id) is None
 

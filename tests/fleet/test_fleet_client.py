@@ -8,16 +8,26 @@ from typing import Any
 
 import pytest
 
-from headway.engine.async_engine import AsyncEngine
+from headway.engine.async_engine import AsyncEngine, OnMessages, ThreadClient
 from headway.engine.engine import Engine
 from headway.engine.messages import FromLoop
+from headway.engine.queries import (
+    AskEach,
+    DescribeFleet,
+    ExplainQueue,
+    GetFilm,
+    GetLoad,
+    GetProblem,
+    GetTime,
+    ResetPrefixCache,
+    StartTrial,
+)
 from headway.errors import ExecutorError, InvalidRequest
 from headway.fleet import client
 from headway.fleet.client import FleetClient
 from headway.fleet.replica import TICK_SECONDS
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetCounters, FleetSettings
-from headway.fleet.transport.links import OnBatch, OnLost, ThreadLink
 from tests.support.faults import Faults
 from tests.support.held import Held, Hold
 from tests.support.scripted import END, make_engine, script
@@ -25,17 +35,17 @@ from tests.support.served import on_loop
 from tests.support.waiting import LIMIT, until
 
 
-class StoppableLink(ThreadLink):
-    """A link whose replica can be stopped, like a process by SIGSTOP: no message arrives.
+class StoppableClient(ThreadClient):
+    """A client whose replica can be stopped, like a process by SIGSTOP: no message arrives.
 
     Until then a message arrives at every tick, however slow the replica is.
     """
 
     is_stopped = False
 
-    async def open(self, on_batch: OnBatch, on_lost: OnLost) -> None:
-        self._on_batch = on_batch
-        await super().open(self._pass, on_lost)
+    async def open(self, on_messages: OnMessages) -> None:
+        self._on_batch = on_messages
+        await super().open(self._pass)
         self._beating = asyncio.create_task(self._beat())
 
     def _pass(self, batch: list[FromLoop]) -> None:
@@ -52,12 +62,16 @@ class StoppableLink(ThreadLink):
         await super().close()
 
 
+def replica(engine: Engine) -> ThreadClient:
+    return ThreadClient(engine, report_load=True)
+
+
 class Fleet:
     """A fleet of scripted engines and the caller's engine above it."""
 
-    def __init__(self, *links: ThreadLink, **settings: Any) -> None:
+    def __init__(self, *replicas: ThreadClient, **settings: Any) -> None:
         self.client = FleetClient(
-            links, block_size=4, route=round_robin,
+            dict(zip("ab", replicas, strict=False)), block_size=4, route=round_robin,
             settings=FleetSettings(**{"hang_seconds": LIMIT, "stall_seconds": LIMIT, **settings}),
         )  # fmt: skip
         self.engine = AsyncEngine(self.client)
@@ -105,11 +119,11 @@ LARGE: dict[str, Any] = {"num_blocks": 50_000, "max_model_len": 2 * ENDLESS}
 @on_loop
 async def test_a_stopped_replica_is_replaced(tmp_path: Path) -> None:
     engine, hold = held_engine(tmp_path / "hold")
-    link, other = StoppableLink("a", engine), StoppableLink("b", make_engine())
-    async with Fleet(link, other, hang_seconds=1.75) as fleet:
+    stopped, other = (StoppableClient(each, report_load=True) for each in (engine, make_engine()))
+    async with Fleet(stopped, other, hang_seconds=1.75) as fleet:
         runs = [asyncio.create_task(fleet.run(str(i))) for i in range(4)]
         await until(lambda: fleet.generates("a", 2))
-        link.is_stopped = True
+        stopped.is_stopped = True
         hold.release()
         assert await asyncio.gather(*runs) == [WANTED] * 4
         assert fleet.counters.num_deaths == 1 and fleet.counters.num_moves == 2
@@ -122,7 +136,7 @@ async def test_a_stopped_replica_is_replaced(tmp_path: Path) -> None:
 async def test_a_failed_step_is_a_pause() -> None:
     engine = make_engine()
     Faults(engine).fails_at = {5, 6}
-    async with Fleet(ThreadLink("a", engine), ThreadLink("b", make_engine())) as fleet:
+    async with Fleet(replica(engine), replica(make_engine())) as fleet:
         assert await asyncio.gather(*(fleet.run(str(i)) for i in range(8))) == [WANTED] * 8
         assert fleet.counters.num_failed == 0 and fleet.counters.num_moves
 
@@ -132,15 +146,15 @@ async def test_requests_wait_for_a_replica_and_then_fail() -> None:
     async with Fleet(no_replica_seconds=LIMIT) as fleet:
         waiting = asyncio.create_task(fleet.run("a"))
         await until(lambda: fleet.client.describe()["num_without_replica"] == 1)
-        await fleet.client.add(ThreadLink("late", make_engine()))
+        await fleet.client.add("late", replica(make_engine()))
         assert await waiting == WANTED
-    async with Fleet(ThreadLink("early", make_engine()), no_replica_seconds=0.3) as fleet:
-        await fleet.client.remove("early")
+    async with Fleet(replica(make_engine()), no_replica_seconds=0.3) as fleet:
+        await fleet.client.remove("a")
         with pytest.raises(ExecutorError, match=r"'b'.*no replica.*0\.3 s"):
             await fleet.run("b")
         with pytest.raises(ExecutorError, match="no replica"):
-            await fleet.engine.ask("why")
-        assert (await fleet.engine.ask("problem")) == "no replica is connected"
+            await fleet.engine.ask(ExplainQueue())
+        assert (await fleet.engine.ask(GetProblem())) == "no replica is connected"
 
 
 @on_loop
@@ -149,7 +163,7 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on(
 ) -> None:
     monkeypatch.setattr(client, "DRAIN_SECONDS", 10 * LIMIT)  # longer than the test waits for it
     (first, hold), (second, other_hold) = (held_engine(tmp_path / name) for name in "ab")
-    async with Fleet(ThreadLink("a", first), ThreadLink("b", second)) as fleet:
+    async with Fleet(replica(first), replica(second)) as fleet:
         runs = [asyncio.create_task(fleet.run(str(i), n=2)) for i in range(4)]
         await until(lambda: fleet.generates("a", 2) and fleet.generates("b", 2))
         draining = asyncio.create_task(fleet.client.drain("a"))
@@ -167,34 +181,33 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on(
 @on_loop
 async def test_queries_reach_the_right_replicas() -> None:
     engines = [make_engine(0.02, **LARGE) for _ in range(2)]
-    links = [ThreadLink(name, engine) for name, engine in zip("ab", engines, strict=True)]
-    links[1].loop.step_queries["film_lines"] = lambda _: "of b"
-    links[0].loop.step_queries["film_lines"] = lambda _: "of a"
-    async with Fleet(*links) as fleet:
+    replicas, steps = [replica(engine) for engine in engines], b"film"
+    replicas[0].loop.handle(GetFilm, lambda query: steps if query.viewer == 7 else None)
+    async with Fleet(*replicas) as fleet:
         ask = fleet.engine.ask
         runs = [asyncio.create_task(fleet.run(str(i), ENDLESS)) for i in range(3)]
         await until(lambda: sum(len(engine.scheduler.running) for engine in engines) == 3)
-        assert (await ask("load"))["running"] == 3
-        why = await ask("why")
+        assert (await ask(GetLoad())).running == 3
+        why = await ask(ExplainQueue())
         assert "Replica a: " in why and "Replica b: " in why
-        assert await ask("film_lines") == "of a"
-        assert await ask("each", ("film_lines", None)) == {"a": "of a", "b": "of b"}
-        assert await ask("reset_prefix_cache") is False
-        assert 0 < await ask("now") <= fleet.client.dispatcher.clock.now()
-        assert (await ask("fleet"))["num_open"] == 3
-        with pytest.raises(ExecutorError, match="replica a: unknown query 'nothing'"):
-            await ask("nothing")
+        assert await ask(GetFilm(7)) == steps  # of the first by name
+        each = await ask(AskEach(GetLoad()))
+        assert [*each] == ["a", "b"] and sum(load.running for load in each.values()) == 3
+        assert await ask(ResetPrefixCache()) is False
+        assert 0 < await ask(GetTime()) <= fleet.client.dispatcher.clock.now()
+        assert (await ask(DescribeFleet()))["num_open"] == 3
+        with pytest.raises(ExecutorError, match="replica a: .*does not answer StartTrial"):
+            await ask(StartTrial())
         for run in runs:
             run.cancel()
         await until(lambda: all(engine.scheduler.is_idle for engine in engines))
-        assert await ask("reset_prefix_cache") is True
+        assert await ask(ResetPrefixCache()) is True
 
 
 @on_loop
 async def test_the_tracker_equals_the_pools() -> None:
     engines = [make_engine(num_blocks=24) for _ in range(2)]
-    links = [ThreadLink(name, engine) for name, engine in zip("ab", engines, strict=True)]
-    async with Fleet(*links) as fleet:
+    async with Fleet(*map(replica, engines)) as fleet:
         for round_number in range(3):
             salts = [f"{round_number}{i}" for i in range(6)]
             await asyncio.gather(*(fleet.run(salt, salt=salt) for salt in salts))
@@ -210,7 +223,7 @@ async def test_the_tracker_equals_the_pools() -> None:
 @on_loop
 async def test_leaving_early_aborts_on_the_replica_and_close_ends_open_requests() -> None:
     engine = make_engine(0.005, **LARGE)
-    async with Fleet(ThreadLink("a", engine)) as fleet:
+    async with Fleet(replica(engine)) as fleet:
         async for _ in fleet.engine.stream("a", [5], script(ENDLESS)):
             break
         # The scheduler drops a request first; the client hears of it after the step.

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from headway import LLM
-from headway.engine.async_engine import AsyncEngine
+from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.outputs import RequestOutput
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.links import ThreadLink
 from headway.sampling_params import SamplingParams
 from tests.support import real
 from tests.support.faults import Faults
@@ -65,20 +64,24 @@ async def run_cases(fleet: FleetClient, llm: LLM) -> dict[str, RequestOutput]:
     return dict(zip(CASES, outputs, strict=True))
 
 
-def test_texts_survive_a_death_and_a_drain(tiny: str, alone: dict[str, RequestOutput]) -> None:
-    """A dies in the middle, B is drained later, and C, which joined last, ends what is left."""
+def test_texts_survive_a_lost_replica_and_a_drain(
+    tiny: str, alone: dict[str, RequestOutput]
+) -> None:
+    """A is lost in the middle, B is drained later, and C, which joined last, ends what is left."""
     settings: dict[str, Any] = {"block_size": 8, "num_blocks": 60, **EXACT}
     llms = [LLM(tiny, max_num_seqs=n, **settings) for n in (3, 4, 6)]
-    links = [ThreadLink(name, llm.engine) for name, llm in zip("abc", llms, strict=True)]
+    clients = [ThreadClient(llm.engine, report_load=True) for llm in llms]
     Faults(llms[0].engine).dies_at = 7
     second, drained = Faults(llms[1].engine), list[asyncio.Task[None]]()
     fleet = FleetClient(
-        links[:2], block_size=8, settings=FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT)
+        dict(zip("ab", clients, strict=False)),
+        block_size=8,
+        settings=FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT),
     )
     counters = fleet.dispatcher.counters
 
     async def drain() -> None:
-        await fleet.add(links[2])
+        await fleet.add("c", clients[2])
         await fleet.drain("b")
 
     async def run() -> dict[str, RequestOutput]:

@@ -12,11 +12,10 @@ import pytest
 from headway import LLM
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.outputs import RequestOutput
-from headway.fleet.client import FleetClient
+from headway.fleet import discovery
+from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport import discovery
-from headway.fleet.transport.discovery import DiscoveredFleet
 from headway.sampling_params import SamplingParams
 from tests.support import real
 from tests.support.features import FEATURES, PROMPT
@@ -72,12 +71,11 @@ class Gateway:
     """A gateway of the replicas, in this process."""
 
     def __init__(self, llm: LLM, replicas: ForkedReplicas) -> None:
-        self.client = FleetClient(
-            block_size=MODEL.block_size, route=round_robin,
+        self.client = DiscoveredFleet(
+            replicas, MODEL, KEY, route=round_robin,
             settings=FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT),
         )  # fmt: skip
-        fleet = DiscoveredFleet(self.client, replicas, MODEL, KEY)
-        self.engine = AsyncEngine(fleet, input_processor=llm.input_processor)
+        self.engine = AsyncEngine(self.client, input_processor=llm.input_processor)
         self.counters = self.client.dispatcher.counters
 
     async def complete(self, id: str, params: SamplingParams) -> RequestOutput:

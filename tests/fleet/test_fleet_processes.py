@@ -15,8 +15,7 @@ from headway.engine.async_engine import AsyncEngine
 from headway.fleet.client import FleetClient
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.links import ClientLink
-from headway.server.process.ipc import SocketClient
+from headway.remote.client import SocketClient
 from tests.support.held import Hold
 from tests.support.scripted import END, script
 from tests.support.waiting import LIMIT, until
@@ -43,16 +42,13 @@ def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
         process.communicate()
 
 
-def link(folder: Path, name: str) -> ClientLink:
-    return ClientLink(name, SocketClient(folder / name))
-
-
 def test_killed_and_stopped_processes_are_replaced(
     processes: dict[str, subprocess.Popen[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        links, hold = [link(tmp_path, name) for name in "abc"], Hold(str(tmp_path / "hold"))
-        fleet = FleetClient(links, block_size=4, route=round_robin, settings=SETTINGS)
+        clients = {name: SocketClient(tmp_path / name) for name in "abc"}
+        hold = Hold(str(tmp_path / "hold"))
+        fleet = FleetClient(clients, block_size=4, route=round_robin, settings=SETTINGS)
         engine, replicas = AsyncEngine(fleet), fleet.dispatcher.replicas
         await engine.start()
 
@@ -79,9 +75,9 @@ def test_killed_and_stopped_processes_are_replaced(
         (why,) = [text for text in caplog.messages if "replica a was lost" in text]
         assert "sent nothing for 10 s" in why
         processes["a"].send_signal(signal.SIGCONT)
-        await fleet.add(link(tmp_path, "a"))
+        await fleet.add("a", SocketClient(tmp_path / "a"))
         await until(lambda: replicas["a"].num_reports > 1)
-        # It drops what was on board.
+        # It drops the requests that it had.
         await until(
             lambda: (
                 [(r["num_running"], r["num_open"]) for r in fleet.describe()["replicas"]]

@@ -13,8 +13,8 @@ from headway import Engine, Scheduler, preset
 from headway.cli.view.top import picture
 from headway.engine.loop import EngineLoop
 from headway.fleet.merge import merge_metrics, merge_snapshots
-from headway.fleet.on_ray.scaling import ScalingLoad, replicas_needed
 from headway.observe.server_metrics import ServerMetrics
+from headway.on_ray.scaling import ScalingLoad, replicas_needed
 from headway.request import RequestParams
 from tests.support.served import Capitals
 

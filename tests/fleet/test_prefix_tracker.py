@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engine.messages import CacheDelta
-from headway.fleet.prefix_tracker import PrefixTracker
+from headway.fleet.prefix_tracker import PrefixTracker, PromptKeys, num_leading_blocks
 from headway.kv.cache import KVCache
+from headway.kv.prefix_index import GROUP, extend_keys
 from headway.request import Request, RequestParams
 from tests.support.scripted_fleet import World
 
@@ -137,3 +139,14 @@ def test_a_fleet_forgets_the_keys_of_replicas_that_left() -> None:
         leave(replica)
         world.fleet.receive(replica, [CacheDelta(keys, [], True)])
         assert not tracker._held
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 9, GROUP * 4 - 1, GROUP * 4, 2 * GROUP * 4 + 9])
+def test_keys_that_are_computed_when_read_are_the_same(num_tokens: int) -> None:
+    known, whole = Request("r", range(num_tokens), RequestParams(salt="s")), list[bytes]()
+    extend_keys(whole, known, 4)
+    assert list(PromptKeys(known, 4)) == whole == PromptKeys(known, 4)[:]
+    assert PromptKeys(known, 4)[-2:] == whole[-2:]
+    for length in range(len(whole) + 1):
+        assert num_leading_blocks(PromptKeys(known, 4), set(whole[:length])) == length
+        assert num_leading_blocks(whole, set(whole[:length])) == length

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from headway.engine.messages import Cancel, Query
+from headway.engine.queries import AskEach, GetFilm, GetLoad
 from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.replica import TICK_SECONDS
 from tests.support.scripted_fleet import SETTINGS, World, expected_tokens
@@ -29,7 +33,7 @@ class FleetMachine(RuleBasedStateMachine):
     def fleet(self) -> Dispatcher:
         return self.world.fleet
 
-    def on_board(self, name: str) -> dict[str, tuple[int, int]]:
+    def assigned_to(self, name: str) -> dict[str, tuple[int, int]]:
         """Moves and deaths so far of the requests of a replica that are not about to end."""
         return {
             id: (request.num_moves, request.num_deaths)
@@ -68,7 +72,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_tokens=st.integers(1, 3))
     @has_replica
     def step(self, data: st.DataObject, num_tokens: int) -> None:
-        self.world.link(self.fleet.replicas[self.pick(data)]).step(num_tokens)
+        self.world.scripted(self.fleet.replicas[self.pick(data)]).step(num_tokens)
 
     @rule(data=st.data(), num_batches=st.integers(1, 3))
     @has_replica
@@ -82,7 +86,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"))
     def add(self, name: str) -> None:
-        before = self.on_board(name)
+        before = self.assigned_to(name)
         self.world.add(name)
         self.check_moved(before, is_death=True)
 
@@ -90,7 +94,7 @@ class FleetMachine(RuleBasedStateMachine):
     @has_replica
     def fault(self, data: st.DataObject, kind: str) -> None:
         name = self.pick(data)
-        replica, before = self.fleet.replicas[name], self.on_board(name)
+        replica, before = self.fleet.replicas[name], self.assigned_to(name)
         if kind == "kill":
             self.fleet.lose(replica, "killed")
         elif kind == "hang":
@@ -98,7 +102,7 @@ class FleetMachine(RuleBasedStateMachine):
         elif kind == "fail":
             before = self.fail_step(name)
         elif kind == "fill":
-            before, self.world.link(replica).is_full = {}, True
+            before, self.world.scripted(replica).is_full = {}, True
         elif kind == "drain":
             before = before if replica.takes_requests else {}
             self.fleet.drain(replica)
@@ -112,18 +116,18 @@ class FleetMachine(RuleBasedStateMachine):
         for _ in range(HANG_TICKS):
             for other in self.fleet.replicas.values():
                 if other.name != name:
-                    self.fleet.receive(other, [self.world.link(other).load()])
+                    self.fleet.receive(other, [self.world.scripted(other).load()])
             assert name in self.fleet.replicas
             self.fleet.tick()
         assert name not in self.fleet.replicas
 
     def fail_step(self, name: str) -> dict[str, tuple[int, int]]:
-        """A step of the replica fails; returns what was on board, as `on_board`."""
+        """A step of the replica fails; returns what was assigned to it, as `assigned_to`."""
         self.world.deliver(name)
-        link, before = self.world.link(self.fleet.replicas[name]), self.on_board(name)
+        link, before = self.world.scripted(self.fleet.replicas[name]), self.assigned_to(name)
         before = {
             id: found for id, found in before.items()
-            if self.fleet.requests[id].replica_id in link.aboard
+            if self.fleet.requests[id].replica_id in link.assigned
         }  # fmt: skip
         link.fail_step()
         self.world.deliver(name)
@@ -134,15 +138,15 @@ class FleetMachine(RuleBasedStateMachine):
     def deliver_late(self) -> None:
         replica = self.world.late.pop()
         before = repr((self.world.tokens, self.world.ends, self.world.answers, self.fleet.requests))
-        for batch in self.world.link(replica).outbox:
+        for batch in self.world.scripted(replica).outbox:
             self.fleet.receive(replica, batch)
         now = repr((self.world.tokens, self.world.ends, self.world.answers, self.fleet.requests))
         assert before == now
 
-    @rule(what=st.sampled_from(["load", "film_lines", "each"]))
-    def ask(self, what: str) -> None:
+    @rule(query=st.sampled_from([GetLoad(), GetFilm(1), AskEach(GetLoad())]))
+    def ask(self, query: Query[Any]) -> None:
         self.num_asked += 1
-        self.fleet.queries.ask(Query(self.num_asked, what, ("load", None)))
+        self.fleet.queries.ask(replace(query, number=self.num_asked))
         self.fleet.flush()
 
     @rule()
@@ -164,7 +168,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert len(placed) == len(set(placed)) and not fleet.table.waiting.keys() & set(placed)
         assert {*placed, *fleet.table.waiting} == {*fleet.requests.values()}
         for replica in fleet.replicas.values():
-            link = self.world.link(replica)
+            link = self.world.scripted(replica)
             if not link.outbox:
                 assert fleet.router.tracker.keys_of(replica.name) == link.reported_keys
         assert fleet.router.tracker.match([]).keys() <= fleet.replicas.keys()
@@ -175,7 +179,7 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in list(self.fleet.replicas.values()):
             if replica.is_draining:
                 self.fleet.remove(replica)
-            world.link(replica).is_full = False
+            world.scripted(replica).is_full = False
         if not self.fleet.replicas:
             world.add("d")
         for _ in range(20):
@@ -190,7 +194,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert sorted(answer.number for answer in world.answers) == list(
             range(1, self.num_asked + 1)
         )
-        assert not any(world.link(r).aboard for r in self.fleet.replicas.values())
+        assert not any(world.scripted(r).assigned for r in self.fleet.replicas.values())
 
 
 FleetMachine.TestCase.settings = settings(

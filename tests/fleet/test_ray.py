@@ -40,7 +40,7 @@ from bench.fleet_streams import (
     stopped,
 )
 from headway.cli.main import app
-from headway.fleet.on_ray.options import environment
+from headway.on_ray.options import environment
 from tests.support import real
 from tests.support.held import Hold
 from tests.support.letters_fleet import HANG_SECONDS, NUM_REPLICAS

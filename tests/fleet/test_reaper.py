@@ -14,14 +14,14 @@ from uuid import uuid4
 
 import pytest
 
-from headway.fleet.on_ray.reaper import TOKEN
+from headway.on_ray.reaper import TOKEN
 from tests.support.waiting import LIMIT, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 LONG = str(10 * LIMIT)  # seconds; a process that sleeps so long ends only when it is killed
 PARENT = """
 import os, subprocess, sys, time
-from headway.fleet.on_ray.reaper import reaper
+from headway.on_ray.reaper import reaper
 with reaper(sys.argv[1]):
     child = subprocess.Popen(["sleep", sys.argv[3]], start_new_session=True)
     with open(sys.argv[1] + "/log", "w") as log:  # without the token, as after a change of title
@@ -76,8 +76,8 @@ def test_a_context_that_ends_leaves_no_process_and_its_folder(tmp_path: Path) ->
 STARTING = """
 import os, signal, subprocess, sys, time
 import ray
-from headway.fleet.on_ray import cluster as ray_cluster
-from headway.fleet.on_ray.options import FleetOptions, prepare
+from headway.on_ray import cluster as ray_cluster
+from headway.on_ray.options import FleetOptions, prepare
 while (line := sys.stdin.readline()) and (fork := os.fork()):
     print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
 if not line:

@@ -10,7 +10,7 @@ import pytest
 
 from headway.kv.cache import KVCache
 from headway.kv.pool import BlockPool
-from headway.kv.prefix_index import GROUP, PrefixIndex, PromptKeys, extend_keys, num_leading
+from headway.kv.prefix_index import GROUP, PrefixIndex, extend_keys
 from headway.request import Request, RequestParams
 
 SIZE = 4
@@ -217,16 +217,6 @@ def test_keys_do_not_depend_on_the_steps_in_which_they_are_extended() -> None:
         other = keys_of([-5 if each == place else each for each in range(LONG)])
         same = [one == two for one, two in zip(whole, other, strict=True)]
         assert same == [each < place // SIZE for each in range(len(whole))]
-
-
-@pytest.mark.parametrize("num_tokens", [0, 3, 9, GROUP * SIZE - 1, GROUP * SIZE, LONG])
-def test_keys_that_are_computed_when_read_are_the_same(num_tokens: int) -> None:
-    known, whole = request(range(num_tokens), salt="s"), keys_of(range(num_tokens), salt="s")
-    assert list(PromptKeys(known, SIZE)) == whole == PromptKeys(known, SIZE)[:]
-    assert PromptKeys(known, SIZE)[-2:] == whole[-2:]
-    for length in range(len(whole) + 1):
-        assert num_leading(PromptKeys(known, SIZE), set(whole[:length])) == length
-        assert num_leading(whole, set(whole[:length])) == length
 
 
 def test_match_returns_the_longest_prefix() -> None:

@@ -14,7 +14,7 @@ from headway.kv.window import WindowCache, most_useful_window_blocks, most_windo
 from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
-from headway.scheduler.presets import describe
+from headway.scheduler.policies.presets import describe
 from tests.support.drive import Driver
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError
@@ -80,13 +80,18 @@ def num_held(request: Request) -> int:
     return len(request.kv.window.blocks)
 
 
+def window_cache(budget: int) -> WindowCache:
+    numbers = {"sliding_window": 10, "num_window_blocks": 30, "block_size": 4}
+    return WindowCache(preset("vllm_v1", **numbers, max_num_batched_tokens=budget))
+
+
 @pytest.mark.parametrize("budget", [1, 4, 6, 100])
 @pytest.mark.parametrize("num_known", [1, 8, 9, 30, 60])
 def test_a_request_reserves_for_the_tokens_that_it_still_computes(
     num_known: int, budget: int
 ) -> None:
     """With cached tokens, a plan computes at most the rest of them, or the token budget."""
-    cache, request = WindowCache(10, 30, 4, budget), Request("a", range(num_known), RequestParams())
+    cache, request = window_cache(budget), Request("a", range(num_known), RequestParams())
     request.limit = num_known + 1  # one output token: decodes hold no more than the prompt
     for num_computed in range(0, num_known, 4):
         at_once = min(budget, num_known - num_computed)
@@ -101,7 +106,7 @@ def test_a_request_reserves_for_the_tokens_that_it_still_computes(
 
 
 def test_a_cache_is_in_use_while_a_block_of_a_window_is_held() -> None:
-    cache = KVCache(8, 4, 0, WindowCache(10, 8, 4, 16))
+    cache = KVCache(8, 4, 0, window_cache(16))
     assert cache.window is not None and cache.is_unused
     held = cache.window.pool.take(1)
     assert not cache.is_unused

@@ -15,7 +15,7 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler.presets import preset
+from headway.scheduler.policies.presets import preset
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
 CHAT = "requests=60,arrivals=poisson(10),prompt=lognormal(800,0.8),output=lognormal(60,0.7)"

@@ -23,8 +23,8 @@ from headway.lab.replay import check_replay
 from headway.lab.web.app import ROUTES, LabApp
 from headway.observe.trace import read_trace
 from headway.scheduler import preset
-from headway.scheduler.policy_text import ANY
-from headway.scheduler.presets import read_preset, slot
+from headway.scheduler.policies.presets import read_preset, slot
+from headway.scheduler.policies.text import ANY
 from headway.server import lab
 from tests.cli.test_cli import headway, sentence
 from tests.support.own_module import WORKLOAD, OwnModule, own_module

@@ -18,11 +18,12 @@ from fastapi import FastAPI
 from headway.config import SchedulerView
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
+from headway.engine.queries import GetSnapshot, ResetPrefixCache
 from headway.fleet.merge import merge_snapshots
 from headway.record.sentences import DecisionLog, why_not_considered
 from headway.observe.server_metrics import ServerMetrics
 from headway.request import Request
-from headway.scheduler.queues import custom
+from headway.scheduler.policies.queue import custom
 from headway.server import live
 from headway.server.context import Context
 from headway.server.http import validation_errors
@@ -237,18 +238,18 @@ def test_many_clients_share_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def test(engine: AsyncEngine, http: httpx.AsyncClient) -> None:
         loop = cast(ThreadClient, engine.client).loop
-        observe, num_queries = loop.concurrent_queries["snapshot"], 0
+        observe, num_queries = loop._answers[GetSnapshot], 0
 
         def counted(details: Any) -> Any:
             nonlocal num_queries
             num_queries += 1
             return observe(details)
 
-        loop.concurrent_queries["snapshot"] = counted
+        loop.handle(GetSnapshot, counted)
         async for _ in engine.stream("a", [SECRET] * 9, scripted()):
             pass
         # This query runs between steps, so the totals then include the last step of the request.
-        await engine.ask("reset_prefix_cache")
+        await engine.ask(ResetPrefixCache())
         responses = await asyncio.gather(*(http.get("/live") for _ in range(20)))
         assert {r.status_code for r in responses} == {200} and num_queries == 1
         totals = {"requests": 1, "output_tokens": 5, "errors": 0, "aborts": 0}

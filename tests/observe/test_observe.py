@@ -14,6 +14,7 @@ import pytest
 from headway.engine.async_engine import ThreadClient
 from headway.engine.clock import VirtualClock
 from headway.engine.loop import CachedReader
+from headway.engine.queries import GetTime
 from headway.observe.server_metrics import ServerMetrics
 from headway.server import app as app_module
 from headway.server import live
@@ -107,7 +108,7 @@ async def test_requests_received_during_a_step_are_shown_as_waiting() -> None:
 async def test_a_deadline_is_set_without_waiting_for_a_step() -> None:
     async with watched(clock=(clock := VirtualClock())) as s, blocked(s):
         clock.advance_to(7.0)
-        assert await s.engine.ask("now") == 7.0
+        assert await s.engine.ask(GetTime()) == 7.0
         request = asyncio.create_task(s.complete(prompt="xy", deadline=60))
         await until(lambda: s.engine_client.loop.num_unread)
         (submit,) = s.engine_client.loop._inbox

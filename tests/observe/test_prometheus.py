@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
-from headway.engine.messages import FromLoop, Query, QueryResult
+from headway.engine.messages import FromLoop, QueryResult
+from headway.engine.queries import GetMetrics, GetSnapshot
 from headway.errors import RequestError
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
@@ -339,7 +340,7 @@ def test_the_loop_answers_metrics_queries() -> None:
     received: list[FromLoop] = []
     loop = EngineLoop(engine, received.extend)
     ServerMetrics(loop, "tiny")
-    loop.post([Query(0, "metrics", "vllm"), Query(1, "metrics"), Query(2, "snapshot")])
+    loop.post([GetMetrics("vllm"), GetMetrics(), GetSnapshot()])
     while loop._inbox:  # it reads for a limited time
         loop._read()
     loop._flush()

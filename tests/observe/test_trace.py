@@ -33,7 +33,7 @@ from headway.plan import Plan, StepEvents, StepReport, StepResult
 from headway.record.packing import _pack_few, _pack_many, num_packed, pack_tokens, unpack_tokens
 from headway.request import Request, RequestParams
 from headway.scheduler import PRESETS, preset
-from headway.scheduler.presets import describe
+from headway.scheduler.policies.presets import describe
 
 TOKENS = st.integers(0, (1 << 31) - 1)
 RUN = st.tuples(st.integers(0, 1 << 30), st.integers(1, 9), st.integers(0, 2))

@@ -12,7 +12,7 @@ import pytest
 from headway.lab.film.metrics import METRICS
 from headway.lab.stories import Look, Number, Question, Story, load_stories
 from headway.request import TRANSITIONS, RequestState
-from headway.scheduler.presets import PRESETS
+from headway.scheduler.policies.presets import PRESETS
 
 COURSE = Path(__file__).parents[2] / "docs" / "course"
 LESSONS = {

@@ -56,7 +56,7 @@ from headway.plan import (
     StepResult,
 )
 from headway.request import Request, RequestParams, RequestState
-from headway.scheduler.presets import NUMBERS, PARTS, PRESETS, SLOTS, preset, slot
+from headway.scheduler.policies.presets import NUMBERS, PARTS, PRESETS, SLOTS, preset, slot
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(

@@ -25,7 +25,7 @@ from headway.observe.trace import VERSION, Line
 from headway.request import RequestParams, RequestState
 from headway.sampling_params import SamplingParams
 from headway.scheduler import PRESETS, preset
-from headway.scheduler.presets import NUMBERS, PARTS, SLOTS
+from headway.scheduler.policies.presets import NUMBERS, PARTS, SLOTS
 from tests.support.served import server
 
 EXPORTS = {

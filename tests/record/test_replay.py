@@ -15,7 +15,7 @@ from headway.events import Event, Reconfigured
 from headway.record.reader import events_of, parse_journal
 from headway.record.replay import replay
 from headway.record.writer import JournalWriter, header
-from headway.scheduler import policies
+from headway.scheduler.policies import victim
 from tests.support.scenarios import ScenarioRun, random_scenario
 
 
@@ -64,7 +64,7 @@ def without_addresses(lines: list[bytes]) -> list[bytes]:
 
 
 def changed(config: Config) -> Config:
-    return replace(config, victim=policies.least_work)
+    return replace(config, victim=victim.least_work)
 
 
 @pytest.mark.parametrize("has_window", (False, True))

@@ -10,7 +10,7 @@ import pytest
 from headway.record.sentences import preempted
 from headway.observe.trace import describe_step
 from headway.plan import StepReport
-from headway.scheduler import policies
+from headway.scheduler.policies.swap import discard_output
 from headway.scheduler.state import MAX_DISCARDS
 from tests.support import scenarios
 from tests.support.drive import Driver
@@ -23,7 +23,7 @@ def test_every_token_is_reported_once_and_none_depends_on_the_rule(async_schedul
     seen: Counter[str] = Counter()
     for seed in range(NUM_SCENARIOS):
         scenario = scenarios.random_scenario(seed, async_scheduling)
-        config = replace(scenario.config, swap=policies.discard_output)
+        config = replace(scenario.config, swap=discard_output)
         seen += scenarios.run(replace(scenario, config=config))
     assert seen["discarded outputs"] >= 50
 

@@ -8,8 +8,8 @@ import pytest
 
 from headway.errors import InvalidRequest, RequestError, RequestTooLong
 from headway.plan import Blocked
-from headway.scheduler.policies import MAX_PREFILL_STEPS
-from headway.scheduler.presets import PRESETS
+from headway.scheduler.policies.batching import MAX_PREFILL_STEPS
+from headway.scheduler.policies.presets import PRESETS
 from tests.support.drive import Driver, Row, names, small_driver
 
 # Liveness: a blocked request at the head of the queue, and requests that can never run

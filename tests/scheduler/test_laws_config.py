@@ -11,8 +11,9 @@ import pytest
 from headway.checks import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID, number_problem
 from headway.errors import ConfigError, InvalidRequest, RequestTooLong
 from headway.request import Request, RequestParams, RequestState
-from headway.scheduler import preset, queues
-from headway.scheduler.presets import PRESETS, describe, read_changes
+from headway.scheduler import preset
+from headway.scheduler.policies import queue as queues
+from headway.scheduler.policies.presets import PRESETS, describe, read_changes
 from headway.scheduler.validate import validate_request
 from headway.step_cost import UnitCosts
 

@@ -16,7 +16,8 @@ import pytest
 from headway.errors import PolicyError
 from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import preset, queues
+from headway.scheduler import preset
+from headway.scheduler.policies import queue as queues
 from tests.support.drive import Driver
 from tests.support.scenarios import Scenario, ScenarioRun, random_scenario
 

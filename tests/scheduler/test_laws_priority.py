@@ -9,9 +9,9 @@ import pytest
 
 from headway.config import StepActions
 from headway.request import Request
-from headway.scheduler import policies
-from headway.scheduler.presets import SLOTS
-from headway.scheduler.priority_preemption import MAX_PREEMPTIONS, DryRun
+from headway.scheduler.policies.batching import mixed
+from headway.scheduler.policies.presets import SLOTS
+from headway.scheduler.preemption import MAX_PREEMPTIONS, TokenCount
 from headway.scheduler.step_builder import StepBuilder
 from tests.support.drive import Driver
 
@@ -170,7 +170,7 @@ def test_a_batching_rule_that_changes_its_mind_causes_no_needless_preemption(
 
     def batching(step: StepActions) -> None:
         if isinstance(step, StepBuilder):
-            policies.mixed(step)
+            mixed(step)
         elif left and left.pop(0):
             step.admit()
 
@@ -203,7 +203,7 @@ def test_nothing_is_preempted_for_a_request_that_cannot_start_in_this_step() -> 
 
 @pytest.mark.parametrize("batching", [batching.__name__ for batching in SLOTS["batching"]])
 @pytest.mark.parametrize("chunk", ("whole", "split_first", "split_any", "at_most(3)"))
-def test_the_dry_run_of_a_batching_rule_grants_what_the_step_grants(
+def test_the_tokens_counted_for_a_batching_rule_are_those_that_the_step_grants(
     batching: str, chunk: str
 ) -> None:
     num_admitted = num_refused = 0
@@ -229,7 +229,7 @@ def test_the_dry_run_of_a_batching_rule_grants_what_the_step_grants(
         computed = [r for r in world.requests.values() if r not in state.prefilling]
         cached = rng.choice([[], *(list(r.prompt) for r in computed)])[: longest - 1]
         new = world.add("new", [*cached, *range(rng.randint(1, longest - len(cached)))], 1)
-        granted = DryRun(new, state, set(), state.prefill_streak).num_granted
+        granted = TokenCount(new, state, set(), state.prefill_streak).num_granted
         if batching == "prefill_first_charge_cached":
             granted = min(granted or 0, state.view.num_uncached(new))
         plan = world.step()
@@ -241,7 +241,7 @@ def test_the_dry_run_of_a_batching_rule_grants_what_the_step_grants(
     assert num_admitted >= 3 and num_admitted + num_refused >= 10
 
 
-def test_in_the_dry_run_a_prompt_that_is_granted_nothing_is_not_the_first() -> None:
+def test_in_the_count_a_prompt_that_is_granted_nothing_is_not_the_first() -> None:
     def first_alone(num_wanted: int, num_left: int, is_first: bool) -> int:
         """Nothing for the last 20 tokens of a prompt; otherwise the first chunk of a step."""
         return 0 if num_wanted == 20 or not is_first else min(num_wanted, 10)
@@ -255,11 +255,11 @@ def test_in_the_dry_run_a_prompt_that_is_granted_nothing_is_not_the_first() -> N
     world.add("partial", 30, 2)
     world.step()
     new, state = world.add("new", 8, 2), world.scheduler.state
-    assert DryRun(new, state, set(), state.prefill_streak).num_granted == 8
+    assert TokenCount(new, state, set(), state.prefill_streak).num_granted == 8
     assert [(c.request.id, c.end) for c in world.step().chunks] == [("new", 8)]
 
 
-def test_the_dry_run_leaves_out_what_would_be_preempted() -> None:
+def test_the_count_leaves_out_what_would_be_preempted() -> None:
     world = Driver(
         "vllm_v1", batching="mixed", chunk="split_any", queue="fcfs", block_size=SIZE,
         num_blocks=500, max_num_seqs=30, max_num_batched_tokens=12,
@@ -273,4 +273,4 @@ def test_the_dry_run_leaves_out_what_would_be_preempted() -> None:
         (set(), 0), ({partial}, 9), ({partial, decoding[0]}, 10), ({partial, *decoding}, 12),
         ({decoding[0]}, 0),
     ):  # fmt: skip
-        assert DryRun(new, state, without, 0).num_granted == granted
+        assert TokenCount(new, state, without, 0).num_granted == granted

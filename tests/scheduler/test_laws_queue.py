@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from headway.config import ALL
 from headway.errors import PolicyError
 from headway.request import Request, RequestParams
-from headway.scheduler import queues
-from headway.scheduler.queues import NUM_REFRESHED, WaitingQueue
+from headway.scheduler.policies import queue as queues
+from headway.scheduler.queue import NUM_REFRESHED, WaitingQueue
 from tests.support.drive import Driver
 
 
@@ -29,7 +30,7 @@ class listed(queues.Rule):
         return self.keys[request.id]
 
     def group(self, request: Request) -> str:
-        return request.params.client or queues.ALL
+        return request.params.client or ALL
 
 
 class NoService:
@@ -148,7 +149,7 @@ def test_another_rule_orders_those_that_wait_and_those_that_come() -> None:
     late = Request("5", [1], RequestParams(client="new"))
     queue.push(late)
     assert order(queue) == ["5", "3", "2", "1", "0"]
-    assert queue.counters.served == {queues.ALL: 0.0}
+    assert queue.counters.served == {ALL: 0.0}
 
 
 def test_a_rule_that_cannot_be_used_leaves_the_groups_as_they_were() -> None:

@@ -16,8 +16,8 @@ from headway.config import SchedulerView
 from headway.errors import ConfigError, PolicyError
 from headway.plan import Plan
 from headway.request import Request
-from headway.scheduler import queues
 from headway.scheduler.fairness import group_of, weighted_tokens
+from headway.scheduler.policies import queue as queues
 from tests.support.drive import Driver, Row
 from tests.support.scenarios import ScenarioRun, random_headroom, random_scenario
 

@@ -14,8 +14,8 @@ import pytest
 from headway.config import StepActions
 from headway.plan import Plan, StepEvents, StepReport, StepResult
 from headway.request import Request, RequestParams
-from headway.scheduler import policies
-from headway.scheduler.headroom import back_off
+from headway.scheduler.policies.batching import mixed
+from headway.scheduler.policies.headroom import back_off
 from tests.support.drive import Driver
 
 SIZE = 4
@@ -55,7 +55,7 @@ def swapping(seed: int, seen: Counter[str], headroom: int) -> Driver:
             seen["refused"] += 1
             assert needs[0] + (due + num_kept) * (num_running > 0) > free, "it would have fitted"
             seen["refused for decodes"] += needs[0] <= free
-        policies.mixed(step)
+        mixed(step)
 
     world = Driver(
         "vllm", batching=batching, queue="fcfs(3)", swap="swap", headroom=keeping(headroom),
@@ -214,14 +214,17 @@ def test_a_request_that_waits_for_a_parent_or_a_token_needs_one_and_has_none() -
     assert [(b.request.id, *b[1:]) for b in world.plan().blocked] == [("a/1", "parent", 1, 0)]
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("num_more", range(4))
 @pytest.mark.parametrize("num_base", range(8))
 def test_a_request_waits_for_the_back_off_only_if_the_base_rule_would_admit_it(
-    num_base: int, num_more: int
+    num_base: int, num_more: int, is_wrapped: bool
 ) -> None:
+    """The rule says so itself, so it holds for a user's function that calls it as well."""
+    rule = back_off(keeping(num_base), share=0.1)
     world = Driver(
-        "vllm_v1", headroom=back_off(keeping(num_base), share=0.1), block_size=SIZE, num_blocks=10,
-        max_num_seqs=3,
+        "vllm_v1", headroom=(lambda *given: rule(*given)) if is_wrapped else rule, block_size=SIZE,
+        num_blocks=10, max_num_seqs=3,
     )  # fmt: skip
     world.add("running", 10, 9)  # 3 blocks
     world.step()

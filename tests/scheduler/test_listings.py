@@ -17,7 +17,7 @@ import pytest
 from headway.errors import RequestTooLong
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
-from headway.scheduler.policies import MAX_PREFILL_STEPS
+from headway.scheduler.policies.batching import MAX_PREFILL_STEPS
 from headway.scheduler.state import MAX_DISCARDS
 from tests.scheduler.reference import differences, differences_mixed
 from tests.scheduler.reference.compare import Pair, random_workload

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headway.config import StepActions
-from headway.scheduler import policies
-from headway.scheduler.presets import SLOTS
+from headway.scheduler.policies.batching import MAX_PREFILL_STEPS
+from headway.scheduler.policies.presets import SLOTS
 from tests.support.drive import Driver
 
 NUM_LOW = 4
@@ -190,8 +190,8 @@ def test_a_decode_step_of_prefill_first_does_not_preempt_the_batch() -> None:
     driver = full_batch("prefill_first", "split_any", 8, max_num_seqs=NUM_LOW + 1)
     start_decoding(driver)
     driver.add("long", range(1000, 1400), 20, priority=0)
-    driver.steps(policies.MAX_PREFILL_STEPS)
-    assert driver.scheduler.state.prefill_streak == policies.MAX_PREFILL_STEPS
+    driver.steps(MAX_PREFILL_STEPS)
+    assert driver.scheduler.state.prefill_streak == MAX_PREFILL_STEPS
     driver.add("high", [100], 2, priority=-1)
     row = driver.steps(1)[0]
     assert row.preempted == "" and row.decodes

@@ -14,7 +14,8 @@ import pytest
 from headway.config import Config, SchedulerView, StepActions
 from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, Scheduler, preset, queues
+from headway.scheduler import PRESETS, Scheduler, preset
+from headway.scheduler.policies import queue as queues
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError, oracle
 

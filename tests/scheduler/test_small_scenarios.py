@@ -11,7 +11,8 @@ from itertools import product
 import pytest
 
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, policies, preset
+from headway.scheduler import PRESETS, preset
+from headway.scheduler.policies.swap import swap
 from tests.support.scenarios import Scenario, run
 from tests.support.shadow import EOS
 
@@ -73,7 +74,7 @@ def test_every_small_scenario_ends(name: str, geometry: tuple[int, int, int]) ->
     without_host = preset(
         name, block_size=block_size, num_blocks=num_blocks, max_num_seqs=3, max_num_batched_tokens=4
     )
-    with_host = replace(without_host, num_host_blocks=2, swap=policies.swap)
+    with_host = replace(without_host, num_host_blocks=2, swap=swap)
     seen: Counter[str] = Counter()
     for async_scheduling in (0, 1):
         for shapes, gap in workloads(longest):

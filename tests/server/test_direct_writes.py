@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
 import threading
 import time
 from dataclasses import fields, replace
-from itertools import count, pairwise
+from itertools import count
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.asyncio_bridge import EventLoopBridge, RequestStream
 from headway.engine.input_processor import InputProcessor, Prompt
-from headway.engine.messages import FinishInfo, FromLoop, Query, SampleUpdate, TokenBatch, ToLoop
+from headway.engine.messages import FinishInfo, FromLoop, SampleUpdate, TokenBatch, ToLoop
 from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
@@ -27,7 +24,6 @@ from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun
 from headway.server.generation.prompts import tokens_of
 from headway.server.http.offload import MAX_INLINE_SIZE
 from headway.server.openai.protocol import CompletionRequest
-from headway.server.process.ipc import FrameDecoder, frame
 from tests.support.served import Server, on_loop, server
 from tests.support.waiting import LIMIT, until
 
@@ -223,20 +219,6 @@ async def test_giving_way_ends_when_all_is_received_or_in_time() -> None:
     thread.join()  # the event loop is busy with this
     assert len(received) == 1 and waited[1] >= 0.01
     await until(lambda: len(received) == 2)
-
-
-values = st.lists(st.lists(st.builds(Query, st.integers(), st.text(max_size=300))), max_size=8)
-
-
-@given(values, st.lists(st.integers(0, 4000), max_size=12))
-def test_frames_are_decoded_from_any_parts(sent: list[list[Query]], cuts: list[int]) -> None:
-    data = b"".join(map(frame, sent))
-    frames, found = FrameDecoder(), []
-    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    for start, end in pairwise(places):
-        found += frames.feed(data[start:end])
-    assert found == sent
-    assert pickle.loads(frame(sent)[8:]) == sent
 
 
 # Long prompts.

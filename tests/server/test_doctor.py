@@ -15,6 +15,7 @@ from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
+from headway.engine.queries import ResetPrefixCache, StartTrial
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.doctor import live as live_doctor
@@ -43,7 +44,7 @@ async def work(engine: AsyncEngine) -> None:
 
     for number, (count, num_prompt) in enumerate(WITH_SIZES):
         await asyncio.gather(*(one(f"{number}-{i}", num_prompt + i) for i in range(count)))
-    await engine.ask("reset_prefix_cache")  # between steps: all observers have seen the last one
+    await engine.ask(ResetPrefixCache())  # between steps: all observers have seen the last one
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +139,6 @@ def test_an_impossible_trial_is_refused_with_the_reason(body: dict[str, Any], pr
     async def test(http: httpx.AsyncClient, engine: AsyncEngine) -> None:
         refused = await http.post("/doctor/try", json=body, headers=KEY)
         assert refused.status_code == 400 and problem in refused.json()["error"]["message"]
-        assert await engine.ask("trial_start") is not None, "the next trial may start"
+        assert await engine.ask(StartTrial()) is not None, "the next trial may start"
 
     served(test, has_work=False)

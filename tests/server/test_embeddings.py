@@ -15,8 +15,8 @@ from headway.engine.input_processor import embedding_params
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import FromLoop, SampleUpdate, Submit, TokenBatch
 from headway.engine.queue_limits import QueueLimits
+from headway.remote.codec import encode, from_engine
 from headway.request import RequestParams
-from headway.server.process.ipc import FrameDecoder, frame
 from tests.server.test_http import error
 from tests.support.served import (
     HIDDEN_SIZE,
@@ -247,5 +247,6 @@ def test_a_step_with_an_embedding_sends_other_tokens_in_one_message() -> None:
     assert isinstance(tokens, TokenBatch) and sorted(tokens.ids) == ["a", "b"]
     assert isinstance(update, SampleUpdate) and update.id == "vector" and update.end is not None
     assert update.embedding is not None
-    ((copied,),) = FrameDecoder().feed(frame([update]))  # as sent to another process
+    (copied,) = from_engine().decode(encode([update]))  # as sent to another process
+    assert isinstance(copied, SampleUpdate)
     assert np.array_equal(copied.embedding, update.embedding) and copied.end == update.end

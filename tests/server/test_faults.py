@@ -98,7 +98,7 @@ async def listening(engine: Engine, app: Any, model_info: Any) -> AsyncIterator[
     url = "http://{}:{}".format(*bound.getsockname())
     servers: list[GracefulServer] = []
     work = serve_http(
-        factory, AsyncEngine(ThreadClient(engine)), lambda: model_info, bound,
+        factory, AsyncEngine(ThreadClient(engine)), model_info, bound,
         ready=lambda _: started.set(), on_start=servers.append,
     )  # fmt: skip
     task = asyncio.create_task(work)

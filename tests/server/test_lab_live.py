@@ -10,6 +10,7 @@ import pytest
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
+from headway.engine.queries import ResetPrefixCache
 from headway.errors import ExecutorError
 from headway.lab.film import live
 from headway.lab.film.reader import Film
@@ -79,7 +80,7 @@ def test_a_film_shows_finished_requests_and_a_reset_of_the_cache_at_once() -> No
             await run(running, "a")
             await read_until(film, pieces, is_settled)
             assert last_state(film)["cached"]
-            assert await running.ask("reset_prefix_cache")
+            assert await running.ask(ResetPrefixCache())
             await read_until(film, pieces, lambda film: not last_state(film)["cached"])
             text = [text for frame in range(film.num_frames) for *_, text in film.texts(frame)]
             assert any("prefix cache is reset" in each for each in text)

@@ -21,8 +21,8 @@ from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded, RequestTooLong
-from headway.server.process.engine_service import EngineService
-from headway.server.process.ipc import SocketClient
+from headway.remote.client import SocketClient
+from headway.remote.service import EngineService
 from headway.server.process.serve import ServerFactory, bind, listen, serve_single_process
 from headway.server.process.workers import SharedListener, Supervisor
 from tests.engine.test_async_engine import (
@@ -36,10 +36,16 @@ from tests.engine.test_async_engine import (
 )
 from tests.support.drive import check_no_leaks
 from tests.support.processes import Server, refuses_connections, stable_port
-from tests.support.scripted import END, MiniApp, make_engine, mini_served, script
+from tests.support.scripted import (
+    END,
+    Double,
+    GetPid,
+    MiniApp,
+    make_engine,
+    mini_served,
+    script,
+)
 from tests.support.waiting import LIMIT, until, wait_until
-
-MODEL_INFO = {"model": "none"}
 
 
 @asynccontextmanager
@@ -49,7 +55,7 @@ async def workers(
     """An engine behind a socket and several clients of it; at the end no request may be left."""
     with tempfile.TemporaryDirectory() as folder:
         client = ThreadClient(engine, limits)
-        service = EngineService(client, MODEL_INFO)
+        service = EngineService(client)
         await service.start(path := Path(folder) / "engine")
         async with AsyncExitStack() as stack:
             engines = [AsyncEngine(SocketClient(path)) for _ in range(count)]
@@ -63,7 +69,7 @@ async def workers(
                     or not (engine.has_work or any(e._abandoned for e in engines))
                 )
             )
-        await until(lambda: not service.workers)
+        await until(lambda: not service.clients)
         await service.close()
     assert not service._queries and all(
         not each.num_open and not each._abandoned for each in engines
@@ -72,13 +78,9 @@ async def workers(
         check_no_leaks(engine.scheduler)
 
 
-def test_each_worker_gets_its_own_tokens_and_the_model_info() -> None:
+def test_each_worker_gets_its_own_tokens() -> None:
     async def ask() -> None:
         async with workers(make_engine(), 3) as (_, engines):
-            assert all(
-                isinstance(e.client, SocketClient) and e.client.model_info == MODEL_INFO
-                for e in engines
-            )
             reading = [
                 read(e, "same id", PROMPT, script(i + 2, i + 1)) for i, e in enumerate(engines)
             ]
@@ -94,16 +96,16 @@ def test_query_results_go_to_the_worker_that_asked() -> None:
     async def ask() -> None:
         async with workers(make_engine(SLOW)) as (service, (one, other)):
             assert isinstance(service._client, ThreadClient)
-            service._client.loop.step_queries["double"] = lambda number: 2 * number
+            service._client.loop.handle(Double, lambda query: 2 * query.value)
             reading = asyncio.create_task(read(one, "a", PROMPT, script(30)))
             asked = [
-                e.ask("double", 10 * i + j) for i in range(9) for j, e in enumerate((one, other))
+                e.ask(Double(10 * i + j)) for i in range(9) for j, e in enumerate((one, other))
             ]
             assert await asyncio.gather(*asked) == [
                 2 * (10 * i + j) for i in range(9) for j in (0, 1)
             ]
             with pytest.raises(ExecutorError):
-                await other.ask("unknown")
+                await other.ask(GetPid())
             await reading
 
     within(ask())
@@ -140,7 +142,7 @@ def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
             for answer in await asyncio.gather(*going, return_exceptions=True):
                 assert isinstance(answer, ExecutorError)
             assert len(samples_of(await staying)[0][0]) == 200
-            await until(lambda: not inner.scheduler.requests and len(service.workers) == 1)
+            await until(lambda: not inner.scheduler.requests and len(service.clients) == 1)
             assert inner.scheduler.num_steps < 900, "they were cancelled"
             with pytest.raises(ExecutorError, match="lost"):
                 await read(one, "later", PROMPT, script(1))
@@ -161,7 +163,7 @@ def test_all_workers_learn_that_the_engine_has_stopped() -> None:
             for answer in await asyncio.gather(*reading, return_exceptions=True):
                 assert isinstance(answer, ExecutorError) and "fatal fault" in str(answer)
             assert isinstance(engines[0].client, SocketClient)
-            late = AsyncEngine(SocketClient(engines[0].client.path))
+            late = AsyncEngine(SocketClient(engines[0].client.address))
             await late.start()
             assert "fatal fault" in await until(lambda: late.stop_reason)
             await late.close()
@@ -171,7 +173,7 @@ def test_all_workers_learn_that_the_engine_has_stopped() -> None:
 
 def test_a_port_without_an_engine_raises() -> None:
     with pytest.raises(ExecutorError, match="/nowhere"):
-        within(AsyncEngine(SocketClient("/nowhere")).start())
+        within(AsyncEngine(SocketClient(Path("/nowhere"))).start())
 
 
 def test_a_worker_that_does_not_read_delays_no_other() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from headway.engine.async_engine import ThreadClient
-from headway.server.process.engine_service import EngineService
+from headway.remote.service import EngineService
 from tests.support.held import Held, Hold
 from tests.support.scripted import make_engine
 
@@ -14,9 +15,8 @@ from tests.support.scripted import make_engine
 async def main(path: str, hold: str) -> None:
     engine = make_engine(0.02)
     engine.executor = Held(engine.executor, Hold(hold))
-    client = ThreadClient(engine)
-    client.loop.report_load = True
-    await EngineService(client).start(path)
+    client = ThreadClient(engine, report_load=True)
+    await EngineService(client).start(Path(path))
     print("ready", flush=True)
     await asyncio.Event().wait()
 

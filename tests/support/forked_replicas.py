@@ -22,8 +22,9 @@ from typing import Any
 
 from headway import LLM
 from headway.engine.async_engine import ThreadClient
-from headway.fleet.transport.sockets import Identity, ReplicaServer
 from headway.plan import Plan
+from headway.remote.auth import Identity
+from headway.remote.service import EngineService
 from tests.support.held import Held, Hold
 
 ROOT = Path(__file__).parents[2]
@@ -44,12 +45,11 @@ class Poisoned(Held):
 
 async def serve(llm: LLM, name: str, parent: int, hold: Hold) -> None:
     llm.engine.executor = Poisoned(llm.engine.executor, hold)
-    client = ThreadClient(llm.engine)
-    client.loop.report_load = True
+    client = ThreadClient(llm.engine, report_load=True)
     identity = Identity(name=name, model=MODEL.model, block_size=MODEL.block_size)
-    server = ReplicaServer(client, identity, KEY)
-    await server.start("127.0.0.1")
-    sys.stdout.write(json.dumps([name, os.getpid(), server.address[1]]) + "\n")  # in one piece
+    address = await EngineService(client, identity, KEY).start(("127.0.0.1", 0))
+    assert isinstance(address, tuple)
+    sys.stdout.write(json.dumps([name, os.getpid(), address[1]]) + "\n")  # in one piece
     sys.stdout.flush()
     while os.getppid() == parent:
         await asyncio.sleep(0.2)

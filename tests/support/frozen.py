@@ -46,7 +46,7 @@ class FrozenServer:
             connections=ConnectionSettings(**connections),
         )  # fmt: skip
         serving = serve_http(
-            factory, AsyncEngine(ThreadClient(served.engine)), lambda: served.model_info,
+            factory, AsyncEngine(ThreadClient(served.engine)), served.model_info,
             self._bound, ready=lambda _: self._is_ready.set(), on_start=self._http.append,
         )  # fmt: skip
         self._thread = threading.Thread(

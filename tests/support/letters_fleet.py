@@ -25,10 +25,10 @@ from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.fleet import client
-from headway.fleet.on_ray.options import FleetOptions
+from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.discovery import DiscoveredFleet
 from headway.observe.server_metrics import ServerMetrics
+from headway.on_ray.options import FleetOptions
 from headway.server import live
 from headway.server.app import create_app
 from headway.server.context import Context
@@ -87,14 +87,14 @@ def make_app(engine: AsyncEngine, info: Info) -> Any:
     async def open() -> list[tuple[int, str | None]]:
         """Length of the prompt, and replica, of every open request."""
         assert isinstance(engine.client, DiscoveredFleet)
-        requests = engine.client.client.dispatcher.requests.values()
+        requests = engine.client.dispatcher.requests.values()
         return [(len(request.submit.prompt), request.replica) for request in requests]
 
     @routes.get("/replicas")
     async def replicas() -> int:
         """How many replicas the gateway can use. It asks none of them, as it does for metrics."""
         assert isinstance(engine.client, DiscoveredFleet)
-        return len(engine.client.client.dispatcher.replicas)
+        return len(engine.client.dispatcher.replicas)
 
     return create_app(context, [live.router(context), routes])
 
@@ -110,8 +110,8 @@ def main() -> None:
     import ray
     from ray import serve
 
-    from headway.fleet.on_ray.cluster import connected, serve_connected
-    from headway.fleet.on_ray.serve import QUIET, replica_deployment
+    from headway.on_ray.cluster import connected, serve_connected
+    from headway.on_ray.serve import QUIET, replica_deployment
 
     be_patient()
     make = partial(make_engine, Hold(sys.argv[1]))

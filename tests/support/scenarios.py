@@ -19,8 +19,13 @@ from headway.kv.cache import KVCache
 from headway.kv.window import most_useful_window_blocks
 from headway.plan import Plan
 from headway.request import Request, RequestParams, RequestState
-from headway.scheduler import Scheduler, headroom, policies, queues
-from headway.scheduler.presets import SLOTS
+from headway.scheduler import Scheduler
+from headway.scheduler.policies import headroom
+from headway.scheduler.policies import queue as queues
+from headway.scheduler.policies.batching import prefill_first_charge_cached
+from headway.scheduler.policies.chunk import at_most, hold_tbt, split_any, whole
+from headway.scheduler.policies.presets import SLOTS
+from headway.scheduler.policies.swap import swap, swap_if_cheaper
 from tests.support.shadow import EOS, VOCABULARY, Handle, ShadowExecutor, oracle
 from tests.support.window_shadow import WindowShadow
 
@@ -131,12 +136,12 @@ def random_headroom(rng: random.Random) -> HeadroomRule:
 def random_slots(rng: random.Random) -> dict[str, Any]:
     """One policy for each of the six slots; every ready-made policy can occur."""
     chunks = (
-        *SLOTS["chunk"][:3], policies.at_most(rng.randrange(1, 6)), wild_chunk(rng),
-        policies.hold_tbt(rng.choice((0.0, 0.005, 0.02)), weights=0.0, token=1e-3, read=1e-4),
+        *SLOTS["chunk"][:3], at_most(rng.randrange(1, 6)), wild_chunk(rng),
+        hold_tbt(rng.choice((0.0, 0.005, 0.02)), weights=0.0, token=1e-3, read=1e-4),
     )  # fmt: skip
     swaps = (
-        *SLOTS["swap"][:2], policies.swap,
-        policies.swap_if_cheaper(start=rng.choice((0.0, 1e-4))),
+        *SLOTS["swap"][:2], swap,
+        swap_if_cheaper(start=rng.choice((0.0, 1e-4))),
         lambda request, view: rng.random() < 0.5,
     )  # fmt: skip
     victims = (
@@ -163,12 +168,12 @@ def greedy(step: StepActions) -> None:
 
 def many_swaps(rng: random.Random) -> dict[str, Any]:
     """Settings that cause many swaps between device and host."""
-    batchings = (greedy, greedy, policies.prefill_first_charge_cached, *SLOTS["batching"][:2])
+    batchings = (greedy, greedy, prefill_first_charge_cached, *SLOTS["batching"][:2])
     return {
         "batching": rng.choice(batchings),
-        "chunk": rng.choice((policies.split_any, policies.at_most(2))),
+        "chunk": rng.choice((split_any, at_most(2))),
         "headroom": headroom.watermark(0.0),
-        "swap": policies.swap,
+        "swap": swap,
         "max_num_seqs": rng.randrange(3, 6),
         "block_size": rng.choice((1, 2, 4)),
         "num_blocks": rng.randrange(4, 9),
@@ -222,7 +227,7 @@ def random_params(rng: random.Random, max_tokens: int | None) -> RequestParams:
 def most_tokens(config: Config) -> int:
     """About the length of the longest request that is not refused."""
     room = min(config.num_blocks * config.block_size, config.max_model_len - 1)
-    return min(room, config.max_num_batched_tokens) if config.chunk is policies.whole else room
+    return min(room, config.max_num_batched_tokens) if config.chunk is whole else room
 
 
 def random_max_tokens(rng: random.Random, config: Config, room: int) -> int | None:

@@ -22,6 +22,7 @@ from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
+from headway.engine.messages import Query
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import HeadwayError
 from headway.executor.simulated import Script, SimulatedExecutor
@@ -121,8 +122,21 @@ def served(seconds: float = 0.0, limits: QueueLimits | None = None, **changes: A
     )
 
 
+class GetPid(Query[int]):
+    """The engine's process."""
+
+    between_steps = True
+
+
+class Double(Query[int]):
+    """Twice a value."""
+
+    value: int
+    between_steps = True
+
+
 def answer_pid(loop: EngineLoop) -> None:
-    loop.step_queries["pid"] = lambda _: os.getpid()
+    loop.handle(GetPid, lambda _: os.getpid())
 
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -143,7 +157,11 @@ class MiniApp:
             body, more = body + message.get("body", b""), message.get("more_body", False)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["method"] == "GET":
-            answer = {"engine": await self.engine.ask("pid"), "worker": os.getpid(), **self.facts}
+            answer = {
+                "engine": await self.engine.ask(GetPid()),
+                "worker": os.getpid(),
+                **self.facts,
+            }
             await _line(send, answer)
         else:
             await self._stream(json.loads(body), send)

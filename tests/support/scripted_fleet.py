@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from headway.engine.async_engine import OnMessages
 from headway.engine.clock import VirtualClock
 from headway.engine.messages import (
     CacheDelta,
@@ -25,12 +26,12 @@ from headway.engine.messages import (
     TokenBatch,
     ToLoop,
 )
+from headway.engine.queries import EngineLoad
 from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
-from headway.fleet.transport.links import OnBatch, OnLost
 from headway.request import RequestParams
 
 SETTINGS = FleetSettings()
@@ -47,12 +48,11 @@ def end_of(reason: str, error: str | None = None) -> FinishInfo:
 
 @dataclass(eq=False)
 class ScriptedReplica:
-    """A link to a replica that advances when a test says so. `seen` returns a caller's tokens."""
+    """A client of a replica that advances when a test says so. `seen` returns a caller's tokens."""
 
-    name: str
     seen: Callable[[str, int], list[int] | None]  # of a request's sample; None: it has ended
     outbox: list[list[FromLoop]] = field(default_factory=list)  # batches on their way
-    aboard: dict[str, dict[int, list[int]]] = field(default_factory=dict)  # tokens by sample
+    assigned: dict[str, dict[int, list[int]]] = field(default_factory=dict)  # tokens by sample
     submits: dict[str, Submit] = field(default_factory=dict)
     keys: set[bytes] = field(default_factory=set)  # of its cache
     reported_keys: set[bytes] = field(default_factory=set)  # those that it has reported
@@ -61,7 +61,7 @@ class ScriptedReplica:
     is_closed: bool = False
     _inbox: list[ToLoop] = field(default_factory=list)
 
-    async def open(self, on_batch: OnBatch, on_lost: OnLost) -> None: ...
+    async def open(self, on_messages: OnMessages) -> None: ...
 
     async def close(self) -> None:
         self.is_closed = True
@@ -79,7 +79,7 @@ class ScriptedReplica:
         for sample, output in enumerate(outputs):
             seen = self.seen(id, sample)
             assert output == (None if seen is None else tuple(seen))
-        assert message.id not in self.aboard, "an id is used once"
+        assert message.id not in self.assigned, "an id is used once"
 
     def step(self, num_tokens: int = 1) -> None:
         """Read all messages, advance every sample, and queue one batch."""
@@ -87,7 +87,7 @@ class ScriptedReplica:
         for message in self._inbox:
             batch += self._read(message)
         self._inbox.clear()
-        for wire_id in list(self.aboard):
+        for wire_id in list(self.assigned):
             batch += self._advance(wire_id, num_tokens)
         self.num_steps += 1
         added, removed = self.keys - self.reported_keys, self.reported_keys - self.keys
@@ -96,20 +96,20 @@ class ScriptedReplica:
         self.outbox.append([*batch, self.load()])
 
     def load(self) -> LoadReport:
-        return LoadReport(self.num_steps, len(self.aboard), 0, 0, 10, 10)
+        return LoadReport(self.num_steps, len(self.assigned), 0, 0, 10, 10)
 
     def fail_step(self) -> None:
-        """All requests on board end with the error of the step."""
+        """All requests end with the error of the step."""
         ends: list[FromLoop] = [
             SampleUpdate(id, sample, [], end=end_of("error", "the device was lost"))
-            for id, samples in self.aboard.items() for sample in samples
+            for id, samples in self.assigned.items() for sample in samples
         ]  # fmt: skip
-        self.aboard.clear()
+        self.assigned.clear()
         self.outbox.append(ends)
 
     def _read(self, message: ToLoop) -> list[FromLoop]:
         if isinstance(message, Query):
-            return [QueryResult(message.number, {"running": 1, "waiting": 0, "age": 0.0})]
+            return [QueryResult(message.number, EngineLoad(1, 0, 0.0))]
         if isinstance(message, Cancel):
             return self._cancel(message)
         if self.is_full and not message.outputs:
@@ -117,27 +117,27 @@ class ScriptedReplica:
             return [Refusal(message.id, "Overloaded", f"no room for {message.id}", fields)]
         outputs = message.outputs or ((),) * message.params.n
         self.submits[message.id] = message
-        self.aboard[message.id] = {
+        self.assigned[message.id] = {
             sample: list(output) for sample, output in enumerate(outputs) if output is not None
         }
         self.keys.add(message.id.partition("~")[0].encode())
         return []
 
     def _cancel(self, message: Cancel) -> list[FromLoop]:
-        samples = self.aboard.get(message.id, {})
+        samples = self.assigned.get(message.id, {})
         which = list(samples) if message.sample is None else [message.sample] * (
             message.sample in samples
         )  # fmt: skip
         for sample in which:
             del samples[sample]
         if not samples:
-            self.aboard.pop(message.id, None)
+            self.assigned.pop(message.id, None)
         reason = "abort" if message.sample is None else "stop"
         return [SampleUpdate(message.id, sample, [], end=end_of(reason)) for sample in which]
 
     def _advance(self, wire_id: str, num_tokens: int) -> list[FromLoop]:
         id, updates = wire_id.partition("~")[0], list[FromLoop]()
-        params, samples = self.submits[wire_id].params, self.aboard[wire_id]
+        params, samples = self.submits[wire_id].params, self.assigned[wire_id]
         assert params.max_tokens is not None
         for sample, tokens in list(samples.items()):
             length = params.max_tokens + sample
@@ -151,7 +151,7 @@ class ScriptedReplica:
             if end is not None:
                 del samples[sample]
         if not samples:
-            del self.aboard[wire_id]
+            del self.assigned[wire_id]
         return updates
 
 
@@ -166,11 +166,13 @@ class World:
         self.answers: list[QueryResult] = []
         self.late: list[Replica] = []  # replicas that are gone, with batches on their way
         router = Router(round_robin, 4)
-        self.fleet = Dispatcher(router, SETTINGS, self.clock, self.take, self.late.append)
+        self.fleet = Dispatcher(
+            router, SETTINGS, self.clock, self.take, self.late.append, lambda _: None
+        )
 
-    def link(self, replica: Replica) -> ScriptedReplica:
-        assert isinstance(replica.link, ScriptedReplica)
-        return replica.link
+    def scripted(self, replica: Replica) -> ScriptedReplica:
+        assert isinstance(replica.client, ScriptedReplica)
+        return replica.client
 
     def take(self, message: FromLoop) -> None:
         if isinstance(message, TokenBatch):
@@ -195,10 +197,10 @@ class World:
         return None if sample in self.ends[id] else self.tokens[id][sample]
 
     def add(self, name: str) -> ScriptedReplica:
-        link = ScriptedReplica(name, self.seen)
-        self.fleet.add(Replica(link))
+        client = ScriptedReplica(self.seen)
+        self.fleet.add(Replica(name, client))
         self.fleet.flush()
-        return link
+        return client
 
     def submit(self, n: int = 1, length: int = 4) -> str:
         id = f"r{len(self.tokens)}"
@@ -210,14 +212,14 @@ class World:
 
     def deliver(self, name: str, num_batches: int = 100) -> None:
         replica = self.fleet.replicas[name]
-        outbox = self.link(replica).outbox
+        outbox = self.scripted(replica).outbox
         for _ in range(min(num_batches, len(outbox))):
             self.fleet.receive(replica, outbox.pop(0))
         self.fleet.flush()
 
     def step(self, *names: str) -> None:
         for name in names or tuple(self.fleet.replicas):
-            self.link(self.fleet.replicas[name]).step()
+            self.scripted(self.fleet.replicas[name]).step()
             self.deliver(name)
 
     def where(self, id: str) -> str | None:

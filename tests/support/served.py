@@ -24,6 +24,7 @@ from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.clock import Clock
 from headway.engine.input_processor import InputProcessor
+from headway.engine.queries import GetMetrics
 from headway.engine.queue_limits import QueueLimits
 from headway.plan import Embedding, Plan, StepResult
 from headway.request import Request
@@ -207,7 +208,7 @@ async def server(
     numbers = {"max_model_len": max_model_len, "num_blocks": 256, "block_size": 16}
     config = preset("headway", **numbers, **(policies or {}))
     engine_client = ThreadClient(Engine(Scheduler(config), executor, clock), limits)
-    engine_client.loop.step_queries["metrics"] = lambda prefix: f"# {prefix}\n"
+    engine_client.loop.handle(GetMetrics, lambda query: f"# {query.prefix}\n")
     engine = AsyncEngine(engine_client)
     processor = InputProcessor(
         tokenizer=letters(template, bos), vocab_size=vocab_size, hidden_size=HIDDEN_SIZE,

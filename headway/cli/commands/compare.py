@@ -23,7 +23,7 @@ from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.svg import Plot
 from headway.lab.workload.request import WorkloadRequest
-from headway.scheduler.presets import PRESETS, read_changes
+from headway.scheduler.policies.presets import PRESETS, read_changes
 
 ALL_PRESETS = ",".join(PRESETS)
 Presets = Annotated[str, typer.Option(help="Comma-separated presets.")]

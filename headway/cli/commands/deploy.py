@@ -60,11 +60,11 @@ def deploy_command(
     if deployment.print_config:
         print(config_file(deployment.app_name, serving, fleet, model))
         return
-    from headway.fleet.on_ray.options import FleetOptions, prepare
+    from headway.on_ray.options import FleetOptions, prepare
 
     prepare(fleet.ray_address)
     if deployment.delete:
-        from headway.fleet.on_ray.cluster import delete
+        from headway.on_ray.cluster import delete
 
         name = deployment.app_name
         delete(FleetOptions(replicas=1, address=fleet.ray_address, name=name))
@@ -88,7 +88,7 @@ def _check(serving: ServeOptions) -> None:
 def _deploy_now(
     deployment: DeployFlags, serving: ServeOptions, fleet: FleetFlags, model: ModelOptions
 ) -> None:
-    from headway.fleet.on_ray.cluster import deploy
+    from headway.on_ray.cluster import deploy
 
     options = fleet.options(model, name=deployment.app_name)
     assert options is not None, "--replicas has a value"
@@ -151,7 +151,7 @@ def app(args: dict[str, Any]) -> Any:
     if unknown:
         raise ConfigError(f"unknown args: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
 
-    from headway.fleet.on_ray.serve import application, shared
+    from headway.on_ray.serve import application, shared
 
     def part(kind: type[Any]) -> Any:
         return kind(**{key: value for key, value in args.items() if known[key] is kind})

@@ -23,8 +23,8 @@ from headway.lab.doctor.trial import Recording, try_changes
 from headway.lab.summary import summarize
 from headway.record.reader import read_journal, split_header
 from headway.record.stats import stats_of
-from headway.scheduler.policy_text import ANY
-from headway.scheduler.presets import own_policies
+from headway.scheduler.policies.presets import own_policies
+from headway.scheduler.policies.text import ANY
 
 FILE_SUFFIXES = (".json", ".jsonl", ".gz", ".trace")
 Target = Annotated[

@@ -29,8 +29,8 @@ from headway.lab.web.attach import follow
 from headway.lab.web.catalog import DEFAULT_SPEC
 from headway.lab.web.export import exported
 from headway.lab.web.server import LabServer
-from headway.scheduler.policy_text import ANY
-from headway.scheduler.presets import own_policies
+from headway.scheduler.policies.presets import own_policies
+from headway.scheduler.policies.text import ANY
 
 SOURCE = "A trace file, or a workload in the simulator's language."
 Source = Annotated[str, typer.Argument(help=SOURCE, show_default="an example")]

@@ -19,7 +19,7 @@ from headway.errors import ModelError
 from headway.fleet.routing import ROUTES
 from headway.lab.cost import known_profiles, load_profile
 from headway.model.registry import ModelEntry, list_models, resolve
-from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, describe, preset
+from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS, describe, preset
 
 Fetch = Annotated[str | None, typer.Option(help="Download this model into the cache first.")]
 Verbose = Annotated[

@@ -27,7 +27,7 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler.presets import PRESETS
+from headway.scheduler.policies.presets import PRESETS
 
 TraceOut = Annotated[
     Path | None, typer.Option(help="Write a trace of all decisions; see `headway trace`.")

@@ -19,7 +19,7 @@ from headway.record.perfetto import to_perfetto
 from headway.record.reader import read_journal
 from headway.record.replay import check_replay
 from headway.record.stats import stats_of
-from headway.scheduler.policy_text import ANY, READY_MADE
+from headway.scheduler.policies.text import ANY, READY_MADE
 
 
 def trace_command(

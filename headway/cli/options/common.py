@@ -30,9 +30,9 @@ from headway.lab.cost import Profile
 from headway.lab.simulate import config_for
 from headway.lab.workload.files import load_workload
 from headway.lab.workload.request import MAX_TOKENS, WorkloadRequest
-from headway.scheduler.policy_text import ANY
-from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
-from headway.scheduler.queues import custom
+from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS
+from headway.scheduler.policies.queue import custom
+from headway.scheduler.policies.text import ANY
 
 SCHEDULER = "Scheduler"
 DEFAULT_WORKLOAD = (

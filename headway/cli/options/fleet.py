@@ -18,7 +18,7 @@ from headway.errors import ConfigError
 if TYPE_CHECKING:
     from headway.cli.options.model import ModelOptions
     from headway.cli.options.serve import ServeOptions
-    from headway.fleet.on_ray.options import FleetOptions
+    from headway.on_ray.options import FleetOptions
     from headway.server.process.serve import ServerFactory
 
 _fleet = panel("Replicas")
@@ -64,8 +64,8 @@ class FleetFlags:
                     raise ConfigError(f"{flag} {value} needs --replicas")
             return None
         check_extras("--replicas", "ray")
-        from headway.fleet.on_ray.options import FleetOptions
         from headway.fleet.routing import parse_route
+        from headway.on_ray.options import FleetOptions
 
         parse_route(self.route)  # report an error before anything starts
         on_gpu = _uses_gpu(model.device)
@@ -132,7 +132,7 @@ def run_fleet(
     options: FleetOptions,
 ) -> int:
     """Serve over replicas on Ray until a signal; return the exit status."""
-    from headway.fleet.on_ray.options import prepare
+    from headway.on_ray.options import prepare
 
     prepare(options.address)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -146,6 +146,6 @@ def run_fleet(
             status.stop()
             ready(info)
 
-        from headway.fleet.on_ray.cluster import serve_fleet
+        from headway.on_ray.cluster import serve_fleet
 
         return serve_fleet(factory, bound, is_ready, options, show)

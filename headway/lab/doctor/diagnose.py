@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from headway.lab.summary import Summary
 from headway.observe import vitals
-from headway.scheduler.presets import slot
+from headway.scheduler.policies.presets import slot
 
 
 class Finding(NamedTuple):

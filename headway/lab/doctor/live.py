@@ -10,10 +10,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import asdict
 from itertools import islice
-from typing import Any
 
 from headway.engine.engine import Engine
 from headway.engine.loop import CachedReader, EngineLoop
+from headway.engine.queries import (
+    Document,
+    EndTrial,
+    GetDiagnosis,
+    GetTrialLines,
+    StartTrial,
+    TrialStart,
+)
 from headway.events import Event
 from headway.lab.cost import Model
 from headway.lab.doctor.diagnose import diagnose
@@ -28,11 +35,11 @@ TRIAL_SECONDS = 120.0  # after which a trial that has not ended may be replaced
 
 
 def install(loop: EngineLoop, metrics: ServerMetrics, model: Model | None = None) -> None:
-    """Answer the queries "doctor", "trial_start", "trial_lines" and "trial_end" of a loop."""
+    """Answer the queries of the doctor and of its trials."""
     trace, latest = RecentTrace(loop.engine, model), CachedReader(loop.engine, metrics.recent)
     loop.engine.observers.append(trace)
 
-    def diagnosis(_: Any) -> dict[str, Any]:
+    def diagnosis() -> Document:
         stats = latest.get()[0]
         summary = summarize(stats)
         findings = diagnose(summary, stats.config) if summary["steps"] else []
@@ -42,10 +49,10 @@ def install(loop: EngineLoop, metrics: ServerMetrics, model: Model | None = None
             "config": stats.config, "summary": summary,
         }  # fmt: skip
 
-    loop.concurrent_queries["doctor"] = diagnosis
-    loop.step_queries |= {
-        "trial_start": trace.start, "trial_lines": trace.lines, "trial_end": trace.end,
-    }  # fmt: skip
+    loop.handle(GetDiagnosis, lambda _: diagnosis())
+    loop.handle(StartTrial, lambda _: trace.start())
+    loop.handle(GetTrialLines, lambda query: trace.lines(query.first))
+    loop.handle(EndTrial, lambda _: trace.end())
 
 
 class RecentTrace:
@@ -67,20 +74,20 @@ class RecentTrace:
         while len(self._lines) > MAX_LINES or time_of(self._lines[0]) < oldest:
             self._drop(self._lines.popleft())
 
-    def start(self, _: Any = None) -> dict[str, Any] | None:
+    def start(self) -> TrialStart | None:
         """What a trial needs besides the steps; None if another trial runs."""
         now = self._engine.clock.now()
         if now < self._trial_ends:
             return None
         self._trial_ends = now + TRIAL_SECONDS
         scheduler = self._engine.scheduler
-        return {
-            "header": header(scheduler.config, self._engine.async_scheduling, is_redacted=True),
-            "model": None if self._model is None else asdict(self._model),
-            "before": list(self._before.values()),
-            "generated": {id: r.num_generated for id, r in scheduler.requests.items()},
-            "first": self._num_dropped, "end": self._num_dropped + len(self._lines),
-        }  # fmt: skip
+        return TrialStart(
+            header=header(scheduler.config, self._engine.async_scheduling, is_redacted=True),
+            model=None if self._model is None else asdict(self._model),
+            before=list(self._before.values()),
+            generated={id: r.num_generated for id, r in scheduler.requests.items()},
+            first=self._num_dropped, end=self._num_dropped + len(self._lines),
+        )  # fmt: skip
 
     def lines(self, first: int) -> list[Line]:
         """The next kept steps from this number on; fewer if some were dropped meanwhile."""
@@ -88,7 +95,7 @@ class RecentTrace:
         end = max(begin, first + NUM_PER_QUERY - self._num_dropped)
         return list(islice(self._lines, begin, end))
 
-    def end(self, _: Any = None) -> None:
+    def end(self) -> None:
         """Allow the next trial."""
         self._trial_ends = 0.0
 

@@ -25,6 +25,7 @@ import numpy as np
 from msgspec.structs import replace as changed
 
 from headway.config import Config
+from headway.engine.queries import TrialStart
 from headway.errors import ConfigError, HeadwayError
 from headway.events import Added
 from headway.lab.cost import Model, Profile, load_profile
@@ -50,8 +51,8 @@ from headway.record.lines import (
 from headway.record.packing import num_packed
 from headway.record.reader import EventReader
 from headway.record.stats import RunStats
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import own_policies, read_changes, read_preset
+from headway.scheduler.policies.presets import own_policies, read_changes, read_preset
+from headway.scheduler.policies.text import READY_MADE
 
 MAX_FITTED = 2000  # steps; more make the fit slower, not better
 MAX_LEAD = 60.0  # seconds; requests that are open at the start arrive at most this long before it
@@ -228,22 +229,24 @@ def _error(simulated: Summary, measured: Summary) -> dict[str, float | None]:
 def main() -> None:
     """Read pickled parts from stdin, try the changes, and print the result or {"error": ...}.
 
-    The first part has the changes, the profile, the niceness of this process and the fields of a
-    recording; lists of lines follow.
+    The first part has what starts a trial, and the changes, the profile and the niceness of this
+    process; lists of lines follow.
     """
     source = sys.stdin.buffer
-    first, lines = pickle.load(source), list[Line]()
-    os.nice(first["niceness"])
+    start: TrialStart
+    start, asked = pickle.load(source)
+    lines = list[Line]()
+    os.nice(asked["niceness"])
     while part := pickle.load(source):
         lines += part
     try:
-        model = None if first["model"] is None else Model(**first["model"])
+        model = None if start.model is None else Model(**start.model)
         recording = Recording(
-            header=first["header"], lines=lines, before=first["before"],
-            generated=first["generated"], model=model, is_partial=True,
+            header=start.header, lines=lines, before=start.before, generated=start.generated,
+            model=model, is_partial=True,
         )  # fmt: skip
-        own = own_policies(first["header"].config)  # of the scheduler that runs
-        result = try_changes(recording, first["changes"], first["profile"], own)
+        own = own_policies(start.header.config)  # of the scheduler that runs
+        result = try_changes(recording, asked["changes"], asked["profile"], own)
     except HeadwayError as error:
         result = {"error": str(error)}
     print(json.dumps(result))

@@ -27,8 +27,8 @@ from headway.record.lines import HeaderLine, Line
 from headway.record.reader import EventReader, split_header
 from headway.record.replay import RecordedTokens, Replay
 from headway.record.stats import RunStats
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import read_preset
+from headway.scheduler.policies.presets import read_preset
+from headway.scheduler.policies.text import READY_MADE
 
 
 class ForkedExecutor:

@@ -6,10 +6,10 @@ The engine makes a film only while a page is open.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
+from headway.engine.queries import GetFilm, LiveFilm, StartFilm, StopFilm
 from headway.errors import ConfigError
 from headway.events import Event
 from headway.lab.film.format import FilmWriter, header_record
@@ -30,9 +30,9 @@ class _Viewer:
 def install(loop: EngineLoop) -> None:
     """Let the engine of a loop be watched, by queries between its steps."""
     live = LiveFilms(loop.engine)
-    loop.step_queries |= {
-        "film_start": live.start, "film_take": live.take, "film_stop": live.stop,
-    }  # fmt: skip
+    loop.handle(StartFilm, lambda _: live.start())
+    loop.handle(GetFilm, lambda query: live.take(query.viewer))
+    loop.handle(StopFilm, lambda query: live.stop(query.viewer))
 
 
 class LiveFilms:
@@ -43,8 +43,8 @@ class LiveFilms:
         self._viewers: dict[int, _Viewer] = {}
         self._num_viewers = 0
 
-    def start(self, _: Any = None) -> tuple[int, bytes]:
-        """Start a film; returns the number of the viewer and the header."""
+    def start(self) -> LiveFilm:
+        """Start a film with the engine's present state."""
         now, engine = self._engine.clock.now(), self._engine
         self._drop_silent(now)
         if len(self._viewers) >= MAX_VIEWERS:
@@ -60,7 +60,7 @@ class LiveFilms:
         writer.load(engine.scheduler)
         self._num_viewers += 1
         self._viewers[self._num_viewers] = _Viewer(now, writer, bytearray())
-        return self._num_viewers, header_record(head, source="live")
+        return LiveFilm(self._num_viewers, header_record(head, source="live"))
 
     def take(self, viewer: int) -> bytes:
         """The film since the last call. ConfigError if the viewer was dropped."""
@@ -75,7 +75,7 @@ class LiveFilms:
         return data
 
     def stop(self, viewer: int) -> None:
-        """Stop watching."""
+        """Stop following."""
         self._viewers.pop(viewer, None)
         if not self._viewers and self._observe in self._engine.observers:
             self._engine.observers.remove(self._observe)

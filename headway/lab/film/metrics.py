@@ -21,7 +21,7 @@ from headway.plan import Plan
 from headway.record.stats import RunStats
 from headway.record.timeline import RequestTimeline
 from headway.record.writer import header
-from headway.scheduler.presets import preset
+from headway.scheduler.policies.presets import preset
 
 FORM = re.compile(r"([a-z_]+(?:\.\w+)*)(?:\(([^()]*)\))?")
 

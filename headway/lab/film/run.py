@@ -35,8 +35,8 @@ from headway.record.replay import Replay, check_replay
 from headway.record.stats import RunStats
 from headway.record.writer import header
 from headway.scheduler import Scheduler
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import read_preset
+from headway.scheduler.policies.presets import read_preset
+from headway.scheduler.policies.text import READY_MADE
 
 MAX_FRAMES = 200_000
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)

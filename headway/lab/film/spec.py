@@ -17,8 +17,8 @@ from headway.lab.cost import Profile, load_profile
 from headway.lab.simulate import config_for
 from headway.lab.workload.request import TokenSpace, WorkloadRequest, join
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler.policy_text import READY_MADE
-from headway.scheduler.presets import DEFAULT
+from headway.scheduler.policies.presets import DEFAULT
+from headway.scheduler.policies.text import READY_MADE
 
 MAX_REQUESTS = 20_000
 MAX_NUMBER = 1_000_000  # tokens of a prompt or output of one described request

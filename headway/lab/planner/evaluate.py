@@ -28,8 +28,8 @@ from headway.lab.planner.workload import Workload, at_rate, part
 from headway.lab.simulate import config_for, simulate
 from headway.lab.summary import Summary, summarize
 from headway.record.timeline import RequestTimeline
-from headway.scheduler.policy_text import ANY
-from headway.scheduler.presets import DEFAULT, describe
+from headway.scheduler.policies.presets import DEFAULT, describe
+from headway.scheduler.policies.text import ANY
 
 Settings = dict[str, Any]  # preset, slots as text, numbers
 PACKAGE = Path(__file__).parents[2]

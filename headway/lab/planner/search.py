@@ -26,7 +26,7 @@ from headway.lab.planner.objective import STOPPED, Objective, Score
 from headway.lab.planner.space import Space, neighbours
 from headway.lab.planner.targets import Targets
 from headway.lab.planner.workload import Workload
-from headway.scheduler.presets import describe
+from headway.scheduler.policies.presets import describe
 
 # Shares of the workload, with the fewest requests that a share must have to be used: a smaller part
 # says little, and the smallest share only pays where a full run takes seconds.

@@ -16,8 +16,8 @@ from headway.config import Config
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
 from headway.lab.planner.evaluate import Settings, make_config
-from headway.scheduler import policy_text
-from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
+from headway.scheduler.policies import text as policy_text
+from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS
 
 Space = dict[str, list[Any]]
 WORKLOAD_KNOBS = ("speed", "seed")

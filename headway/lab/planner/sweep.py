@@ -16,8 +16,8 @@ from headway.lab.planner.workload import Workload, rate_of
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.svg import Curve, Plot
-from headway.scheduler import policy_text
-from headway.scheduler.presets import SLOTS
+from headway.scheduler.policies import text as policy_text
+from headway.scheduler.policies.presets import SLOTS
 
 
 @dataclass(frozen=True, kw_only=True)

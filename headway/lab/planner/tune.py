@@ -15,7 +15,7 @@ from headway.lab.planner.objective import MET, Objective, choose_objective
 from headway.lab.planner.search import Search, Tried, TuneQuestion
 from headway.lab.planner.targets import worst_ratio
 from headway.lab.summary import Summary
-from headway.scheduler.presets import PRESETS, SLOTS, describe, slot
+from headway.scheduler.policies.presets import PRESETS, SLOTS, describe, slot
 
 MIN_BUDGET = 14
 NO_LOSS = 0.002  # a change that buys less is left out

@@ -29,7 +29,7 @@ from headway.lab.stories import load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
 from headway.record.reader import read_journal
-from headway.scheduler.presets import check_own_policies
+from headway.scheduler.policies.presets import check_own_policies
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}

@@ -10,7 +10,7 @@ from headway.config import Config
 from headway.lab.cost import known_profiles, load_profile
 from headway.lab.film.spec import DEFAULT_PROFILE
 from headway.record.sentences import BLOCKED, NOT_CONSIDERED
-from headway.scheduler.presets import DEFAULT, PRESETS, SLOTS, describe, preset
+from headway.scheduler.policies.presets import DEFAULT, PRESETS, SLOTS, describe, preset
 
 STATES = {
     "waiting": "In the queue. It holds no KV blocks on the device.",

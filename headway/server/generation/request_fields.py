@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from headway.engine.queries import GetTime
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.response_format import GUIDED_FIELDS
@@ -99,7 +100,7 @@ def check_supported(extra: Mapping[str, Any]) -> None:
 
 async def deadline_of(context: Context, seconds: float | None) -> float | None:
     """A deadline in seconds from now as a time on the engine's clock."""
-    return None if seconds is None else await context.engine.ask("now") + seconds
+    return None if seconds is None else await context.engine.ask(GetTime()) + seconds
 
 
 def check_salt(salt: str | None) -> None:

@@ -117,7 +117,7 @@ def serve_single_process(factory: ServerFactory, bound: socket.socket, ready: Re
     served.prepare(client.loop)
     listener = Listener(fileno=bound.detach())
     serving = serve_http(
-        factory, AsyncEngine(client), lambda: served.model_info, listener, ready=ready,
+        factory, AsyncEngine(client), served.model_info, listener, ready=ready,
         on_start=partial(install_signal_handlers, factory.grace),
     )  # fmt: skip
     with restored_signal_handlers():
@@ -131,7 +131,7 @@ def serve_single_process(factory: ServerFactory, bound: socket.socket, ready: Re
 async def serve_http(
     factory: ServerFactory,
     engine: AsyncEngine,
-    model_info: Callable[[], Any],
+    model_info: Any,
     bound: socket.socket,
     *,
     ready: Ready,
@@ -141,10 +141,10 @@ async def serve_http(
 
     ConfigError if another process listens on the address.
     """
-    await engine.start()  # the model info may be available only afterwards
-    app = factory.make_app(engine, model_info())
+    await engine.start()
+    app = factory.make_app(engine, model_info)
     table = ConnectionTable(factory.connections, raise_descriptor_limit())
-    server = GracefulServer(app, engine, factory.grace, lambda: ready(model_info()), table)
+    server = GracefulServer(app, engine, factory.grace, lambda: ready(model_info), table)
     on_start(server)
     with gc_freeze():
         try:

@@ -24,9 +24,9 @@ from typing import Any
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ConfigError, ExecutorError, HeadwayError
+from headway.remote.client import SocketClient
+from headway.remote.service import EngineService
 from headway.server.http.connection_table import Listener
-from headway.server.process.engine_service import EngineService
-from headway.server.process.ipc import SocketClient
 from headway.server.process.serve import (
     SIGNALS,
     Ready,
@@ -37,7 +37,7 @@ from headway.server.process.serve import (
 )
 from headway.server.process.shutdown import DRAIN_TIMEOUT
 
-GO, STOP = "go", "stop"
+STOP = "stop"
 CONTEXT = get_context("spawn")
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class SharedListener(Listener):
     max_accepts = 1
 
 
-def run_engine(factory: ServerFactory, path: str, control: Connection) -> None:
+def run_engine(factory: ServerFactory, path: Path, control: Connection) -> None:
     """Main function of the engine's process: report readiness, then serve until stopped."""
     _ignore_signals()
     teardown = factory.setup()
@@ -66,7 +66,7 @@ def run_engine(factory: ServerFactory, path: str, control: Connection) -> None:
     async def serve() -> None:
         client = ThreadClient(served.engine, served.limits)
         served.prepare(client.loop)
-        service = EngineService(client, served.model_info)
+        service = EngineService(client)
         await service.start(path)
         stopped, loop = asyncio.Event(), asyncio.get_running_loop()
         _listen_for_stop(control, lambda: loop.call_soon_threadsafe(stopped.set))
@@ -81,16 +81,18 @@ def run_engine(factory: ServerFactory, path: str, control: Connection) -> None:
 
 
 def run_worker(
-    factory: ServerFactory, path: str, bound: socket.socket, control: Connection
+    factory: ServerFactory, path: Path, bound: socket.socket, control: Connection
 ) -> None:
-    """Main function of an API worker: serve HTTP once the engine is ready."""
+    """Main function of an API worker: serve HTTP once the supervisor sends the model info."""
     _ignore_signals()
     teardown = factory.setup()
-    if not _wait_for_engine(control):
+    try:
+        model_info = control.recv()
+    except EOFError:  # the supervisor has exited
         return
-    client, shared = SocketClient(path), SharedListener(fileno=bound.detach())
+    shared = SharedListener(fileno=bound.detach())
     serving = serve_http(
-        factory, AsyncEngine(client), lambda: client.model_info, shared,
+        factory, AsyncEngine(SocketClient(path)), model_info, shared,
         ready=lambda _: control.send(None),
         on_start=lambda server: _listen_for_stop(control, server.stop),
     )  # fmt: skip
@@ -99,14 +101,6 @@ def run_worker(
     except ConfigError as error:
         control.send(error)
     teardown()
-
-
-def _wait_for_engine(control: Connection) -> bool:
-    """Wait for the supervisor's GO message; False if the supervisor has exited."""
-    try:
-        return bool(control.recv() == GO)
-    except EOFError:
-        return False
 
 
 def _ignore_signals() -> None:
@@ -161,7 +155,7 @@ class ChildProcess:
                 self.wait_until_ready()
         return self._is_ready
 
-    def send(self, message: str) -> None:
+    def send(self, message: Any) -> None:
         with suppress(OSError):  # the supervisor notices the exit of a child elsewhere
             self.control.send(message)
 
@@ -188,13 +182,13 @@ class Supervisor:
             restored_signal_handlers(),
             tempfile.TemporaryDirectory(prefix="headway-") as folder,  # of mode 0700
         ):
-            path = str(Path(folder) / "engine")
+            path = Path(folder) / "engine"
             try:
                 model_info = self._start(path)
                 for number in SIGNALS:
                     signal.signal(number, self._on_signal)
                 ready(model_info)
-                status = self._watch(path)
+                status = self._watch(path, model_info)
                 if self._signals:
                     log_stop(self._signals[0], self._factory.grace)
                 self._stop()
@@ -202,21 +196,21 @@ class Supervisor:
                 self._kill()
         return status
 
-    def _start(self, path: str) -> Any:
+    def _start(self, path: Path) -> Any:
         """Start all processes; return the model info once all are ready."""
         self.engine = ChildProcess("engine", run_engine, self._factory, path)
         self.workers = [self._new_worker(path) for _ in range(self._num_workers)]
         model_info = self.engine.wait_until_ready()
         for worker in self.workers:
-            worker.send(GO)
+            worker.send(model_info)
         for worker in self.workers:
             worker.wait_until_ready()
         return model_info
 
-    def _new_worker(self, path: str) -> ChildProcess:
+    def _new_worker(self, path: Path) -> ChildProcess:
         return ChildProcess("API worker", run_worker, self._factory, path, self._bound)
 
-    def _watch(self, path: str) -> int:
+    def _watch(self, path: Path, model_info: Any) -> int:
         """Replace workers that exit, until a signal arrives or no worker is left."""
         assert self.engine is not None, "_start() was called"
         is_logged = False
@@ -227,10 +221,10 @@ class Supervisor:
                 is_logged = True
             exited = wait([worker.process.sentinel for worker in self.workers], timeout=0.1)
             for worker in [w for w in self.workers if w.process.sentinel in exited]:
-                self._replace(worker, path)
+                self._replace(worker, path, model_info)
         return 0 if self.workers and self.engine.process.is_alive() else 1
 
-    def _replace(self, worker: ChildProcess, path: str) -> None:
+    def _replace(self, worker: ChildProcess, path: Path, model_info: Any) -> None:
         assert self.engine is not None, "_start() was called"
         worker.process.join()
         log.error("an API worker exited with status %s", worker.process.exitcode)
@@ -238,7 +232,7 @@ class Supervisor:
         # A worker that failed to start is not replaced: the next one would fail, too.
         if worker.was_ready() and self.engine.process.is_alive():
             self.workers.append(self._new_worker(path))
-            self.workers[-1].send(GO)
+            self.workers[-1].send(model_info)
 
     def _stop(self) -> None:
         assert self.engine is not None, "_start() was called"

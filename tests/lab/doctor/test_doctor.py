@@ -12,8 +12,9 @@ from headway.lab.doctor.diagnose import DERIVED, Finding, diagnose
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler import policies, preset
-from headway.scheduler.presets import PRESETS, SLOTS, describe
+from headway.scheduler import preset
+from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.presets import PRESETS, SLOTS, describe
 
 CHUNKS = ("split_any", "at_most(64)", "whole", "hold_tbt(0.03)", "hold_tbt(0.5)")
 CONFIG: dict[str, Any] = describe(preset("vllm_v1"))
@@ -209,6 +210,6 @@ def test_the_time_to_hold_follows_the_usual_time_between_tokens(
     usual: float, seconds: float
 ) -> None:
     assert stall_changes("split_any", usual)[0] == f"chunk=hold_tbt({seconds:g})"
-    measured = str(policies.hold_tbt(2 * seconds, weights=0.001))
+    measured = str(hold_tbt(2 * seconds, weights=0.001))
     assert stall_changes(measured, usual)[0] == f"chunk=hold_tbt({seconds:g})"
     assert not any("hold" in each for each in stall_changes(f"hold_tbt({seconds})", usual))

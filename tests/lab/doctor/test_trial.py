@@ -15,6 +15,7 @@ import pytest
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
+from headway.engine.queries import GetDiagnosis
 from headway.errors import ConfigError
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.cost import load_profile
@@ -103,7 +104,7 @@ def test_a_trial_shows_that_chunks_shorten_stalls_and_cost_time_to_first_token(
 
 
 def test_the_doctors_remedy_for_stalls_cures_them_in_a_trial(whole: Run) -> None:
-    found = whole.loop.concurrent_queries["doctor"](None)
+    found = whole.loop.reply(GetDiagnosis()).value
     (stalls,) = [f for f in found["findings"] if "pause" in f["symptom"]]
     slot, _, value = stalls["changes"][0].partition("=")
     assert value == "hold_tbt(0.05)" and value in stalls["remedy"]
@@ -196,7 +197,7 @@ def test_kept_steps_have_no_token_ids_and_are_limited(monkeypatch: pytest.Monkey
 
 
 def test_the_doctor_of_an_engine_finds_the_stalls_of_the_last_minute(whole: Run) -> None:
-    found = whole.loop.concurrent_queries["doctor"](None)
+    found = whole.loop.reply(GetDiagnosis()).value
     assert any("pause" in finding["symptom"] for finding in found["findings"])
     vitals, summary = {v["name"]: v for v in found["vitals"]}, found["summary"]
     for name, value in {
@@ -208,12 +209,12 @@ def test_the_doctor_of_an_engine_finds_the_stalls_of_the_last_minute(whole: Run)
     later = Run()
     later.serve("requests=3,prompt=20,output=9")
     later.clock.advance_to(later.clock.now() + 100)
-    assert later.loop.concurrent_queries["doctor"](None)["findings"] == []
-    assert later.loop.concurrent_queries["doctor"](None)["summary"]["steps"] == 0
+    assert later.loop.reply(GetDiagnosis()).value["findings"] == []
+    assert later.loop.reply(GetDiagnosis()).value["summary"]["steps"] == 0
 
 
 def test_the_last_minute_equals_the_statistics_of_the_run(whole: Run) -> None:
-    summary = whole.loop.concurrent_queries["doctor"](None)["summary"]
+    summary = whole.loop.reply(GetDiagnosis()).value["summary"]
     stats = RunStats(whole.recording().header)
     for line in whole.recording().lines:
         stats.add(line)

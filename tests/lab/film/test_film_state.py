@@ -16,7 +16,7 @@ from headway.lab.film.reader import Film
 from headway.lab.film.state import FilmState, split
 from headway.observe.trace import Line, describe_step, header
 from headway.plan import StepReport
-from headway.scheduler.presets import describe
+from headway.scheduler.policies.presets import describe
 from tests.scheduler import decisions
 from tests.support.film_states import note_states, shown
 

@@ -14,7 +14,7 @@ from headway.errors import ConfigError
 from headway.lab.film.recorder import PolicyRecorder
 from headway.plan import Plan, StepReport
 from headway.scheduler import Scheduler, preset
-from headway.scheduler.presets import PRESETS, SLOTS
+from headway.scheduler.policies.presets import PRESETS, SLOTS
 from tests.scheduler import decisions
 from tests.support.drive import Driver, Row, check_no_leaks
 

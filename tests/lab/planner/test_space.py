@@ -8,7 +8,7 @@ from headway.errors import ConfigError
 from headway.lab.cost import load_profile
 from headway.lab.planner.evaluate import make_config
 from headway.lab.planner.space import check, default_space, neighbours, parse_knobs, points
-from headway.scheduler.presets import PRESETS
+from headway.scheduler.policies.presets import PRESETS
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
 

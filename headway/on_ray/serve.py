@@ -22,16 +22,15 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
-from headway.engine.messages import Query
+from headway.engine.queries import GetProblem
 from headway.errors import ExecutorError, HeadwayError
-from headway.fleet.client import FleetClient
-from headway.fleet.merge import merge_metrics, merge_snapshots
-from headway.fleet.on_ray.directory import RayDirectory
-from headway.fleet.on_ray.options import FleetOptions
-from headway.fleet.on_ray.scaling import ScalingLoad, replicas_needed
+from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.routing import parse_route
-from headway.fleet.transport.discovery import DiscoveredFleet
-from headway.fleet.transport.sockets import Identity, ReplicaServer
+from headway.on_ray.directory import RayDirectory
+from headway.on_ray.options import FleetOptions
+from headway.on_ray.scaling import ScalingLoad, replicas_needed
+from headway.remote.auth import Address, Identity
+from headway.remote.service import EngineService
 from headway.server.process.serve import ServerFactory
 
 ANNOUNCE_SECONDS = 5.0  # an entry that was dropped by mistake comes back after this time
@@ -46,7 +45,7 @@ class Replica:
         self, factory: ServerFactory, options: FleetOptions
     ) -> None:
         self._directory = RayDirectory.of(options)
-        self._server: ReplicaServer | None = None
+        self._service: EngineService | None = None
         try:
             await self._start(factory, options.key)
         except Exception as error:  # the process that waits for the replicas reports it
@@ -57,9 +56,8 @@ class Replica:
     async def _start(self, factory: ServerFactory, key: bytes) -> None:
         self._teardown = factory.setup()
         self._served = served = await asyncio.to_thread(factory.make_engine)
-        client = ThreadClient(served.engine, served.limits)
+        client = ThreadClient(served.engine, served.limits, report_load=True)
         served.prepare(client.loop)
-        client.loop.report_load = True
         self._loop = client.loop
         identity = Identity(
             name=serve.get_replica_context().replica_id.unique_id,
@@ -67,22 +65,20 @@ class Replica:
             block_size=served.engine.scheduler.config.block_size,
         )
         self._directory.put_info(served.model_info, identity)
-        server = ReplicaServer(client, identity, key)
-        await server.start(ray.util.get_node_ip_address())
-        self._announcing = asyncio.create_task(self._announce(server))
-        self._server = server
+        service = EngineService(client, identity, key)
+        address = await service.start((ray.util.get_node_ip_address(), 0))
+        self._announcing = asyncio.create_task(self._announce(identity.name, address))
+        self._service = service
 
-    async def _announce(self, server: ReplicaServer) -> None:
+    async def _announce(self, name: str, address: Address) -> None:
         while True:
             with suppress(Exception):  # Ray's store may be away for a while
-                await asyncio.to_thread(
-                    self._directory.announce, server.identity.name, server.address
-                )
+                await asyncio.to_thread(self._directory.announce, name, address)
             await asyncio.sleep(ANNOUNCE_SECONDS)
 
     async def check_health(self) -> None:
         """Raise if the engine has stopped or makes no progress; Ray then replaces the replica."""
-        if problem := self._loop.reply(Query(0, "problem")).value:
+        if problem := self._loop.reply(GetProblem()).value:
             raise ExecutorError(problem)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -97,12 +93,12 @@ class Replica:
 
     async def __del__(self) -> None:
         """Move all requests elsewhere, then stop. Serve calls it before it ends the process."""
-        if (server := self._server) is None:  # it did not start
+        if (service := self._service) is None:  # it did not start
             return
         self._announcing.cancel()
-        await asyncio.to_thread(self._directory.forget, server.identity.name)
-        await server.drain("the replica is stopping")
-        await server.close()
+        await asyncio.to_thread(self._directory.forget, service.identity.name)
+        await service.drain("the replica is stopping")
+        await service.close()
         self._served.close()
         self._teardown()
 
@@ -186,12 +182,8 @@ def gateway_engine(
     directory: RayDirectory, identity: Identity, options: FleetOptions
 ) -> AsyncEngine:
     """The engine of a gateway: all replicas behind one client."""
-    client = FleetClient(block_size=identity.block_size, route=parse_route(options.route))
-    fleet = DiscoveredFleet(client, directory, identity, options.key)
-    combined = client.dispatcher.queries.combined
-    combined["metrics"] = lambda answers: merge_metrics(answers, fleet.counters())
-    combined["snapshot"] = merge_snapshots
-    return AsyncEngine(fleet)
+    route = parse_route(options.route)
+    return AsyncEngine(DiscoveredFleet(directory, identity, options.key, route=route))
 
 
 class Gateway:

@@ -20,7 +20,7 @@ from headway.lab.workload.synthetic import parse_synthetic
 from headway.plan import Plan, StepReport
 from headway.request import Request, RequestParams
 from headway.scheduler import preset
-from headway.scheduler.output_lengths import OPEN_ENDED, is_open_ended, survival_curve
+from headway.scheduler.policies.lengths import OPEN_ENDED, is_open_ended, survival_curve
 from tests.support.drive import Driver
 
 MAX_MODEL_LEN = 8192

@@ -3,9 +3,7 @@
 `future_peak` looks ahead to the most blocks that the batch will hold at any later step. As long as
 no request ends, all of them grow, so block use peaks just before one of the requests ends. If that
 peak fits, no request will be preempted. The estimate `limit` assumes that every request reaches its
-limit; it is exact for known lengths, including partially prefilled prompts and shared prefixes. The
-estimate `learned` uses the outputs that have finished so far, and asks for the expected peak plus
-some standard deviations (see output_lengths.py).
+limit, and `learned` uses the outputs that have finished so far (lengths.py).
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.config import Checked, HeadroomRule, SchedulerView, number
+from headway.config import Checked, Headroom, HeadroomRule, SchedulerView, number
 from headway.errors import ConfigError
 from headway.request import Request
-from headway.scheduler.output_lengths import is_open_ended, survival_curve
+from headway.scheduler.policies.lengths import is_open_ended, survival_curve
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -72,8 +70,11 @@ class back_off(Checked):
         if not callable(self.base):
             raise ConfigError(f"back_off: base must be a headroom rule, not {self.base!r}")
 
-    def __call__(self, request: Request, view: SchedulerView) -> int:
-        return self.base(request, view) + int(self.share * view.num_blocks * view.pressure)
+    def __call__(self, request: Request, view: SchedulerView) -> Headroom:
+        base = self.base(request, view)
+        headroom = Headroom(base + int(self.share * view.num_blocks * view.pressure))
+        headroom.base = base
+        return headroom
 
 
 @dataclass(frozen=True)
@@ -178,13 +179,16 @@ class learned(Checked):
 def _chances(
     batch: Forecast, is_open: Bools, moments: Floats, view: SchedulerView
 ) -> tuple[Floats, Floats]:
-    """The chance of each output to reach each moment, and its relative error where known."""
-    if is_open.all():
-        return _chance_by_length(batch, is_open, moments, view)
-    chance = _chance_by_share(batch, moments, view)
-    error = np.zeros_like(chance)
+    """The chance of each output to reach each moment, and its relative error where known.
+
+    It comes from shares of the allowed output, and for open-ended requests from lengths in tokens.
+    """
+    error = np.zeros((len(moments), len(is_open)))
+    chance = error.copy() if is_open.all() else _chance_by_share(batch, moments, view)
     if is_open.any():
-        chance[:, is_open], error[:, is_open] = _chance_by_length(batch, is_open, moments, view)
+        reached = np.maximum(batch.held - batch.prompt, 0.0)[is_open]
+        curve = survival_curve(np.asarray(view.output_lengths, dtype=np.float64), reached)
+        chance[:, is_open], error[:, is_open] = curve.going_on(reached, moments)
     return chance, error
 
 
@@ -196,15 +200,6 @@ def _chance_by_share(batch: Forecast, moments: Floats, view: SchedulerView) -> F
     outlived = np.searchsorted(seen, generated + moments / batch.allowed, side="right")
     chance: Floats = (len(seen) - outlived) / np.maximum(num_longer, 1)
     return chance
-
-
-def _chance_by_length(
-    batch: Forecast, is_open: Bools, moments: Floats, view: SchedulerView
-) -> tuple[Floats, Floats]:
-    """The chances of open-ended requests, from lengths in tokens, and their relative errors."""
-    reached = np.maximum(batch.held - batch.prompt, 0.0)[is_open]
-    finished = np.asarray(view.output_lengths, dtype=np.float64)
-    return survival_curve(finished, reached).going_on(reached, moments)
 
 
 def _delays(requests: list[Request], view: SchedulerView) -> tuple[Floats, Floats]:

@@ -13,16 +13,9 @@ import pytest
 from headway.config import SchedulerView
 from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import headroom
-from headway.scheduler.policies import (
-    at_most,
-    recompute,
-    split_any,
-    split_first,
-    swap,
-    swap_if_cheaper,
-    whole,
-)  # fmt: skip
+from headway.scheduler.policies import headroom
+from headway.scheduler.policies.chunk import at_most, split_any, split_first, whole
+from headway.scheduler.policies.swap import recompute, swap, swap_if_cheaper  # fmt: skip
 from tests.support.drive import Driver, Row, small_driver
 
 # chunk

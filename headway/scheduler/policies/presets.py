@@ -15,30 +15,27 @@ from typing import Any
 
 from headway.config import Config
 from headway.errors import ConfigError, OwnPolicyError, shorten
-from headway.scheduler import headroom, policies, policy_text, queues
-from headway.scheduler.policy_text import ANY, READY_MADE
+from headway.scheduler.policies import batching, chunk, headroom, queue, swap, text, victim
+from headway.scheduler.policies.text import ANY, READY_MADE
 
 SLOTS: dict[str, tuple[Any, ...]] = {
     "batching": (
-        policies.mixed, policies.swapped_first, policies.prefill_first,
-        policies.prefill_first_charge_cached, policies.static,
+        batching.mixed, batching.swapped_first, batching.prefill_first,
+        batching.prefill_first_charge_cached, batching.static,
     ),
     "queue": (
-        queues.fcfs, queues.priority, queues.shortest_first, queues.fair, queues.earliest_deadline,
-        queues.custom,
+        queue.fcfs, queue.priority, queue.shortest_first, queue.fair, queue.earliest_deadline,
+        queue.custom,
     ),
-    "chunk": (
-        policies.whole, policies.split_first, policies.split_any, policies.at_most,
-        policies.hold_tbt,
-    ),
+    "chunk": (chunk.whole, chunk.split_first, chunk.split_any, chunk.at_most, chunk.hold_tbt),
     "headroom": (
         headroom.watermark, headroom.reserve_outputs, headroom.future_peak, headroom.back_off,
     ),
     "victim": (
-        policies.served_last, policies.newest, policies.least_work, policies.fewest_generated,
-        policies.lowest_priority, policies.fewest_private_blocks,
+        victim.served_last, victim.newest, victim.least_work, victim.fewest_generated,
+        victim.lowest_priority, victim.fewest_private_blocks,
     ),
-    "swap": (policies.recompute, policies.swap, policies.swap_if_cheaper, policies.discard_output),
+    "swap": (swap.recompute, swap.swap, swap.swap_if_cheaper, swap.discard_output),
 }  # fmt: skip
 ARGUMENTS = {"batching": "step", "chunk": "want left is_first"} | dict.fromkeys(
     ("queue", "headroom", "victim", "swap"), "request view"
@@ -49,39 +46,30 @@ NUMBERS = tuple(
     f.name for f in fields(Config) if f.default is not MISSING and f.name not in OF_MODEL
 )
 
+PLAIN: dict[str, str | int] = {
+    "batching": "mixed", "queue": "fcfs", "chunk": "split_any",
+    "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
+}  # fmt: skip
 PRESETS: dict[str, dict[str, str | int]] = {
-    "headway": {
-        "batching": "swapped_first", "queue": "shortest_first", "chunk": "split_any",
-        "headroom": "future_peak(learned)", "victim": "newest", "swap": "swap_if_cheaper",
+    "headway": PLAIN | {
+        "batching": "swapped_first", "queue": "shortest_first",
+        "headroom": "future_peak(learned)", "swap": "swap_if_cheaper",
     },
-    "nano_vllm": {
-        "batching": "prefill_first", "queue": "fcfs", "chunk": "split_first",
-        "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
+    "nano_vllm": PLAIN | {
+        "batching": "prefill_first", "chunk": "split_first",
         "max_num_seqs": 512, "max_num_batched_tokens": 16384,
     },
-    "deep_dive": {
-        "batching": "mixed", "queue": "fcfs", "chunk": "split_any",
-        "headroom": "reserve_outputs(1.0)", "victim": "newest", "swap": "recompute",
+    "deep_dive": PLAIN | {"headroom": "reserve_outputs(1.0)"},
+    "vllm": PLAIN | {
+        "batching": "swapped_first", "headroom": "back_off(watermark(0.01))",
+        "swap": "swap_if_cheaper", "max_num_seqs": 256, "max_num_batched_tokens": 8192,
     },
-    "vllm": {
-        "batching": "swapped_first", "queue": "fcfs", "chunk": "split_any",
-        "headroom": "back_off(watermark(0.01))", "victim": "newest", "swap": "swap_if_cheaper",
-        "max_num_seqs": 256, "max_num_batched_tokens": 8192,
-    },
-    "vllm_v1": {
-        "batching": "mixed", "queue": "fcfs", "chunk": "split_any",
-        "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
-        "max_num_seqs": 256, "max_num_batched_tokens": 8192,
-    },
-    "minivllm": {
-        "batching": "prefill_first_charge_cached", "queue": "fcfs", "chunk": "whole",
-        "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
+    "vllm_v1": PLAIN | {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
+    "minivllm": PLAIN | {
+        "batching": "prefill_first_charge_cached", "chunk": "whole",
         "max_num_seqs": 512, "max_num_batched_tokens": 16384,
     },
-    "static": {
-        "batching": "static", "queue": "fcfs", "chunk": "split_any",
-        "headroom": "reserve_outputs(1.0)", "victim": "newest", "swap": "recompute",
-    },
+    "static": PLAIN | {"batching": "static", "headroom": "reserve_outputs(1.0)"},
 }  # fmt: skip
 DEFAULT = "headway"
 NUM_REMEMBERED = 256  # texts of policies
@@ -102,9 +90,9 @@ def read_preset(
 
     `own` has the `module:function` that may be imported; OwnPolicyError for another one.
     """
-    values: dict[str, Any] = {**policy_text.lookup("preset", name, PRESETS), **changes}
+    values: dict[str, Any] = {**text.lookup("preset", name, PRESETS), **changes}
     for field in values:
-        policy_text.lookup("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS, *OF_MODEL)))
+        text.lookup("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS, *OF_MODEL)))
     check_own_policies(own, values)
     return Config(**{k: slot(k, v, own) if k in SLOTS else v for k, v in values.items()})
 
@@ -112,7 +100,7 @@ def read_preset(
 def own_policies(*settings: Mapping[str, Any]) -> set[str]:
     """Every `module:function` that these settings name."""
     texts = (v for each in settings for k, v in each.items() if k in SLOTS and isinstance(v, str))
-    return {name for name in map(policy_text.own_name, texts) if name}
+    return {name for name in map(text.own_name, texts) if name}
 
 
 def check_own_policies(own: Container[str], *settings: Mapping[str, Any]) -> None:
@@ -128,44 +116,42 @@ def read_changes(texts: Mapping[str, str]) -> dict[str, Any]:
     """
     known = dict.fromkeys((*SLOTS, *NUMBERS))
     changes: dict[str, Any] = {}
-    for name, text in texts.items():
-        policy_text.lookup("slot or number", name, known)
+    for name, value in texts.items():
+        text.lookup("slot or number", name, known)
         try:
-            changes[name] = int(text) if name in NUMBERS else text
+            changes[name] = int(value) if name in NUMBERS else value
         except ValueError:
-            raise ConfigError(f"{name} must be a whole number, not {text!r}") from None
+            raise ConfigError(f"{name} must be a whole number, not {value!r}") from None
     return changes
 
 
 def slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
     """The value of a slot; text is read, any other value is checked and used."""
-    if isinstance(value, str) and not policy_text.own_name(value):  # a user's module may change
+    if isinstance(value, str) and not text.own_name(value):  # a user's module may change
         return _ready_made(name, value)
     return _read_slot(name, value, own)
 
 
-@lru_cache(NUM_REMEMBERED)
-def _ready_made(name: str, text: str) -> Any:
-    """The policy of a text; it keeps no state, so that many schedulers can use one."""
-    return _read_slot(name, text, READY_MADE)
-
-
-def _read_slot(name: str, value: Any, own: Container[str]) -> Any:
-    ready_made = policy_text.lookup("slot", name, SLOTS)
+def _read_slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
+    ready_made = text.lookup("slot", name, SLOTS)
     if isinstance(value, str):
         parts = {"future_peak": _by_name(PARTS)} if name == "headroom" else {}
-        value = policy_text.parse_policy(name, value, _by_name(ready_made), parts, own)
+        value = text.parse_policy(name, value, _by_name(ready_made), parts, own)
     if any(value is part or type(value) is part for part in PARTS):
         raise ConfigError(f"{name}: {shorten(value)} is an estimate; use future_peak(estimate)")
-    value = policy_text.instantiate(value)
+    value = text.instantiate(value)
     if name == "queue" and hasattr(value, "key") and hasattr(value, "outranks"):
         return value
     if not callable(value):
         raise ConfigError(
             f"{name} must be a policy name, module:function or a callable, not {shorten(value)}"
         )
-    policy_text.check_arguments(name, value, ARGUMENTS[name])
-    return queues.custom(function=value) if name == "queue" else value
+    text.check_arguments(name, value, ARGUMENTS[name])
+    return queue.custom(function=value) if name == "queue" else value
+
+
+# Policies keep no state, so that many schedulers can use one.
+_ready_made = lru_cache(NUM_REMEMBERED)(_read_slot)
 
 
 def _by_name(policies: Iterable[Any]) -> dict[str, Any]:
@@ -180,6 +166,6 @@ def describe(config: Config) -> dict[str, str | int]:
     known = [policy for group in (*SLOTS.values(), PARTS) for policy in group]
     hidden = () if config.sliding_window else OF_MODEL
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in hidden}
-    if isinstance(config.queue, queues.custom) and not config.queue.max_overtakes:
+    if isinstance(config.queue, queue.custom) and not config.queue.max_overtakes:
         values["queue"] = config.queue.function
-    return {k: policy_text.format_policy(v, known) if k in SLOTS else v for k, v in values.items()}
+    return {k: text.format_policy(v, known) if k in SLOTS else v for k, v in values.items()}

@@ -1,4 +1,4 @@
-"""The waiting queue, kept in the order of a rule, and the ready-made rules.
+"""The waiting queue, kept in the order of a rule.
 
 A rule is a sort key, so the queue inserts by bisection and never ranks all requests. If a rule's
 keys can change while requests wait, the keys of a few requests are recomputed before every step.
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any
 
-from headway.config import Checked, QueueRule, SchedulerView, count, number
+from headway.config import ALL, QueueRule, SchedulerView
+from headway.errors import policy_failed
 from headway.request import Request
 from headway.scheduler.fairness import ServiceCounters, group_of
-from headway.scheduler.policy_calls import call_group, call_key, policy_failed
+from headway.scheduler.policy_calls import QUEUE_GROUP, QUEUE_KEY, checked
 
 NUM_REFRESHED = 16  # requests at the front, and as many in turn, whose keys are refreshed per step
-ALL = "all"  # the group of rules that have only one
 Entry = tuple[Any, Request]  # a sort key and its request
 
 
@@ -31,6 +30,7 @@ class WaitingQueue:
         self.rule = rule
         self.counters = ServiceCounters()
         self._view = view
+        self._key_of, self._group_of = checked(QUEUE_KEY, rule), checked(QUEUE_GROUP, rule)
         # Deques: insertion and removal near both ends take constant time.
         self._groups: dict[str, deque[Entry]] = {}
         self._keys: dict[Request, Any] = {}
@@ -51,12 +51,12 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Insert a request; PolicyError, and no change, if its key or group cannot be used."""
         if request.history.group is None:  # the rule is asked once: groups never change
-            request.history.group = call_group(self.rule, request)
+            request.history.group = self._group_of(request)
         name, key = request.history.group, self._key(request)
         group = self._groups.get(name, deque())
         try:
             if group and key < group[-1][0]:
-                insort(group, (key, request), key=_key_of)
+                insort(group, (key, request), key=_first)
             else:
                 group.append((key, request))
         except Exception as error:
@@ -80,20 +80,20 @@ class WaitingQueue:
         PolicyError, and no change, if the rule cannot be used.
         """
         other, requests = WaitingQueue(rule, self._view), [*self, *running]
-        groups, before = [request.history.group for request in requests], (self.rule, self.counters)
+        before, groups = self.counters, [request.history.group for request in requests]
         try:
             for request in requests:
-                request.history.group = call_group(rule, request)
+                request.history.group = other._group_of(request)
                 other.counters.arrive(group_of(request))
-            self.rule, self.counters = rule, other.counters  # now, as keys may read the service
+            self.counters = other.counters  # now, as keys may read the service
             for request in self:
                 other.push(request)
         except BaseException:
-            self.rule, self.counters = before
+            self.counters = before
             for request, group in zip(requests, groups, strict=True):
                 request.history.group = group
             raise
-        self._groups, self._keys, self._next_refresh = other._groups, other._keys, {}
+        vars(self).update(vars(other))
 
     def walk(self, max_service: float = inf) -> Iterator[Request]:
         """The order of service; the request just yielded may be removed before the next.
@@ -132,7 +132,7 @@ class WaitingQueue:
                 heappush(heap, (service().get(name, 0.0), group[passed][0], name, passed))
 
     def _key(self, request: Request) -> Any:
-        return call_key(self.rule, request, self._view), request.history.serial
+        return self._key_of(request, self._view), request.history.serial
 
     def _refresh_keys(self) -> None:
         """Ask for drifting keys again: at the front in every step, elsewhere in turn."""
@@ -141,11 +141,9 @@ class WaitingQueue:
             if start >= len(group):
                 start = NUM_REFRESHED
             self._next_refresh[name] = start
-            front, later = (
-                range(len(group))[:NUM_REFRESHED],
-                range(len(group))[start:][:NUM_REFRESHED],
-            )
-            old = [(place, group[place]) for place in (*front, *later)]
+            places = range(len(group))
+            refreshed = (*places[:NUM_REFRESHED], *places[start:][:NUM_REFRESHED])
+            old = [(place, group[place]) for place in refreshed]
             new = [(self._key(request), request) for _, (_, request) in old]
             try:
                 moved = [(o, n) for o, n in zip(old, new, strict=True) if o[1][0] != n[0]]
@@ -161,7 +159,7 @@ class WaitingQueue:
         inserted: list[Entry] = []
         try:
             for _, entry in moved:
-                insort(group, entry, key=_key_of)
+                insort(group, entry, key=_first)
                 inserted.append(entry)
         except Exception:
             for entry in inserted:
@@ -172,7 +170,7 @@ class WaitingQueue:
         self._keys.update((request, key) for key, request in inserted)
 
 
-def _key_of(entry: Entry) -> Any:
+def _first(entry: Entry) -> Any:
     return entry[0]
 
 
@@ -181,104 +179,9 @@ def _position(group: deque[Entry], key: Any, request: Request) -> int:
     if group[0][1] is request:
         return 0
     try:
-        place = bisect_left(group, key, key=_key_of)
+        place = bisect_left(group, key, key=_first)
     except Exception:  # keys that do not compare
         place = len(group)
     if place < len(group) and group[place][1] is request:
         return place
     return next(place for place, (_, other) in enumerate(group) if other is request)
-
-
-@dataclass(frozen=True)
-class Rule(Checked):
-    """Defaults of the ready-made rules: one group, stable keys, no preemption."""
-
-    max_overtakes: int = count(0, 0)
-    keys_change = False
-    preempts = False
-
-    def group(self, request: Request) -> str:
-        return ALL
-
-    def outranks(self, waiting: Request, running: Request) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class fcfs(Rule):
-    """First come, first served. A blocked request may be overtaken `max_overtakes` times."""
-
-    def key(self, request: Request, view: SchedulerView) -> Any:
-        return request.arrival
-
-
-@dataclass(frozen=True)
-class priority(Rule):
-    """Lower numbers first; `aging` seconds of waiting are worth one level (0: strictly by level).
-
-    With `preempts`, a blocked request may preempt running ones of a lower priority, each of them
-    at most `max_preemptions` times.
-    """
-
-    aging: float = number(60.0, 0)
-    preempts: bool = False
-    max_preemptions: int = count(2, 0)
-
-    def key(self, request: Request, view: SchedulerView) -> Any:
-        if self.aging:
-            return request.params.priority * self.aging + request.arrival
-        return request.params.priority, request.arrival
-
-    def outranks(self, waiting: Request, running: Request) -> bool:
-        return (
-            self.preempts
-            and waiting.params.priority < running.params.priority
-            and running.history.num_priority_preemptions < self.max_preemptions
-        )
-
-
-@dataclass(frozen=True)
-class shortest_first(Rule):
-    """Fewest tokens left to compute first, cache hits deducted.
-
-    Each token counts as arriving `aging` seconds later.
-    """
-
-    aging: float = number(0.001, 0)
-    keys_change = True
-
-    def key(self, request: Request, view: SchedulerView) -> Any:
-        return view.num_uncached(request) * self.aging + request.arrival
-
-
-@dataclass(frozen=True)
-class earliest_deadline(Rule):
-    """Earliest deadline first; without one, a request is due `slack` seconds after its arrival."""
-
-    slack: float = number(60.0, 0)
-
-    def key(self, request: Request, view: SchedulerView) -> Any:
-        due = request.params.deadline
-        return request.arrival + self.slack if due is None else due
-
-
-@dataclass(frozen=True)
-class fair(Rule):
-    """The client with the least service first; within a client, by arrival."""
-
-    def group(self, request: Request) -> str:
-        return f"client {request.params.client}"
-
-    def key(self, request: Request, view: SchedulerView) -> Any:
-        return request.arrival
-
-
-@dataclass(frozen=True)
-class custom(Rule):
-    """A user's function (request, view) -> sort key; its keys are computed again while requests wait."""
-
-    function: Callable[[Request, SchedulerView], Any] = lambda request, view: request.arrival
-    keys_change = True
-
-    def key(self, request: Request, view: SchedulerView) -> Any:
-        return self.function(request, view)

@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 from headway.errors import ConfigError, OwnPolicyError
@@ -130,17 +131,13 @@ def _evaluate(node: ast.expr, names: Names) -> Any:
         function, inner = names.find(node.func.id), names.of_arguments(node.func.id)
         arguments = [instantiate(_evaluate(argument, inner)) for argument in node.args]
         named = {k.arg or "**": instantiate(_evaluate(k.value, inner)) for k in node.keywords}
-        return _call(function, arguments, named, names.what)
+        if not isinstance(function, type):
+            raise ConfigError(f"{names.what}: {function.__name__} takes no arguments")
+        try:
+            return function(*arguments, **named)
+        except ConfigError as error:
+            raise ConfigError(f"{names.what}: {error}") from None
     return ast.literal_eval(node)
-
-
-def _call(function: Any, arguments: list[Any], named: dict[str, Any], what: str) -> Any:
-    if not isinstance(function, type):
-        raise ConfigError(f"{what}: {function.__name__} takes no arguments")
-    try:
-        return function(*arguments, **named)
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from None
 
 
 def _imported(text: str, names: Names) -> Any:
@@ -148,9 +145,7 @@ def _imported(text: str, names: Names) -> Any:
     place, bracket, rest = text.strip().partition("(")
     module, _, attribute = place.partition(":")
     try:
-        value = importlib.import_module(module)
-        for part in attribute.split("."):
-            value = getattr(value, part)
+        value = attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:  # a module may raise anything when it is imported
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{names.what}: cannot load {text!r}: {problem}") from None

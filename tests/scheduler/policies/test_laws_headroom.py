@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from headway.request import Request, RequestParams
-from headway.scheduler.headroom import Forecast, future_peak, learned, limit
-from headway.scheduler.output_lengths import OutputStatistics, is_open_ended, survival_curve
+from headway.scheduler.policies.headroom import Forecast, future_peak, learned, limit
+from headway.scheduler.policies.lengths import OutputStatistics, is_open_ended, survival_curve
 
 EOS = frozenset({0})
 PRIOR = [(i + 0.5) / 16 for i in range(16)]

@@ -14,8 +14,11 @@ from headway import checks
 from headway.errors import PolicyError
 from headway.lab.film.recorder import PolicyRecorder
 from headway.request import Request, RequestParams
-from headway.scheduler import headroom, policies
-from headway.scheduler.presets import SLOTS
+from headway.scheduler.policies import batching, headroom, victim
+from headway.scheduler.policies.batching import MAX_PREFILL_STEPS
+from headway.scheduler.policies.chunk import at_most, split_any, split_first, whole
+from headway.scheduler.policies.presets import SLOTS
+from headway.scheduler.policies.swap import recompute, swap, swap_if_cheaper
 from tests.support.drive import Driver
 
 # Chunk rules.
@@ -26,11 +29,11 @@ def test_chunk_rules_grant_what_they_say() -> None:
         for left in range(1, 12):
             for is_first in (True, False):
                 fits = want <= left
-                assert policies.whole(want, left, is_first) == (want if fits else 0)
-                assert policies.split_any(want, left, is_first) == min(want, left)
+                assert whole(want, left, is_first) == (want if fits else 0)
+                assert split_any(want, left, is_first) == min(want, left)
                 expected = min(want, left) if fits or is_first else 0
-                assert policies.split_first(want, left, is_first) == expected
-                assert policies.at_most(5)(want, left, is_first) == min(want, left, 5)
+                assert split_first(want, left, is_first) == expected
+                assert at_most(5)(want, left, is_first) == min(want, left, 5)
 
 
 # Batching rules.
@@ -61,7 +64,7 @@ class Recorder:
         self._call("swapped", "swapped")
 
 
-LAST = policies.MAX_PREFILL_STEPS
+LAST = MAX_PREFILL_STEPS
 CALLS = [
     ("mixed", 3, 0, "decode", "decode, prefill, admit"),
     ("swapped_first", 3, 0, "decode", "swapped, decode, prefill, admit"),
@@ -86,7 +89,7 @@ def test_batching_rules_act_in_their_order(
     name: str, num_decoding: int, streak: int, works: str, calls: str
 ) -> None:
     step = Recorder(num_decoding, streak, works)
-    getattr(policies, name)(step)
+    getattr(batching, name)(step)
     assert ", ".join(step.calls) == calls
 
 
@@ -158,7 +161,7 @@ def test_victim_rules_choose_by_what_their_names_say() -> None:
     }  # fmt: skip
     requests[1].computed_base = requests[2].computed_base = private[requests[2]] = 2
     for name in ("least_work", "lowest_priority", "fewest_private_blocks"):
-        rule = getattr(policies, name)
+        rule = getattr(victim, name)
         assert max(requests[1:], key=lambda r: rule(r, view)) is requests[2], name
 
 
@@ -167,8 +170,8 @@ def test_victim_rules_choose_by_what_their_names_say() -> None:
 
 def test_swap_and_recompute_are_constant() -> None:
     request = a_request(4, 4, 4, 0)
-    assert policies.swap(request, a_view()) is True
-    assert policies.recompute(request, a_view()) is False
+    assert swap(request, a_view()) is True
+    assert recompute(request, a_view()) is False
 
 
 @pytest.mark.parametrize("num_private", (0, 2, 5, 10))
@@ -178,7 +181,7 @@ def test_cheaper_swaps_if_two_copies_take_less_time_than_computing(
 ) -> None:
     for num_computed in (9, 20, 37):
         for compute in (0.5, 1.0, 2.0, 2.5, 3.0, 5.0):
-            rule = policies.swap_if_cheaper(copy=1.0, compute=compute, start=3.0, pair=pair)
+            rule = swap_if_cheaper(copy=1.0, compute=compute, start=3.0, pair=pair)
             request = a_request(40, 9, num_computed, 0)
             view = a_view(num_private_blocks=lambda request: num_private)
             tokens = min(4 * num_private, num_computed)

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from ray.experimental import internal_kv
 
-from headway.fleet.on_ray.options import FleetOptions
-from headway.fleet.transport.sockets import Identity
+from headway.on_ray.options import FleetOptions
+from headway.remote.auth import Address, Identity
 
 NAMESPACE = "headway"
 
@@ -46,7 +46,7 @@ class RayDirectory:
     def forget(self, name: str) -> None:
         internal_kv._internal_kv_del(f"{self.app}/replica/{name}", namespace=NAMESPACE)
 
-    def announce(self, name: str, address: tuple[str, int]) -> None:
+    def announce(self, name: str, address: Address) -> None:
         self._put(f"replica/{name}", json.dumps(address).encode())
 
     def shared_key(self, new: bytes) -> bytes:

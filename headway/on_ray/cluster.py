@@ -21,10 +21,10 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.exceptions import RayServeException
 
 from headway.errors import ConfigError
-from headway.fleet.on_ray.directory import NAMESPACE, RayDirectory
-from headway.fleet.on_ray.options import FleetOptions, check_reachable, no_cluster
-from headway.fleet.on_ray.reaper import reaper
-from headway.fleet.on_ray.serve import (
+from headway.on_ray.directory import NAMESPACE, RayDirectory
+from headway.on_ray.options import FleetOptions, check_reachable, no_cluster
+from headway.on_ray.reaper import reaper
+from headway.on_ray.serve import (
     QUIET,
     application,
     gateway_engine,
@@ -33,7 +33,7 @@ from headway.fleet.on_ray.serve import (
     shared,
     wait_until_ready,
 )
-from headway.fleet.transport.sockets import Identity
+from headway.remote.auth import Identity
 from headway.server.http.connection_table import Listener
 from headway.server.process.serve import (
     Ready,
@@ -226,7 +226,7 @@ def serve_connected(
         engine = gateway_engine(directory, identity, options)
         listener = Listener(fileno=bound.detach())
         serving = serve_http(
-            factory, engine, lambda: info, listener, ready=ready,
+            factory, engine, info, listener, ready=ready,
             on_start=partial(install_signal_handlers, factory.grace),
         )  # fmt: skip
         asyncio.run(serving)

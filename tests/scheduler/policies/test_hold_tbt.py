@@ -14,8 +14,8 @@ from headway.lab.summary import Summary, summarize
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.plan import Chunk, Plan, StepReport
 from headway.request import Request, RequestParams
-from headway.scheduler.policies import hold_tbt
-from headway.scheduler.presets import describe, preset
+from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.presets import describe, preset
 from headway.step_cost import StepWork, UnitCosts, work_of
 from tests.support.drive import small_driver
 

@@ -1,1 +1,0 @@
-"""How a fleet finds its replicas and exchanges messages with them."""

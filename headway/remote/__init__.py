@@ -1,0 +1,1 @@
+"""An engine behind a socket: one protocol for worker processes and for replicas."""

@@ -1,0 +1,172 @@
+"""Messages as frames of bytes: a length, then a list of messages in MessagePack.
+
+The types of the messages say what is valid, so nothing is pickled. Token ids of a prompt and
+embeddings are arrays of 32-bit numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import fields
+from functools import cache, reduce
+from operator import or_
+from typing import Any, Generic, TypeVar, get_args
+
+import msgspec
+import numpy as np
+
+from headway.engine.messages import Cancel, FromLoop, Query, QueryResult, Submit, ToLoop
+from headway.errors import ExecutorError, shorten
+from headway.executor.simulated import Script
+from headway.request import SamplingOptions
+from headway.sampling_params import Sampling
+
+MAX_FRAME = 1 << 28  # bytes
+MAX_READ = 1 << 20  # bytes
+LENGTH = struct.Struct("<I")
+NOT_SENDABLE = (TypeError, ValueError, OverflowError)
+SAMPLING = {frozenset(f.name for f in fields(kind)): kind for kind in (Sampling, Script)}
+Item = TypeVar("Item")
+
+
+def frame(value: Any) -> bytes:
+    """An encoded value, preceded by its length; one of NOT_SENDABLE if it cannot be encoded."""
+    data = encode(value)
+    return LENGTH.pack(len(data)) + data
+
+
+def frame_results(messages: list[FromLoop]) -> bytes:
+    """A frame of messages from an engine; answers that cannot be sent become errors."""
+    try:
+        return frame(messages)
+    except NOT_SENDABLE:
+        return frame([_sendable(message) for message in messages])
+
+
+def _sendable(message: FromLoop) -> FromLoop:
+    try:
+        encode(message)
+    except NOT_SENDABLE as error:
+        if not isinstance(message, QueryResult):
+            raise
+        return QueryResult(message.number, None, f"the answer cannot be sent: {error}")
+    return message
+
+
+class Decoder(Generic[Item]):
+    """Decodes values of one type; ExecutorError for bytes that are not such a value."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(kind, dec_hook=_made).decode
+
+    def decode(self, data: bytes | bytearray | memoryview) -> Item:
+        try:
+            value: Item = self._decode(data)
+        except Exception as error:  # whatever the bytes of another process cause
+            raise ExecutorError(
+                f"a frame of {len(data)} bytes cannot be decoded: {shorten(str(error))}"
+            ) from error
+        return value
+
+
+class FrameDecoder(Generic[Item]):
+    """Decodes lists from a byte stream that arrives in arbitrary parts."""
+
+    def __init__(self, decoder: Decoder[list[Item]]) -> None:
+        self._decoder, self._rest = decoder, bytearray()
+
+    def feed(self, data: bytes) -> list[Item]:
+        """The items of all frames that are complete with these bytes.
+
+        ExecutorError if a frame is too long or invalid.
+        """
+        rest, start, items = self._rest, 0, list[Item]()
+        rest += data
+        while len(rest) - start >= LENGTH.size:
+            begin = start + LENGTH.size
+            end = begin + checked_length(LENGTH.unpack_from(rest, start)[0])
+            if end > len(rest):
+                break
+            with memoryview(rest) as whole:
+                items += self._decoder.decode(whole[begin:end])
+            start = end
+        del rest[:start]
+        return items
+
+
+async def read_items(
+    reader: asyncio.StreamReader, decoder: Decoder[list[Item]]
+) -> AsyncIterator[list[Item]]:
+    """The items of frames as they arrive, until the peer closes the connection.
+
+    Raises ConnectionError if the connection is lost, ExecutorError for an invalid frame.
+    """
+    frames = FrameDecoder(decoder)
+    while data := await reader.read(MAX_READ):
+        if items := frames.feed(data):
+            yield items
+
+
+async def read_frame(reader: asyncio.StreamReader, decoder: Decoder[Item], limit: int) -> Item:
+    """The next value; ExecutorError if it is longer than `limit` bytes or invalid."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return decoder.decode(await reader.readexactly(checked_length(length, limit)))
+
+
+def checked_length(length: int, limit: int = MAX_FRAME) -> int:
+    """The announced length of a frame; ExecutorError if it is above the limit."""
+    if length > limit:
+        raise ExecutorError(f"a frame has {length} bytes (limit {limit})")
+    return length
+
+
+@cache
+def to_engine() -> Decoder[list[ToLoop]]:
+    """Decodes messages to an engine, with all types of queries that this process has imported."""
+    kinds: Any = reduce(or_, [Submit, Cancel, *Query.__subclasses__()])
+    return Decoder(list[kinds])
+
+
+@cache
+def from_engine() -> Decoder[list[FromLoop]]:
+    """Decodes messages from an engine; the value of a QueryResult is not checked."""
+    return Decoder(list[FromLoop])
+
+
+def typed_answer(query: type[Query[Any]], result: QueryResult) -> QueryResult:
+    """The result with a value of the type that the query's class names."""
+    if result.error is not None:
+        return result
+    (kind,) = get_args(query.__orig_bases__[0])  # type: ignore[attr-defined]
+    try:
+        return QueryResult(result.number, msgspec.convert(result.value, kind))
+    except msgspec.ValidationError as error:
+        return QueryResult(result.number, None, f"the answer has the wrong type: {error}")
+
+
+def _plain(value: Any) -> memoryview | bytes:
+    """Types that MessagePack has not, as bytes."""
+    if isinstance(value, array) and value.typecode == "i":
+        return memoryview(value).cast("B")
+    if isinstance(value, np.ndarray):
+        return value.astype(np.float32).tobytes()
+    raise TypeError(f"a frame cannot contain a value of type {type(value).__qualname__}")
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """A value of a type that MessagePack has not."""
+    if kind is array:
+        if isinstance(value, bytes):
+            ids = array("i")
+            ids.frombytes(value)
+            return ids
+        return array("i", value)
+    if kind is SamplingOptions:
+        return msgspec.convert(value, SAMPLING[frozenset(value)])
+    return np.frombuffer(value, np.float32)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode

@@ -1,0 +1,1 @@
+"""The ready-made policies, one file for each slot, and the presets that combine them."""

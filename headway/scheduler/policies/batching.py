@@ -1,0 +1,50 @@
+"""Batching rules: the actions of a step, in order."""
+
+from __future__ import annotations
+
+from headway.config import StepActions
+
+
+def mixed(step: StepActions) -> None:
+    """Decodes first, then partially prefilled prompts, then waiting requests, in one batch."""
+    step.decode()
+    step.prefill()
+    step.admit()
+
+
+def swapped_first(step: StepActions) -> None:
+    """As mixed, but swapped requests are admitted before anything else."""
+    step.admit_swapped()
+    mixed(step)
+
+
+MAX_PREFILL_STEPS = 16  # consecutive, while decodes wait
+
+
+def prefill_first(step: StepActions) -> None:
+    """Only prompts or only decodes in a step, prompts first; decodes run after 16 prompt steps."""
+    if step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS:
+        step.decode()
+        return
+    step.prefill()
+    step.admit()
+    if step.is_idle:
+        step.decode()
+
+
+def prefill_first_charge_cached(step: StepActions) -> None:
+    """As prefill_first, but cached tokens use up budget too, and decodes beyond it are deferred."""
+    if not (step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS):
+        step.prefill()
+        step.admit(charge_cached=True)
+    if step.is_idle:
+        step.decode(at_most=step.tokens_left)
+
+
+def static(step: StepActions) -> None:
+    """Static batching: fill a batch, finish all of it, fill the next."""
+    step.prefill()
+    if not step.num_decoding or step.prefill_streak:
+        step.admit()
+    if step.is_idle:
+        step.decode()

@@ -1,0 +1,237 @@
+"""A replica behind TCP: requests, refusals of other fleets, drains and lost connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from headway import Engine, Scheduler, preset
+from headway.engine.async_engine import ThreadClient
+from headway.engine.messages import (
+    Cancel,
+    Drain,
+    EngineStopped,
+    FromLoop,
+    Query,
+    QueryResult,
+    SampleUpdate,
+    Submit,
+    TokenBatch,
+)
+from headway.engine.queries import GetTime
+from headway.errors import ConfigError, ExecutorError
+from headway.remote import auth, codec, service
+from headway.remote.auth import Identity
+from headway.remote.client import SocketClient
+from headway.remote.service import EngineService
+from headway.request import RequestParams
+from tests.support.served import Capitals, on_loop
+from tests.support.waiting import LIMIT, until
+
+KEY = b"k" * 32
+MODEL = Identity(name="one", model="letters (float32 on cpu)", block_size=16)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", LIMIT)
+    monkeypatch.setattr(service, "DRAIN_SECONDS", 10 * LIMIT)  # longer than a test waits for it
+
+
+class GetOdd(Query[complex]):
+    """Its answer cannot be sent."""
+
+
+class Received:
+    """What one client gets."""
+
+    def __init__(self) -> None:
+        self.messages: list[FromLoop] = []
+
+    def of(self, kind: type[FromLoop]) -> list[FromLoop]:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+    def tokens(self, id: str) -> bytes:
+        found: list[int] = []
+        for message in self.messages:
+            if isinstance(message, TokenBatch) and id in message.ids:
+                found += message.tokens[message.ids.index(id)]
+            elif isinstance(message, SampleUpdate) and message.id == id:
+                found += message.tokens
+        return bytes(token for token in found if token < 256)
+
+    def has_ended(self, id: str) -> bool:
+        ends = [m for m in self.messages if isinstance(m, SampleUpdate) and m.id == id]
+        return any(m.end is not None for m in ends)
+
+
+@asynccontextmanager
+async def replica() -> AsyncIterator[tuple[EngineService, auth.Address, Capitals]]:
+    config = preset("headway", max_model_len=256, num_blocks=256, block_size=16)
+    executor = Capitals()
+    client = ThreadClient(Engine(Scheduler(config), executor))
+    client.loop.handle(GetOdd, lambda _: 2j)
+    server = EngineService(client, MODEL, KEY)
+    yield server, await server.start(("127.0.0.1", 0)), executor
+    executor.gate.set()
+    await server.close()
+
+
+async def connect(
+    address: auth.Address, key: bytes = KEY, model: Identity = MODEL
+) -> tuple[SocketClient, Received]:
+    client, received = SocketClient(address, model, key), Received()
+    await client.open(received.messages.extend)
+    return client, received
+
+
+def submit(id: str, text: bytes = b"hello") -> Submit:
+    return Submit(id, list(text), RequestParams(max_tokens=len(text), ignore_eos=True))
+
+
+@on_loop
+async def test_two_gateways_share_a_replica_and_may_use_the_same_ids() -> None:
+    async with replica() as (server, address, _):
+        one, first = await connect(address)
+        two, second = await connect(address)
+        one.send([submit("r", b"hello")])
+        two.send([submit("r", b"other")])
+        await until(lambda: first.has_ended("r"))
+        await until(lambda: second.has_ended("r"))
+        assert (first.tokens("r"), second.tokens("r")) == (b"HELLO", b"OTHER")
+        assert server.num_open == 0
+        await one.close()
+        await two.close()
+
+
+@on_loop
+async def test_a_closed_client_cancels_its_requests() -> None:
+    async with replica() as (server, address, executor):
+        executor.gate.clear()
+        client, received = await connect(address)
+        client.send([submit("r")])
+        await until(lambda: server.num_open == 1)
+        await client.close()
+        executor.gate.set()
+        await until(lambda: not server.clients)
+        client.send([Cancel("r")])  # does nothing
+        assert isinstance(received.messages[-1], EngineStopped)
+
+
+@on_loop
+async def test_an_answer_that_cannot_be_sent_becomes_an_error() -> None:
+    async with replica() as (_, address, _):
+        client, received = await connect(address)
+        client.send([GetOdd(number=1), GetTime(number=2)])
+        await until(lambda: len(received.messages) >= 2)
+        odd, now = sorted(received.of(QueryResult), key=lambda result: result.number)
+        assert odd.error is not None and "complex" in odd.error
+        assert isinstance(now.value, float)
+        await client.close()
+
+
+@on_loop
+async def test_a_client_reports_the_end_of_its_replica_once() -> None:
+    async with replica() as (server, address, _):
+        client, received = await connect(address)
+        for connection in server.clients.values():
+            connection.writer.transport.abort()
+        (lost,) = await until(lambda: received.of(EngineStopped))
+        assert "replica one" in lost.reason
+        await client.close()
+        assert received.messages[-1] is lost and len(received.of(EngineStopped)) == 1
+
+
+@on_loop
+async def test_a_frame_that_is_invalid_ends_only_its_connection() -> None:
+    async with replica() as (_, address, _):
+        bad, ended = await connect(address)
+        good, received = await connect(address)
+        assert bad._writer is not None
+        bad._writer.write(codec.frame(["odd"]))
+        await until(lambda: ended.of(EngineStopped))
+        good.send([submit("r")])
+        await until(lambda: received.has_ended("r"))
+        await good.close()
+
+
+@on_loop
+async def test_a_drain_asks_the_gateways_and_waits_until_the_requests_are_gone() -> None:
+    async with replica() as (server, address, executor):
+        executor.gate.clear()
+        client, received = await connect(address)
+        client.send([submit("r")])
+        await until(lambda: server.num_open == 1)
+        draining = asyncio.create_task(server.drain("scaled down"))
+        await until(lambda: received.of(Drain) == [Drain("scaled down")])
+        assert not draining.done()
+        await client.close()
+        executor.gate.set()
+        await asyncio.wait_for(draining, LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"key": b"other"}, ()),
+        ({"model": Identity(name="one", model="qwen", block_size=16)}, ("letters", "qwen")),
+        ({"model": Identity(name="one", model=MODEL.model, block_size=32)}, ("16", "32")),
+    ],
+)
+def test_a_replica_of_another_fleet_is_refused(
+    change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    @on_loop
+    async def run() -> None:
+        async with replica() as (server, address, _):
+            with pytest.raises(ExecutorError) as raised:
+                await connect(address, **change)
+            assert all(word in str(raised.value) for word in ("replica one", *words))
+            assert server.clients == {}
+
+    run()
+
+
+def test_another_version_or_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_loop
+    async def run(word: str) -> None:
+        async with replica() as (_, address, _):
+            with pytest.raises(ExecutorError, match=word):
+                await connect(address)
+
+    hello = auth.Hello("one", "0.0.1", MODEL.model, 16, b"n")
+    for start, word in (
+        (auth.START.pack(auth.MAGIC, auth.PROTOCOL), "version '0.0.1'"),
+        (auth.START.pack(auth.MAGIC, 99), "protocol 99"),
+        (auth.START.pack(b"HTTP/1.1", 1), "not a Headway process"),
+    ):
+        sent = start + codec.frame(hello)
+        monkeypatch.setattr(auth, "_hello", lambda identity, nonce, sent=sent: sent)
+        run(word)
+
+
+@on_loop
+async def test_a_client_without_the_key_reaches_nothing() -> None:
+    async with replica() as (server, address, _):
+        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, codec.frame([submit("r")])):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(sent)
+            writer.write_eof()
+            answer = await reader.read()
+            assert answer.startswith(auth.MAGIC) and len(answer) < 200  # only the greeting
+            writer.close()
+        assert server.clients == {} and server.num_open == 0
+
+
+def test_tcp_needs_a_key() -> None:
+    @on_loop
+    async def run() -> None:
+        server = EngineService(ThreadClient(Engine(Scheduler(preset("headway")), Capitals())))
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1 needs a key"):
+            await server.start(("127.0.0.1", 0))
+
+    run()
