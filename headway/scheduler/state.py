@@ -103,6 +103,9 @@ class SchedulerState:
         history, num_computed = request.history, request.num_computed
         num_free = self.kv.num_free if num_due else 0
         answer = may_swap and self.policies.swap(request, self.view)
+        answers, seconds = self.plan.answers, self.config.swap_seconds
+        if may_swap and answers is not None and seconds is not None:
+            answers.swap_seconds[request] = seconds(request, self.view)
         self.queue.push(request)  # first, so that a user's key that raises changes nothing
         self._stop_running(request)
         copies = self.kv.swap_out(request) if answer is True else None
