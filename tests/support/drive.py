@@ -12,6 +12,7 @@ from headway.events import Completed
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
+from tests.support.events import Events
 
 Sample = Callable[[Request, int], int]  # (request, position of the token) -> token
 PARAMS = frozenset(RequestParams.__dataclass_fields__)
@@ -60,6 +61,8 @@ class Driver:
 
     def __init__(self, name: str = "headway", /, *, sample: Sample = count_up, **changes: Any):
         self.scheduler = Scheduler(preset(name, **changes))
+        self.events = Events()
+        self.scheduler.observe(self.events)
         self.sample = sample
         self.requests: dict[str, Request] = {}
         self.table: list[Row] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.config import Config, HeadroomRule, SchedulerView, StepActions
 from headway.errors import RequestTooLong
+from headway.events import Event, ended_by, preempted_by
 from headway.kv.cache import KVCache
 from headway.kv.window import most_useful_window_blocks
 from headway.plan import Plan
@@ -316,6 +317,7 @@ class ScenarioRun:
     def __init__(self, scenario: Scenario, tamper: Tamper | None = None) -> None:
         self.scenario = scenario
         self.scheduler = Scheduler(scenario.config)
+        self.scheduler.observe(self.note)
         shadow = WindowShadow if scenario.config.sliding_window else ShadowExecutor
         self.executor = shadow(self.scheduler)
         self.pending: deque[tuple[Plan, Handle]] = deque()
@@ -325,6 +327,20 @@ class ScenarioRun:
         self.swapped: set[Request] = set()  # by the latest preemption of each
         self._tamper = tamper
         self._all_rows = list(range(scenario.config.max_num_seqs))
+
+    def note(self, event: Event) -> None:
+        """Count what the scheduler records; subclasses extend it."""
+        for request in ended_by(event):
+            in_flight = any(request in later.decodes for later, _ in self.pending)
+            self.seen["stops in flight"] += in_flight and request.finish_reason == "stop"
+            self.seen[f"finish: {request.finish_reason}"] += 1
+        self.finished += ended_by(event)
+        for preemption in preempted_by(event):
+            self.seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
+            self.seen["discarded outputs"] += preemption.is_discard
+            self.seen["priority preemptions"] += preemption.is_priority
+            if preemption.is_swap:
+                self.swapped.add(preemption.request)
 
     def run(self) -> Counter[str]:
         """Step until all work is done, within a bound; returns the counts."""
@@ -389,15 +405,10 @@ class ScenarioRun:
 
     def _complete(self) -> None:
         plan, handle = self.pending.popleft()
-        report = self.scheduler.complete(plan, handle.wait())
-        for request, tokens in report.outputs():
+        completed = self.scheduler.complete(plan, handle.wait())
+        for request, tokens in completed.outputs():
             assert tokens, f"{request} is reported without tokens"
             self.outputs[request] += tokens
-        for request in report.finished:
-            in_flight = any(request in later.decodes for later, _ in self.pending)
-            self.seen["stops in flight"] += in_flight and request.finish_reason == "stop"
-            self.seen[f"finish: {request.finish_reason}"] += 1
-        self.finished += report.finished
         assert (
             not self.scheduler.state.preempted_in_flight
             and not self.scheduler.state.decode_batch.left_in_flight
@@ -539,12 +550,7 @@ class ScenarioRun:
     def _count(self, plan: Plan) -> None:
         seen, size = self.seen, self.scenario.config.block_size
         for preemption in plan.preempted:
-            seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
-            seen["discarded outputs"] += preemption.is_discard
-            seen["priority preemptions"] += preemption.is_priority
             seen["deferred, then preempted"] += preemption.request in plan.deferred
-            if preemption.is_swap:
-                self.swapped.add(preemption.request)
         for request, num_cached, num_swapped, is_resume, *_ in plan.admitted:
             seen["cache hits"] += num_cached > 0
             seen["resumed from cache and host"] += bool(num_cached and num_swapped)
