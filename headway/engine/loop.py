@@ -264,6 +264,7 @@ class EngineLoop:
     def _observe(self, event: Event) -> None:
         """Deliver the updates of a step before anything else reacts to them."""
         self._outbox += self._updates.of(event)
-        if self._report_load and isinstance(event, Completed):
-            self._outbox.append(self._load_reporter.report(self.engine.scheduler))
-        self._flush()
+        if isinstance(event, Completed):
+            if self._report_load:
+                self._outbox.append(self._load_reporter.report(self.engine.scheduler))
+            self._flush()
