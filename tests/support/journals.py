@@ -1,15 +1,19 @@
-"""Journals in memory, and the lines of one kind in them."""
+"""Journals in memory: runs that are recorded, and read again from their bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from headway.lab.cost import load_profile
+from headway.config import Config
+from headway.events import Event
+from headway.lab.cost import Profile, load_profile
 from headway.lab.simulate import simulate
+from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.lines import EndLine, HeaderLine, Line, ends_of
 from headway.record.reader import parse_journal
+from headway.record.writer import JournalWriter, header
 from headway.scheduler import preset
 
 PROFILE = load_profile("qwen3-0.6b-h200")
@@ -17,14 +21,36 @@ Journal = list[HeaderLine | Line]
 T = TypeVar("T")
 
 
-class JournalFile(list[bytes]):
-    """A file of lines in memory."""
+class Lines(list[bytes]):
+    """A file in memory, line by line."""
 
-    def write(self, line: bytes) -> None:
-        self.append(line)
+    def write(self, data: bytes) -> None:
+        self.append(data)
 
     def read(self) -> Journal:
         return list(parse_journal("a journal", self))
+
+
+class Recorder:
+    """An observer that keeps all events, and writes them to a journal."""
+
+    def __init__(self, config: Config, async_scheduling: bool, **more: Any) -> None:
+        self.events: list[Event] = []
+        self.lines = Lines()
+        self._write = JournalWriter(self.lines, header(config, async_scheduling, **more))
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        self._write(event)
+
+
+def simulated(
+    requests: list[WorkloadRequest], config: Config, profile: Profile, **options: Any
+) -> Journal:
+    """The journal of a simulated run."""
+    lines = Lines()
+    simulate(requests, config, profile, trace=lines, **options)
+    return lines.read()
 
 
 def record(
@@ -35,13 +61,11 @@ def record(
     trace_blocks: bool = False,
     **changes: Any,
 ) -> Journal:
-    """The journal of a simulated run."""
-    file = JournalFile()
-    simulate(
-        parse_synthetic(workload).generate(), preset(name, **changes), PROFILE,
-        async_scheduling=bool(async_scheduling), trace=file, trace_blocks=trace_blocks,
+    """The journal of a simulated run of a synthetic workload with a preset."""
+    return simulated(
+        list(parse_synthetic(workload).generate()), preset(name, **changes), PROFILE,
+        async_scheduling=bool(async_scheduling), trace_blocks=trace_blocks,
     )  # fmt: skip
-    return file.read()
 
 
 def of_kind(kind: type[T], journal: Iterable[object]) -> list[T]:
