@@ -18,6 +18,7 @@ from headway.scheduler import Scheduler
 Kind = Literal[
     "arrived", "reset", "preempted", "admitted", "waiting", "deferred", "copied", "finished"
 ]  # fmt: skip
+NO_BLOCKS = "KV blocks ran out"
 MAX_LISTED = 5  # blocked requests that `explain` lists
 MAX_EACH = 32  # decisions of one kind that the log takes from one step
 NEXT_STEP = "the next step considers it"
@@ -67,9 +68,12 @@ class Alternatives(NamedTuple):
     seconds: tuple[float, float] | None = None  # to swap out and in, and to recompute
 
 
-def preempted(preemption: Preemption, step: int, alternatives: Alternatives | None = None) -> str:
-    """A running request goes back to the queue. Step -1: not by a plan."""
-    cause = "a step failed" if step < 0 else "KV blocks ran out"
+def preempted(
+    preemption: Preemption,
+    alternatives: Alternatives | None = None,
+    cause: str = NO_BLOCKS,
+) -> str:
+    """A running request goes back to the queue."""
     if preemption.is_priority:
         cause = "a request with a higher priority waits"
     if preemption.num_due:
@@ -174,6 +178,10 @@ class Decision(NamedTuple):
 
 
 NO_DECISIONS: list[Decision] = []
+CAUSES: dict[type[Event], str] = {
+    Reset: "the prefix cache was reset",
+    Failed: "a step failed",
+}  # of preemptions
 
 
 def decisions_of(event: Event, max_num_seqs: int) -> Iterator[Decision]:
@@ -186,8 +194,10 @@ def decisions_of(event: Event, max_num_seqs: int) -> Iterator[Decision]:
             yield Decision(step, "arrived", arrived(request.id, request.num_prompt), request)
     elif isinstance(event, Reset | Failed):
         yield Decision(step, "reset", reset(isinstance(event, Failed)))
+    cause = CAUSES.get(type(event), NO_BLOCKS)
     for preemption in preempted_by(event)[-MAX_EACH:]:
-        yield Decision(step, "preempted", preempted(preemption, step), preemption.request)
+        text = preempted(preemption, cause=cause)
+        yield Decision(step, "preempted", text, preemption.request)
     if isinstance(event, Planned):
         yield from _planned(event.plan, max_num_seqs)
     for request in ended_by(event)[-MAX_EACH:]:

@@ -40,7 +40,7 @@ class FilmTexts:
                 str(self._config["victim"]), answers.num_candidates[request],
                 answers.swap_seconds.get(request),
             )  # fmt: skip
-            return decision._replace(text=preempted(found, plan.step, alternatives))
+            return decision._replace(text=preempted(found, alternatives))
         if request in answers.headroom and decision.kind == "waiting":
             blocked = next(each for each in plan.blocked if each.request is request)
             rule, headroom = str(self._config["headroom"]), answers.headroom[request]
