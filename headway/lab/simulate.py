@@ -84,7 +84,7 @@ def simulate(
     config = with_profile(config, profile)
     simulated = SimulatedEngine(config, profile, async_scheduling, observers)
     engine, result = simulated.engine, SimulationResult(simulated.metrics)
-    if trace:
+    if trace is not None:
         head = header(
             config, async_scheduling, has_blocks=trace_blocks, is_redacted=trace_redact,
             profile=profile.name,

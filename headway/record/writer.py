@@ -49,8 +49,9 @@ from headway.scheduler.policies.presets import describe
 def header(config: Config, async_scheduling: bool, **more: Any) -> HeaderLine:
     """The first line of a journal."""
     return HeaderLine(
-        headway_trace=VERSION, config=describe(config), async_scheduling=async_scheduling, **more
-    )
+        headway_trace=VERSION, config=describe(config), async_scheduling=bool(async_scheduling),
+        **more,
+    )  # fmt: skip
 
 
 class LineMaker:
