@@ -172,7 +172,7 @@ class Engine:
         Then the observers get all events since the previous step.
         """
         if not (self.scheduler.requests or self._flight):
-            self._tell()
+            self.tell()
             return None
         self.step_began = self.clock.now()
         try:  # an error in a policy or the executor ends requests, not the engine
@@ -198,7 +198,7 @@ class Engine:
             raise
         finally:
             self.step_began = None
-        self._tell()
+        self.tell()
         if error is not None:
             self.fault = _text_of(error)
         return completed
@@ -237,7 +237,8 @@ class Engine:
         """Explain the current state in sentences: what runs, what waits and why."""
         return explain(self.scheduler, len(self._flight), self.seconds_since_progress, self.fault)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Give the observers all events that they have not had; every step does."""
         """Give the observers all events that they have not had."""
         errors: list[Exception] = []
         while self._events:
@@ -273,7 +274,7 @@ class Engine:
             if self.has_given_up:
                 for id in list(self.scheduler.requests):
                     self.scheduler.abort(id, "error", self.fault)
-        self._tell()
+        self.tell()
 
 
 def _text_of(error: Exception) -> str:

@@ -51,6 +51,7 @@ class LiveFilms:
             raise ConfigError(
                 f"{MAX_VIEWERS} pages already follow this server (limit {MAX_VIEWERS})"
             )
+        engine.tell()  # the state that the film begins with has these events
         if not self._viewers:
             engine.observers.append(self._observe)
         head = header(
