@@ -72,13 +72,18 @@ def decisions(line: Line) -> dict[str, Any]:
     return {key: value for key, value in to_builtins(line).items() if key not in TIMES}
 
 
-def _decisions(step: Step) -> list[dict[str, Any]]:
-    maker = LineMaker()
+def _decisions(step: Step, *, has_blocks: bool = False) -> list[dict[str, Any]]:
+    maker = LineMaker(has_blocks=has_blocks)
     return [decisions(maker.line(event)) for event in step]
 
 
 def differences(
-    mine: Step, other: Step, names: tuple[str, str], configs: tuple[dict[str, Any], dict[str, Any]]
+    mine: Step,
+    other: Step,
+    names: tuple[str, str],
+    configs: tuple[dict[str, Any], dict[str, Any]],
+    *,
+    has_blocks: bool = False,
 ) -> list[str]:
     """The decisions that only one of two runs takes in a step."""
     said = [
@@ -95,7 +100,8 @@ def differences(
     if free[0] != free[1]:
         counts = ", ".join(f"{name} {number}" for name, number in zip(names, free, strict=True))
         lines.append(f"free blocks after the step: {counts}")
-    return lines or [f"the same work runs, but these fields differ: {_fields(mine, other)}"]
+    fields = _fields(*(_decisions(step, has_blocks=has_blocks) for step in (mine, other)))
+    return lines or [f"the same work runs, but these fields differ: {fields}"]
 
 
 def _sentences(event: Event, max_num_seqs: int) -> Iterator[str]:
@@ -112,8 +118,8 @@ def _num_free(step: Step) -> int:
     return next((event.plan.num_free for event in step if isinstance(event, Planned)), -1)
 
 
-def _fields(mine: Step, other: Step) -> str:
-    pairs = zip_longest(_decisions(mine), _decisions(other), fillvalue=dict[str, Any]())
+def _fields(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+    pairs = zip_longest(mine, other, fillvalue=dict[str, Any]())
     names = {key for a, b in pairs for key in a | b if a.get(key) != b.get(key)}
     return ", ".join(sorted(names))
 

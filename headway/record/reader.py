@@ -60,6 +60,8 @@ from headway.scheduler.decode_batch import DecodeBatch
 HIDDEN = -1  # in place of each token id of a redacted journal
 UNKNOWN = Request("", [], RequestParams())  # a decode that began before the first line
 NO_BLOCK = -1  # in place of the numbers of blocks that were not recorded
+# Raised for lines that do not continue the run of the lines before them.
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
 class EventReader:
@@ -80,7 +82,7 @@ class EventReader:
         return DecodeBatch(self._block_size, 0)
 
     def event(self, line: Line) -> Event:
-        """The event of the next line; KeyError if it names a request that is not open."""
+        """The event of the next line; an error of MALFORMED if it does not continue the run."""
         match line:
             case PlannedLine():
                 return self._planned(line)

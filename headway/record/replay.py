@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from headway.config import Config
-from headway.errors import ConfigError, PolicyError, ReplayMismatch
+from headway.errors import ConfigError, PolicyError, ReplayMismatch, RequestError
 from headway.events import (
     Aborted,
     Added,
@@ -24,7 +24,7 @@ from headway.events import (
 from headway.plan import Column, Plan, StepResult
 from headway.record.diff import differences
 from headway.record.lines import HeaderLine, Line
-from headway.record.reader import EventReader, split_header
+from headway.record.reader import MALFORMED, EventReader, split_header
 from headway.record.writer import LineMaker
 from headway.request import Request
 from headway.scheduler import Scheduler
@@ -158,9 +158,9 @@ def _result(columns: list[Column], first_tokens: list[int], recorded: StepResult
 
 
 def check_replay(journal: Iterable[HeaderLine | Line], own: Container[str] = READY_MADE) -> int:
-    """Repeat a journal and return the number of its steps.
+    """Repeat a journal, recorded to the end of its run, and return the number of its steps.
 
-    ReplayMismatch names the first event that differs. ConfigError if the journal is redacted, or
+    ReplayMismatch names the first step that differs. ConfigError if the journal is redacted, or
     names a `module:function` that is not in `own`.
     """
     header, lines = split_header(journal)
@@ -169,17 +169,40 @@ def check_replay(journal: Iterable[HeaderLine | Line], own: Container[str] = REA
             "the trace was recorded with --trace-redact and has no tokens, so it cannot be replayed; "
             "record the run without --trace-redact"
         )
-    maker, reader = LineMaker(has_blocks=header.has_blocks), EventReader(header)
-    recorded = [(line, reader.event(line)) for line in lines]
+    maker, recorded = LineMaker(has_blocks=header.has_blocks), _events(header, lines)
     again, num_steps = Replay(read_preset(header.config, own=own), own), 0
     for line, event in recorded:
-        repeated = again.repeat(event)
+        step = event.plan.step if isinstance(event, Completed) else num_steps
+        try:
+            repeated = again.repeat(event)
+        except (ReplayMismatch, RequestError) as error:
+            raise ReplayMismatch(f"step {step}: {error}") from None
         if maker.line(repeated) != line:
             names, config = ("the record", "the replay"), header.config
-            found = differences([event], [repeated], names, (config, config))
-            raise ReplayMismatch(f"step {num_steps}: {'; '.join(found)}")
+            found = differences(
+                [event], [repeated], names, (config, config), has_blocks=header.has_blocks
+            )
+            raise ReplayMismatch(f"step {step}: {'; '.join(found)}")
         num_steps += isinstance(event, Planned) and not event.plan.is_empty
+    if num_open := len(again.scheduler.requests):
+        raise ReplayMismatch(f"step {num_steps}: the record ends, but {num_open} requests have not")
     return num_steps
+
+
+def _events(header: HeaderLine, lines: Iterable[Line]) -> list[tuple[Line, Event]]:
+    """The lines with their events; ReplayMismatch if one does not continue the run."""
+    reader, found, num_steps = EventReader(header), list[tuple[Line, Event]](), 0
+    for line in lines:
+        try:
+            event = reader.event(line)
+        except MALFORMED as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise ReplayMismatch(
+                f"step {num_steps}: the record does not continue the run: {problem}"
+            ) from None
+        found.append((line, event))
+        num_steps += isinstance(event, Planned) and not event.plan.is_empty
+    return found
 
 
 def replay(

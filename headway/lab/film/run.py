@@ -30,7 +30,13 @@ from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.record.lines import HeaderLine, Line
-from headway.record.reader import EventReader, parse_journal, read_journal, split_header
+from headway.record.reader import (
+    MALFORMED,
+    EventReader,
+    parse_journal,
+    read_journal,
+    split_header,
+)
 from headway.record.replay import Replay, check_replay
 from headway.record.stats import RunStats
 from headway.record.writer import header
@@ -39,7 +45,6 @@ from headway.scheduler.policies.presets import read_preset
 from headway.scheduler.policies.text import READY_MADE
 
 MAX_FRAMES = 200_000
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 MAX_REPLAYED = 10_000  # lines of a recorded run that is decided again before it is shown
 
 
