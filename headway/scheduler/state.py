@@ -123,13 +123,16 @@ class SchedulerState:
         self.preempted_in_flight.add(request)
         is_discard = answer == "discard" and history.num_preemptions <= MAX_DISCARDS
         if is_discard:
-            history.num_discarded = max(history.num_discarded, request.num_generated)
-            request.flushed_tokens = array("i")
-            self.kv.trim_keys(request)
-            self._drop_tokens_in_flight(request)
+            self._discard_output(request)
         numbers = num_computed, is_priority, num_due, num_free
-        preemption = Preemption(request, is_swap, *numbers, is_discard)
-        self.preempted.append(preemption)
+        self.preempted.append(Preemption(request, is_swap, *numbers, is_discard))
+
+    def _discard_output(self, request: Request) -> None:
+        history = request.history
+        history.num_discarded = max(history.num_discarded, request.num_generated)
+        request.flushed_tokens = array("i")
+        self.kv.trim_keys(request)
+        self._drop_tokens_in_flight(request)
 
     def _drop_tokens_in_flight(self, request: Request) -> None:
         for plan in self.in_flight:

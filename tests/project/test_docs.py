@@ -39,7 +39,6 @@ from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
 from headway.observe import trace
-from headway.record.stats import RunStats
 from headway.observe.server_metrics import NEW
 from headway.plan import (
     Admission,
@@ -55,6 +54,7 @@ from headway.plan import (
     StepReport,
     StepResult,
 )
+from headway.record.stats import RunStats
 from headway.request import Request, RequestParams, RequestState
 from headway.scheduler.policies.presets import NUMBERS, PARTS, PRESETS, SLOTS, preset, slot
 
