@@ -29,7 +29,7 @@ from headway.observe.server_metrics import ServerMetrics
 from headway.record.lines import AddedLine, Line, PlannedLine, RequestLine, ends_of, time_of
 from headway.record.writer import LineMaker, header
 
-MAX_LINES, MAX_SECONDS = 60_000, 300.0  # events that are kept
+MAX_LINES, MAX_SECONDS = 120_000, 300.0  # events that are kept; a step has two
 NUM_PER_QUERY = 400  # events in one answer, which takes about a millisecond
 TRIAL_SECONDS = 120.0  # after which a trial that has not ended may be replaced
 
