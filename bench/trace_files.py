@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from headway.events import Event, Planned
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.files import MOONCAKE_BLOCK, read_workload
 from headway.lab.workload.rows import read_rows
-from headway.plan import StepReport
 from headway.scheduler import preset
 
 PROFILE = "llama3.1-8b-a100-80gb"
@@ -87,8 +87,8 @@ def measure_hits(path: str) -> dict[str, Any]:
     num_tokens = sum(request.num_prompt + request.num_output for request in requests)
     hits = [0]
 
-    def count(report: StepReport) -> None:
-        for admission in report.plan.admitted:
+    def count(event: Event) -> None:
+        for admission in event.plan.admitted if isinstance(event, Planned) else ():
             hits[0] += -(-admission.num_cached // MOONCAKE_BLOCK)
 
     start = perf_counter()
