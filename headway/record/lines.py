@@ -136,7 +136,7 @@ class CompletedLine(Struct, tag="completed", tag_field="event", omit_defaults=Tr
     step: int
     start: float
     end: float
-    swap_in: float = 0.0
+    swap_in: float = 0  # an int, as it is left out only if it is the same object
     builds: int = 0
     failed: list[tuple[Id, int, str, str | None]] = []
     finished: list[EndLine] = []

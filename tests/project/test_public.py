@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import typer.main
+from msgspec import UNSET
 
 import headway
 from headway import errors
@@ -379,6 +380,8 @@ def test_the_keys_of_a_trace() -> None:
     def check(name: str, line: dict[str, Any]) -> None:
         required, optional = fields_of(name)
         assert required <= set(line) <= required | optional, (name, line)
+        for field in msgspec.structs.fields(getattr(record_lines, name)):
+            assert line.get(field.encode_name, UNSET) != field.default, (name, line)
         seen[name] |= set(line)
 
     kinds = set[str]()
