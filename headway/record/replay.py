@@ -114,11 +114,11 @@ class Replay:
                 self._fail(recorded)
 
     def in_flight(self, recorded: Mapping[int, StepResult]) -> Iterator[tuple[Plan, StepResult]]:
-        """The plans in flight with their tokens, and the times of these results, by step."""
+        """The plans in flight with their tokens, and the times of these results, if they have one."""
         for plan, (columns, first_tokens) in zip(
             self.scheduler.in_flight, self._sampled, strict=True
         ):
-            yield plan, _result(columns, first_tokens, recorded[plan.step])
+            yield plan, _result(columns, first_tokens, recorded.get(plan.step, StepResult()))
 
     def copy(self, recorded: Request) -> Request:
         """The recorded request as it was when it was added."""

@@ -16,7 +16,7 @@ from msgspec.structs import replace as changed
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.errors import ConfigError, HeadwayError
-from headway.events import Added, Completed, Event
+from headway.events import Added, Completed, Event, Planned
 from headway.executor.simulated import SimulatedHandle
 from headway.lab.film.format import FilmWriter, header_record
 from headway.lab.film.spec import Edit, RunSpec, described, profile_of
@@ -47,11 +47,16 @@ class ForkedExecutor:
         self._free_at = event.result.ended
 
     def launch(self, plan: Plan) -> SimulatedHandle:
-        scale = self._recorded / self._estimated if self._estimated else 1.0
-        started = max(self._clock.now(), self._free_at)
-        self._free_at = started + scale * self._seconds(plan)
         columns, first_tokens = self._tokens.sample(plan)
-        result = StepResult(columns, first_tokens, started, self._free_at)
+        return self.run(plan, StepResult(columns, first_tokens))
+
+    def run(self, plan: Plan, result: StepResult) -> SimulatedHandle:
+        """A plan in flight with its result; if that has no times, they are estimated."""
+        if not result.ended:
+            scale = self._recorded / self._estimated if self._estimated else 1.0
+            result.started = max(self._clock.now(), self._free_at)
+            result.ended = result.started + scale * self._seconds(plan)
+        self._free_at = result.ended
         return SimulatedHandle(self._clock, result)
 
 
@@ -92,7 +97,7 @@ class ForkedRun:
 
     def _events(self) -> Iterator[Event]:
         scheduler, recorded, first = self._replay.scheduler, self._recorded, self._edits[0].step
-        while recorded and scheduler.num_steps < first:
+        while recorded and not (isinstance(recorded[0], Planned) and scheduler.num_steps >= first):
             event = self._replay.repeat(recorded.popleft())
             self._clock.advance_to(event.time)
             if isinstance(event, Completed):
@@ -130,7 +135,7 @@ class ForkedRun:
         """The plans whose recorded results come after the fork."""
         results = {e.plan.step: e.result for e in self._recorded if isinstance(e, Completed)}
         for plan, result in self._replay.in_flight(results):
-            yield plan, SimulatedHandle(self._clock, result)
+            yield plan, self._executor.run(plan, result)
 
     def _apply(self, edit: Edit, engine: Engine) -> None:
         if edit.abort is not None:

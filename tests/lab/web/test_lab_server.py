@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from headway.lab.cost import load_profile
+from headway.lab.film.fork import fork
 from headway.lab.film.reader import Film
-from headway.lab.film.run import film_of_journal
+from headway.lab.film.run import film_of_journal, film_of_replay
+from headway.lab.film.spec import read_spec
 from headway.lab.simulate import SimulatedEngine, simulate, with_profile
 from headway.lab.web.app import ROUTES, LabApp
 from headway.lab.web.server import LabServer
@@ -158,10 +160,18 @@ def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
     assert all(plain.ops(frame) == forked.ops(frame) for frame in range(9))
     reasons = forked.end["summary"]["finish_reasons"]
     assert reasons == {"abort": 1, "length": 12}
-    # Without a change that matters the future is the recorded one, but for its times.
-    same = [{"step": 9, "set": {"victim": "newest"}}]
-    again = film_of(ask(server, "POST", "/api/film", {"trace": "run", "edits": same})[1])
-    assert all(plain.ops(frame) == again.ops(frame) for frame in range(plain.num_frames))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_without_a_change_that_matters_the_future_is_the_recorded_one(is_async: bool) -> None:
+    """But for its times."""
+    journal = record(async_scheduling=is_async).read()
+    plain = film_of(b"".join(film_of_replay(journal)))
+    for step in (0, 1, 9, 30):
+        edits = [{"step": step, "set": {"victim": "newest"}}]
+        again = film_of(b"".join(fork(journal, read_spec({"trace": "t", "edits": edits}))))
+        assert again.num_frames == plain.num_frames
+        assert all(plain.ops(frame) == again.ops(frame) for frame in range(plain.num_frames)), step
 
 
 def test_a_redacted_trace_is_shown_from_its_lines_and_cannot_be_edited(
@@ -207,9 +217,12 @@ def test_a_wrong_trace_is_refused_with_its_line(server: LabServer, trace: Lines)
     assert film.num_frames >= 1 and film.end is not None and ":3:" in film.end["error"]
 
 
-def test_a_run_with_a_failed_step_can_be_edited_before_and_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_run_with_a_failed_step_can_be_edited_before_and_after_it(
+    tmp_path: Path, is_async: bool
+) -> None:
     path, failed = tmp_path / "failed", 9
-    path.write_bytes(b"".join(failing(failed)))
+    path.write_bytes(b"".join(failing(failed, is_async)))
     app = LabApp(traces={"t": path})
 
     def film(**spec: Any) -> Film:
@@ -217,7 +230,7 @@ def test_a_run_with_a_failed_step_can_be_edited_before_and_after_it(tmp_path: Pa
         return film_of(b"".join(response.body))
 
     plain = film()
-    for step in (2, failed + 5):
+    for step in (2, failed, failed + 5):
         edited = film(edits=[{"step": step, "set": {"victim": "least_work"}}])
         assert edited.end and not edited.end["error"]
         reasons = edited.end["summary"]["finish_reasons"]
@@ -226,10 +239,10 @@ def test_a_run_with_a_failed_step_can_be_edited_before_and_after_it(tmp_path: Pa
         assert all(plain.ops(frame) == edited.ops(frame) for frame in range(step))
 
 
-def failing(step: int) -> Lines:
+def failing(step: int, is_async: bool) -> Lines:
     """The trace of a run in which the executor fails at a step."""
-    record = Recorder(CONFIG, False, profile=PROFILE.name)
-    engine = SimulatedEngine(CONFIG, PROFILE, observers=[record]).engine
+    record = Recorder(CONFIG, is_async, profile=PROFILE.name)
+    engine = SimulatedEngine(CONFIG, PROFILE, is_async, observers=[record]).engine
     launch = engine.executor.launch
 
     class Failing:
