@@ -2,7 +2,7 @@
 
 A scheduler gives its events to one function, see `Scheduler.observe`. The calls of a journal can be
 repeated with another scheduler, which then gives equal events (record/replay.py). Events refer to
-the requests and plans themselves; record/journal.py writes them as lines of JSON and reads them.
+the requests and plans themselves; headway/record writes them as lines of JSON and reads them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine: plan a step, launch it, apply its result, report it to the observers.
+"""The engine: plan a step, launch it, apply its result, give all events to the observers.
 
 With async scheduling the next plan is made and launched while one is in flight; without it, a
 plan is completed before the next is made. Knows nothing of text, devices or networks.
@@ -145,7 +145,7 @@ class Engine:
         return samples
 
     def abort(self, id: str) -> bool:
-        """End a request and its samples at once; a report follows. False if there is none."""
+        """End a request and its samples at once. False if there is none."""
         alive = self.scheduler.requests
         parent = alive.get(id)
         if parent is None:  # it has ended; other samples may still run

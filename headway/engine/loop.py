@@ -1,6 +1,6 @@
 """Runs an engine on a thread: takes messages from any thread and steps while there is work.
 
-Each step report becomes a batch of messages, which `deliver` receives on the loop's thread. Knows
+The events of a step become a batch of messages, which `deliver` receives on the loop's thread. Knows
 no sockets, no text and no asyncio.
 """
 

@@ -1,8 +1,7 @@
 """Messages between an engine's loop and its callers, in one process or between several.
 
 Every message is a tagged msgspec Struct, which `headway.remote.codec` encodes as it is. A request
-is identified by its id, its samples by number. `StepUpdates` turns the report of a step into
-messages.
+is identified by its id, its samples by number. `StepUpdates` turns events into messages.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class PromptBatch:
 
 
 class OfflineRunner:
-    """Adds prompts to an engine and steps it. Observes the engine's reports."""
+    """Adds prompts to an engine and steps it. Observes the engine."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.engine = engine
@@ -108,7 +108,7 @@ class OfflineRunner:
         self.close(batch)
 
     def close(self, batch: PromptBatch) -> None:
-        """Abort what is open of a batch, and step until the reports say so."""
+        """Abort what is open of a batch, and step until they have ended."""
         for builder in batch.builders:
             if builder.num_open:
                 with suppress(ExecutorError):

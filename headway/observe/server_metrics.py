@@ -1,6 +1,6 @@
 """An observer that keeps the metrics of a server and answers queries without waiting for a step.
 
-Counters and histograms follow the step reports on the engine's thread. Gauges are read from the
+Counters and histograms follow the events on the engine's thread. Gauges are read from the
 scheduler when a query arrives, on the thread that asks. Memory does not grow with the number of
 finished requests.
 """

@@ -1,6 +1,6 @@
 """A snapshot of the running engine: requests, KV blocks, rates and the latest decisions.
 
-`GET /live` returns it as JSON. The builder follows the step reports on the engine's thread; any
+`GET /live` returns it as JSON. The builder follows the events on the engine's thread; any
 thread that holds the engine's lock may take a snapshot. A snapshot never contains prompts or texts.
 """
 

@@ -213,7 +213,7 @@ class Scheduler:
         self._record(Reconfigured(describe(config), config))
 
     def _launch(self, plan: Plan) -> None:
-        """The plan has work: it reports the pending events and is in flight from now on."""
+        """The plan has work: it is in flight from now on."""
         state = self.state
         state.outputs.decay()
         state.queue.counters.num_steps += 1
