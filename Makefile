@@ -71,8 +71,8 @@ soak: $(READY) browser packages  ## all tests RUNS=12 times, in random order, ha
 	$(BIN)/python tests/soak/soak.py --runs $(RUNS) $(OPTIONS)
 
 # Folders whose tests need no model weights, no kernels and no server.
-FAST := tests/kv tests/scheduler tests/engine tests/observe tests/lab tests/text \
-  tests/project/test_imports.py tests/project/test_vocabulary.py $(wildcard tests/test_*.py)
+FAST := tests/kv tests/scheduler tests/engine tests/record tests/observe tests/lab \
+  tests/text tests/project/test_imports.py tests/project/test_vocabulary.py $(wildcard tests/test_*.py)
 
 test-fast: $(READY)  ## scheduler, engine and simulator only, in about a minute
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(FAST)

@@ -56,12 +56,12 @@ def main() -> None:
         scheduler.add(Request(id, prompt, RequestParams(max_tokens=12)))
     while scheduler.requests:
         plan = scheduler.schedule()
-        report = scheduler.complete(plan, executor.run(plan))
+        completed = scheduler.complete(plan, executor.run(plan))
         for admission in plan.admitted:
             print(f"step {plan.step:2}  {admission.request.id}: {admission.num_cached} cached")
-        for preemption in plan.events.preempted:
+        for preemption in plan.preempted:
             print(f"step {plan.step:2}  {preemption.request.id}: preempted")
-        for request in report.finished:
+        for request in completed.finished:
             text = "".join(LETTERS[token] for token in request.output)
             print(f"step {plan.step:2}  {request.id}: {text!r}")
 

@@ -11,8 +11,9 @@ from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import RealClock, VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+from headway.events import Completed
 from headway.grammar.grammar import Grammar
-from headway.plan import Plan, StepReport, StepResult
+from headway.plan import Plan, StepResult
 from headway.request import Request, RequestState
 from headway.sampling_params import SamplingParams, StructuredOutputsParams
 from headway.scheduler import PRESETS, Scheduler, preset
@@ -25,6 +26,7 @@ __all__ = [
     "LLM",
     "PRESETS",
     "AsyncEngine",
+    "Completed",
     "CompletionOutput",
     "Config",
     "EmbeddingRequestOutput",
@@ -38,7 +40,6 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "SchedulerView",
-    "StepReport",
     "StepResult",
     "StructuredOutputsParams",
     "VirtualClock",

@@ -123,6 +123,11 @@ class Config(Checked):
     sliding_window: int = count(0, 0, (1 << 31) - 1)
     num_window_blocks: int = count(0, 0, 1 << 26)
 
+    @property
+    def swap_seconds(self) -> Callable[[Request, SchedulerView], tuple[float, float]] | None:
+        """Estimates the time to swap a request out and in, and to recompute it, if the rule does."""
+        return getattr(self.swap, "seconds", None)
+
     @cached_property
     def limits_time(self) -> bool:
         """Whether the chunk rule declares a limit of time; a plain function has none."""

@@ -2,12 +2,12 @@
 
 A scheduler gives its events to one function, see `Scheduler.observe`. The calls of a journal can be
 repeated with another scheduler, which then gives equal events (record/replay.py). Events refer to
-the requests and plans themselves; record/journal.py writes them as lines of JSON and reads them.
+the requests and plans themselves; headway/record writes them as lines of JSON and reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.config import Config
@@ -54,8 +54,15 @@ class Planned:
     """A plan was made. A plan without work is recorded too: the queue may have changed its order."""
 
     plan: Plan
-    time: float = 0.0  # at the end of planning
-    began: float = 0.0
+
+    @property
+    def time(self) -> float:
+        """The end of planning."""
+        return self.plan.ended
+
+    @time.setter
+    def time(self, seconds: float) -> None:
+        self.plan.ended = seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +73,25 @@ class Completed:
     result: StepResult
     finished: list[Request]
     time: float = 0.0
+
+    def outputs(self) -> Iterator[tuple[Request, list[int]]]:
+        """The tokens that each request gains in this step; none that it has had before."""
+        plan, columns = self.plan, self.result.decode_tokens
+        for row, request in enumerate(plan.decodes):
+            kept = plan.tokens_kept.get(request, plan.num_steps)
+            first = _num_repeated(request, kept) if request.history.num_discarded else 0
+            if first < kept:
+                yield request, [int(column[row]) for column in columns[first:kept]]
+        sampled = (c.request for c in plan.chunks if c.is_last)
+        for request, token in zip(sampled, self.result.first_tokens, strict=True):
+            if plan.tokens_kept.get(request, 1) and not _num_repeated(request, 1):
+                yield request, [token]
+
+
+def _num_repeated(request: Request, num_gained: int) -> int:
+    """How many of the latest tokens were reported before a preemption discarded them."""
+    num_before = request.num_generated - num_gained
+    return max(0, min(num_gained, request.history.num_discarded - num_before))
 
 
 @dataclass(slots=True, eq=False)
@@ -84,3 +110,25 @@ class Failed:
 
 
 Event = Added | Aborted | Reset | Reconfigured | Planned | Completed | Failed
+
+
+def ended_by(event: Event) -> Sequence[Request]:
+    """The requests that an event ends."""
+    match event:
+        case Completed():
+            return event.finished
+        case Aborted():
+            return [event.request]
+        case Failed():
+            return event.ended
+    return ()
+
+
+def preempted_by(event: Event) -> Sequence[Preemption]:
+    """The requests that an event preempts."""
+    match event:
+        case Planned():
+            return event.plan.preempted
+        case Reset() | Failed():
+            return event.preempted
+    return ()

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 
 from headway.config import Config
 from headway.engine.clock import RealClock
@@ -57,10 +57,10 @@ from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.chunk_cost import measured_step
 from headway.executor.gpu.swap_cost import Timed, measured
 from headway.loading import Loaded, Progress, load
-from headway.observe.trace import TraceWriter, open_trace
 from headway.options import EngineOptions
 from headway.parallel.executor import ParallelExecutor
 from headway.parallel.ranks import ended_on_error
+from headway.record.writer import JournalWriter, header, open_journal
 from headway.request import Pooling, RequestParams
 from headway.sampling_params import SamplingParams
 from headway.scheduler import Scheduler
@@ -154,14 +154,14 @@ class LLM:
             Scheduler(self.config), self.executor, clock, async_scheduling=async_scheduling
         )
         self.engine.preparation = matchers
-        self._trace: IO[str] | None = None
-        if options.trace_out is not None:
-            self._trace = open_trace(Path(options.trace_out))
-            writer = TraceWriter(
-                self._trace, self.config, async_scheduling, has_blocks=options.trace_blocks,
-                redact=options.trace_redact,
+        self._trace: BinaryIO | None = None
+        if (path := options.trace_out) is not None:
+            self._trace = open_journal(Path(path))
+            head = header(
+                self.config, async_scheduling, has_blocks=options.trace_blocks,
+                is_redacted=options.trace_redact,
             )  # fmt: skip
-            self.engine.observers.append(writer)
+            self.engine.observers.append(JournalWriter(self._trace, head, name=str(path)))
         self._runner = OfflineRunner(self.engine, self.tokenizer)
         self._is_closed = False
         self.engine.observers += observers

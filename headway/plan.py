@@ -1,4 +1,4 @@
-"""One step as data: the scheduler's plan, the executor's result, and the report for observers.
+"""One step as data: the scheduler's plan and the executor's result.
 
 Contract with every executor: plans run in the order in which they are launched. Within a plan the
 copies out run first, then the copies in, then one forward pass that stores all its keys and values
@@ -7,7 +7,7 @@ before it reads any. So a plan may use blocks that an earlier plan, still runnin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from headway.request import Request
 
 Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
+NONE_DROPPED = (0, 0)
 MAX_SEARCHED = 8  # requests that are searched in a list one by one, which is faster for a few
 Embedding = npt.NDArray[np.float32]  # [hidden size], normalized to length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
@@ -61,13 +62,6 @@ class Preemption(NamedTuple):
     is_discard: bool = False  # its output is generated again; see policies/swap.py
 
 
-class CacheReset(NamedTuple):
-    """The cached prefixes were forgotten; also the copies on the host after a failed step."""
-
-    num_preempted: int  # preemptions that are reported with it and came before
-    is_all: bool
-
-
 class Blocked(NamedTuple):
     """Why a waiting request was not admitted: what it needed, and what was available."""
 
@@ -100,22 +94,14 @@ class Copy(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class StepEvents:
-    """Arrivals, aborts and preemptions around a step, and the state after planning."""
+class Answers:
+    """What policies answered while a plan was made, as far as it was asked for."""
 
-    added: list[Request] = field(default_factory=list)  # since the previous plan
-    aborted: list[Request] = field(default_factory=list)  # since the previous plan
-    aborted_in_flight: list[Request] = field(default_factory=list)  # while this plan ran
-    preempted: list[Preemption] = field(default_factory=list)
-    reset: CacheReset | None = None  # the latest one since the previous plan
-    # Numbers of entries in `added` and `aborted` that an earlier, empty plan already considered.
-    num_early: tuple[int, int] = (0, 0)
-    num_free: int = 0  # blocks
-    num_running: int = 0
-    num_waiting: int = 0
-    num_in_flight: int = 0  # plans without a result when this one was made
-    schedule_started: float = 0.0  # on the engine's clock, set by the engine
-    schedule_ended: float = 0.0
+    num_candidates: dict[Request, int] = field(default_factory=dict)  # by the request preempted
+    swap_seconds: dict[Request, tuple[float, float]] = field(
+        default_factory=dict
+    )  # swap, recompute
+    headroom: dict[Request, int] = field(default_factory=dict)  # blocks, at the latest check
 
 
 @dataclass(slots=True, eq=False)
@@ -141,11 +127,13 @@ class Plan:
     # kept of requests that do not keep all.
     reaching_limit: list[list[Request]] = field(default_factory=list)
     tokens_kept: dict[Request, int] = field(default_factory=dict)
-    events: StepEvents = field(default_factory=StepEvents)
+    answers: Answers | None = None  # if the scheduler records them
     # After planning:
     num_free: int = 0  # blocks
     num_running: int = 0
     num_waiting: int = 0
+    began: float = 0.0  # seconds on the engine's clock, set by the engine
+    ended: float = 0.0  # of planning
 
     @property
     def is_empty(self) -> bool:
@@ -155,7 +143,21 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the first forward pass of this plan computes."""
-        return len(self.decodes) + sum(c.end - c.start for c in self.chunks)
+        return len(self.decodes) + self.num_prefill
+
+    @property
+    def num_prefill(self) -> int:
+        """Tokens that chunks compute."""
+        return sum([c.end - c.start for c in self.chunks]) if self.chunks else 0
+
+    @property
+    def dropped(self) -> tuple[int, int]:
+        """Decodes that kept no token, and sampled tokens that were not kept, as known now."""
+        kept = self.tokens_kept
+        if not kept:
+            return NONE_DROPPED
+        counts = [kept[request] for request in self.places_of(kept)]
+        return counts.count(0), sum(self.num_steps - count for count in counts)
 
     def places_of(self, requests: Collection[Request]) -> dict[Request, int]:
         """The places in `decodes` of those of the requests that decode."""
@@ -185,31 +187,3 @@ class StepResult:
     extra: object = None  # logprobs, embeddings and the like; the scheduler does not read it
     failed: dict[Request, Failure] = field(default_factory=dict)
     num_builds: int = 0  # kernels compiled and graphs captured to launch it; it waited for them
-
-
-@dataclass(slots=True)
-class StepReport:
-    """A completed step; the only input of streams, metrics, traces and the live page."""
-
-    plan: Plan
-    result: StepResult
-    finished: list[Request]
-
-    def outputs(self) -> Iterator[tuple[Request, list[int]]]:
-        """The tokens that each request gains in this step; none that it has had before."""
-        plan, columns = self.plan, self.result.decode_tokens
-        for row, request in enumerate(plan.decodes):
-            kept = plan.tokens_kept.get(request, plan.num_steps)
-            first = _num_repeated(request, kept) if request.history.num_discarded else 0
-            if first < kept:
-                yield request, [int(column[row]) for column in columns[first:kept]]
-        sampled = (c.request for c in plan.chunks if c.is_last)
-        for request, token in zip(sampled, self.result.first_tokens, strict=True):
-            if plan.tokens_kept.get(request, 1) and not _num_repeated(request, 1):
-                yield request, [token]
-
-
-def _num_repeated(request: Request, num_gained: int) -> int:
-    """How many of the latest tokens were reported before a preemption discarded them."""
-    num_before = request.num_generated - num_gained
-    return max(0, min(num_gained, request.history.num_discarded - num_before))

@@ -145,7 +145,6 @@ class History:
     num_preemptions: int = 0
     num_priority_preemptions: int = 0
     num_overtaken: int = 0
-    aborted_after: int = 0  # number of pending arrivals when it was aborted; for exact replay
     group: str | None = None  # set by the queue's rule when the request is added
     num_discarded: int = 0  # most generated tokens that a preemption discarded
     max_num_computed: int = 0  # computing a token below this again is counted as recomputed

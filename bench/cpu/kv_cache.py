@@ -24,7 +24,8 @@ import torch
 from bench.cpu.compare import NUM_SCORED, licence_tokens, nll, run_headway
 from bench.cpu.peers import Rates
 from bench.harness import Bench, Figures, medians
-from headway import LLM, StepReport
+from headway import LLM, Completed
+from headway.events import Event
 from headway.executor.cpu import CpuExecutor
 from headway.model.backends.native.backend import PARTS, NativeBackend
 from headway.model.registry import resolve
@@ -52,9 +53,11 @@ class Subject:
         self._spent: dict[str, Counter[str]] = {}
         self._last, self.rounds = 0.0, list[Rates]()
 
-    def _observe(self, report: StepReport) -> None:
+    def _observe(self, event: Event) -> None:
         """Add the time since the last step to the steps with or without prompts."""
-        plan, now = report.plan, perf_counter()
+        if not isinstance(event, Completed):
+            return
+        plan, now = event.plan, perf_counter()
         inside = dict(zip(PARTS, (self._times / 1e6).tolist(), strict=True))
         self._times.zero_()
         num_tokens = sum(c.end - c.start for c in plan.chunks) or len(plan.decodes)

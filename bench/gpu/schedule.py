@@ -36,13 +36,13 @@ from bench.harness import SHAPES, Bench, Figures
 from headway import LLM
 from headway.engine.engine import Engine
 from headway.engine.gc_freeze import gc_freeze
+from headway.events import Completed, Event
 from headway.executor.gpu.swap_cost import measured, recompute_seconds, resume_seconds, swap_seconds
 from headway.lab.cost import Profile
 from headway.lab.loadgen.requests import random_prompt
 from headway.lab.profiling.calibration import make_calibration
 from headway.lab.profiling.fit import observations, predict
 from headway.lab.real.profiling import CALIBRATIONS, Logs, copy_blocks, fit_profile, run
-from headway.plan import StepReport
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
 from headway.scheduler.policies.swap import swap_if_cheaper
@@ -81,9 +81,11 @@ class Watch:
         self.gaps: list[float] = []  # of all decoding requests, including long ones
         self._latest: dict[Request, float] = {}
 
-    def __call__(self, report: StepReport) -> None:
-        now, latest = report.result.ended, self._latest
-        for request, _ in report.outputs():
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, Completed):
+            return
+        now, latest = event.result.ended, self._latest
+        for request, _ in event.outputs():
             if request in latest:
                 self.gaps.append(now - latest[request])
             else:

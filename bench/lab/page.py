@@ -49,11 +49,11 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from bench.harness import ROOT, Bench, Figures
 from bench.server.process import ServerProcess, cpu_seconds
+from headway.events import Completed, Event
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.trace import TraceWriter
-from headway.plan import StepReport
+from headway.record.writer import JournalWriter, header
 from headway.scheduler import preset
 
 bench = Bench(__doc__)
@@ -196,14 +196,21 @@ def page_bytes() -> dict[str, int]:
 def recording_us(max_num_seqs: int) -> dict[str, float]:
     """Both writers get every step of one run; which one is first alternates."""
     config = preset("vllm_v1", num_blocks=20_000, max_num_seqs=max_num_seqs)
-    writers = [TraceWriter(io.StringIO(), config, False, has_blocks=each) for each in (False, True)]
+    writers = [
+        JournalWriter(io.BytesIO(), header(config, False, has_blocks=each))
+        for each in (False, True)
+    ]
     times: list[list[float]] = [[], []]
+    spent = [0.0, 0.0]  # in the present step, which has several events
 
-    def observe(report: StepReport) -> None:
-        for place in (0, 1) if report.plan.step % 2 else (1, 0):
+    def observe(event: Event) -> None:
+        for place in (0, 1) if len(times[0]) % 2 else (1, 0):
             start = thread_time()
-            writers[place](report)
-            times[place].append((thread_time() - start) * 1e6)
+            writers[place](event)
+            spent[place] += (thread_time() - start) * 1e6
+            if isinstance(event, Completed):
+                times[place].append(spent[place])
+                spent[place] = 0.0
 
     workload = RECORDED.format(requests=5 * max_num_seqs, rate=max_num_seqs / 4)
     requests = parse_synthetic(workload).generate()

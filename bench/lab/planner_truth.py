@@ -28,7 +28,7 @@ from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import summarize
 from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.run_stats import RunStats
+from headway.record.stats import RunStats
 from headway.scheduler import preset
 
 Values = dict[str, float]

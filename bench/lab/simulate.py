@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 from bench.harness import Bench, Figures, in_new_process
 from headway.cli.options.simulation import make_config
+from headway.events import Event, Planned
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.files import MOONCAKE_BLOCK, load_workload, read_workload
 from headway.lab.workload.rows import read_rows
-from headway.plan import StepReport
 from headway.scheduler import preset
 
 bench = Bench(__doc__)
@@ -138,8 +138,8 @@ def measure_hits(path: str) -> Figures:
     num_tokens = sum(request.num_prompt + request.num_output for request in requests)
     hits = [0]
 
-    def count(report: StepReport) -> None:
-        for admission in report.plan.admitted:
+    def count(event: Event) -> None:
+        for admission in event.plan.admitted if isinstance(event, Planned) else ():
             hits[0] += -(-admission.num_cached // MOONCAKE_BLOCK)
 
     start = perf_counter()

@@ -36,7 +36,7 @@ from bench.server.attack_bodies import (
 from bench.server.process import ServerProcess
 from headway.errors import FormatError
 from headway.lab.loadgen.http_client import Client
-from headway.observe.trace import read_trace
+from headway.record.reader import read_journal
 
 Check = Callable[[Namespace], Awaitable[Figures]]
 NUM_SLOW = 12
@@ -302,7 +302,7 @@ async def full_disk(asked: Namespace) -> Figures:
         trace = Path(folder) / "trace.jsonl"
         found = {"trace": await _served(["--trace-out", str(trace)], max_file_bytes=FILE_LIMIT)}
         try:
-            num_lines: int | str = sum(1 for _ in read_trace(trace))
+            num_lines: int | str = sum(1 for _ in read_journal(trace))
         except FormatError as error:
             num_lines = str(error)
         found["trace"] |= {"bytes": trace.stat().st_size, "lines": num_lines}

@@ -26,13 +26,14 @@ from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.engine.queue_limits import QueueLimits
+from headway.events import Completed, Event
 from headway.lab.loadgen.requests import RequestFormat
 from headway.lab.workload.request import WorkloadRequest
 from headway.loading import find_tokenizer
 from headway.model.registry import resolve
 from headway.observe.server_metrics import ServerMetrics
 from headway.options import EngineOptions
-from headway.plan import Column, Plan, StepReport, StepResult
+from headway.plan import Column, Plan, StepResult
 from headway.scheduler import Scheduler, preset
 from headway.server.process.log_setup import setup
 from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_single_process
@@ -76,7 +77,9 @@ class StepTimes:
             self._times = mmap(file.fileno(), 0)
         self._place = 0
 
-    def __call__(self, report: StepReport) -> None:
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, Completed):
+            return
         TIME.pack_into(self._times, self._place, time.perf_counter())
         self._place += TIME.size
 
@@ -141,8 +144,9 @@ def run_offline(quantization: str, jobs: list[WorkloadRequest], seed: int) -> di
     wording = RequestFormat(model=MODEL, vocab_size=VOCAB, seed=seed)
     steps: list[tuple[float, int]] = []  # end time and number of decoding requests of each step
 
-    def record(report: StepReport) -> None:
-        steps.append((report.result.ended, len(report.plan.decodes)))
+    def record(event: Event) -> None:
+        if isinstance(event, Completed):
+            steps.append((event.result.ended, len(event.plan.decodes)))
 
     llm.engine.observers.append(record)
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The engine: plan a step, launch it, apply its result, report it to the observers.
+"""The engine: plan a step, launch it, apply its result, give all events to the observers.
 
 With async scheduling the next plan is made and launched while one is in flight; without it, a
 plan is completed before the next is made. Knows nothing of text, devices or networks.
@@ -20,13 +20,14 @@ from headway.errors import (
     ReplayMismatch,
     shorten,
 )
+from headway.events import Completed, Event, Planned
 from headway.executor.base import Executor, Handle, Preparation
-from headway.observe.explain import explain
-from headway.plan import Plan, StepReport
+from headway.plan import Plan
+from headway.record.sentences import explain
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
 
-Observer = Callable[[StepReport], None]
+Observer = Callable[[Event], None]
 OnObserverError = Callable[[Observer, Exception], None]
 PLAIN = RequestParams()
 MAX_SAMPLES = 1024
@@ -44,7 +45,9 @@ class Engine:
         *,
         async_scheduling: bool = False,
         observers: Iterable[Observer] = (),
+        in_flight: Iterable[tuple[Plan, Handle]] = (),
     ) -> None:
+        """`in_flight` are plans that the scheduler has made before, oldest first."""
         if async_scheduling not in (False, True):
             raise ConfigError(f"async_scheduling must be True or False, not {async_scheduling!r}")
         self.scheduler = scheduler
@@ -59,8 +62,16 @@ class Engine:
         self.lock = threading.RLock()  # held while scheduler state changes, never while a plan runs
         self.step_began: float | None = None  # clock time; None between two steps
         self._num_faults = 0
-        self._flight: deque[tuple[Plan, Handle]] = deque()
+        self._flight: deque[tuple[Plan, Handle]] = deque(in_flight)
         self._last_progress = self.clock.now()
+        self._events: deque[Event] = deque()  # that the observers have not had
+        self.scheduler.observe(self._note)
+
+    def _note(self, event: Event) -> None:
+        event.time = self.clock.now()
+        if isinstance(event, Planned):
+            event.plan.began = event.time if self.step_began is None else self.step_began
+        self._events.append(event)
 
     @property
     def is_healthy(self) -> bool:
@@ -68,7 +79,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests or self._flight or self.scheduler.has_pending_events)
+        return bool(self.scheduler.requests or self._flight or self._events)
 
     @property
     def num_in_flight(self) -> int:
@@ -134,7 +145,7 @@ class Engine:
         return samples
 
     def abort(self, id: str) -> bool:
-        """End a request and its samples at once; a report follows. False if there is none."""
+        """End a request and its samples at once. False if there is none."""
         alive = self.scheduler.requests
         parent = alive.get(id)
         if parent is None:  # it has ended; other samples may still run
@@ -155,22 +166,29 @@ class Engine:
         is_first = first is not None and first.sample == sample
         return self.stop(id) if is_first else sample > 0 and self.stop(f"{id}/{sample}")
 
-    def step(self) -> StepReport | None:
-        """Make and launch the next plan, complete the oldest; None if none was completed."""
+    def step(self) -> Completed | None:
+        """Make and launch the next plan, complete the oldest; None if none was completed.
+
+        Then the observers get all events since the previous step.
+        """
+        if not (self.scheduler.requests or self._flight):
+            self.tell()
+            return None
         self.step_began = self.clock.now()
         try:  # an error in a policy or the executor ends requests, not the engine
-            plan, error = self._make_plan(self.step_began)
+            plan, error = self._make_plan()
             is_empty = plan.is_empty
             if not is_empty:
                 self._flight.append((plan, self.executor.launch(plan)))
             is_due = self._flight and (is_empty or len(self._flight) > self.async_scheduling)
-            report = self._complete_oldest() if is_due else None
+            completed = self._complete_oldest() if is_due else None
             if error is not None:
                 self._end_request(error)
         except ReplayMismatch:
             raise  # no step failed: the recorded run ends here
         except Exception as failure:
-            return self._fail(failure)
+            self._fail(failure)
+            return None
         except BaseException:  # interrupted: leave no request half done
             self._flight.clear()
             try:
@@ -180,33 +198,29 @@ class Engine:
             raise
         finally:
             self.step_began = None
-        report = report or self.scheduler.take_pending_events()
-        if report:
-            self._report(report)
+        self.tell()
         if error is not None:
             self.fault = _text_of(error)
-        return report
+        return completed
 
-    def _make_plan(self, began_at: float) -> tuple[Plan, PolicyError | None]:
+    def _make_plan(self) -> tuple[Plan, PolicyError | None]:
         """The next plan; an empty one and the error if a policy failed for one request."""
         with self.lock:
             try:
-                plan = self.scheduler.schedule()
+                return self.scheduler.schedule(), None
             except PolicyError as error:
                 if error.request_id not in self.scheduler.requests:
                     raise
                 return Plan(-1), error
-            plan.events.schedule_started, plan.events.schedule_ended = began_at, self.clock.now()
-        return plan, None
 
-    def _complete_oldest(self) -> StepReport:
+    def _complete_oldest(self) -> Completed:
         """Wait for the oldest plan in flight, without the lock, and apply its result."""
         plan, handle = self._flight[0]
         result = handle.wait()
         with self.lock:
-            report = self.scheduler.complete(plan, result)
+            completed = self.scheduler.complete(plan, result)
             self._flight.popleft()
-        return report
+        return completed
 
     def run(self) -> None:
         """Step until no work is left."""
@@ -217,29 +231,31 @@ class Engine:
         """Start over without requests and cache, after a step was interrupted in the middle."""
         self._flight.clear()
         self.scheduler = Scheduler(self.scheduler.config)
+        self.scheduler.observe(self._note)
 
     def why(self) -> str:
         """Explain the current state in sentences: what runs, what waits and why."""
         return explain(self.scheduler, len(self._flight), self.seconds_since_progress, self.fault)
 
-    def _report(self, report: StepReport) -> StepReport:
-        self._last_progress = self.clock.now()
-        if report.plan.step >= 0:
-            self.fault, self._num_faults = None, 0
-        else:
-            report.plan.events.schedule_ended = self._last_progress
+    def tell(self) -> None:
+        """Give the observers all events that they have not had; every step does."""
+        """Give the observers all events that they have not had."""
         errors: list[Exception] = []
-        for observe in tuple(self.observers):
-            try:
-                observe(report)
-            except Exception as error:
-                if self.on_observer_error is None:
-                    errors.append(error)
-                else:
-                    self.on_observer_error(observe, error)
-        if errors:  # only now: every observer has received the report
+        while self._events:
+            event = self._events.popleft()
+            self._last_progress = self.clock.now()
+            if isinstance(event, Completed):
+                self.fault, self._num_faults = None, 0
+            for observe in tuple(self.observers):
+                try:
+                    observe(event)
+                except Exception as error:
+                    if self.on_observer_error is None:
+                        errors.append(error)
+                    else:
+                        self.on_observer_error(observe, error)
+        if errors:  # only now: every observer has had every event
             raise errors[0]
-        return report
 
     def _end_request(self, error: PolicyError) -> None:
         """End the request that a policy failed for; recompute the others, as its plan is not run."""
@@ -248,7 +264,7 @@ class Engine:
             self.scheduler.fail(_text_of(error))
             self.scheduler.abort(error.request_id, "error", _text_of(error))
 
-    def _fail(self, error: Exception) -> StepReport | None:
+    def _fail(self, error: Exception) -> None:
         """End the requests in flight; after MAX_FAULTS consecutive failures, all requests."""
         self.fault = _text_of(error)
         self._num_faults += 1
@@ -258,8 +274,7 @@ class Engine:
             if self.has_given_up:
                 for id in list(self.scheduler.requests):
                     self.scheduler.abort(id, "error", self.fault)
-        report = self.scheduler.take_pending_events()
-        return self._report(report) if report else None
+        self.tell()
 
 
 def _text_of(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Runs an engine on a thread: takes messages from any thread and steps while there is work.
 
-Each step report becomes a batch of messages, which `deliver` receives on the loop's thread. Knows
+The events of a step become a batch of messages, which `deliver` receives on the loop's thread. Knows
 no sockets, no text and no asyncio.
 """
 
@@ -37,7 +37,7 @@ from headway.engine.queries import (
 )
 from headway.engine.queue_limits import QueueLimiter, QueueLimits
 from headway.errors import ExecutorError, PolicyError, RequestError
-from headway.plan import StepReport
+from headway.events import Completed, Event
 from headway.request import Request
 
 Deliver = Callable[[list[FromLoop]], None]
@@ -262,9 +262,10 @@ class EngineLoop:
         name = getattr(observer, "__qualname__", type(observer).__qualname__)
         log.warning("observer %s failed and was removed: %s", name, error)
 
-    def _observe(self, report: StepReport) -> None:
+    def _observe(self, event: Event) -> None:
         """Deliver the updates of a step before anything else reacts to them."""
-        self._outbox += self._updates.of(report)
-        if self._report_load:
-            self._outbox.append(self._load_reporter.report(self.engine.scheduler))
-        self._flush()
+        self._outbox += self._updates.of(event)
+        if isinstance(event, Completed):
+            if self._report_load:
+                self._outbox.append(self._load_reporter.report(self.engine.scheduler))
+            self._flush()

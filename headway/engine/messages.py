@@ -1,8 +1,7 @@
 """Messages between an engine's loop and its callers, in one process or between several.
 
 Every message is a tagged msgspec Struct, which `headway.remote.codec` encodes as it is. A request
-is identified by its id, its samples by number. `StepUpdates` turns the report of a step into
-messages.
+is identified by its id, its samples by number. `StepUpdates` turns events into messages.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from msgspec import Struct
 
 from headway.engine.clock import Clock
 from headway.errors import HeadwayError
-from headway.plan import Embedding, Plan, StepReport
+from headway.events import Completed, Event, Planned, ended_by
+from headway.plan import Embedding
 from headway.request import Request, RequestParams
 from headway.sampling_params import TokenLogprobs
 
@@ -188,7 +188,7 @@ FromLoop = (
     | EngineStopped
 )
 
-# From the report of a step to messages.
+# From events to messages.
 
 
 class StepExtra(Protocol):
@@ -209,7 +209,7 @@ class RequestTimes:
 
 
 class StepUpdates:
-    """Turns step reports into messages, and keeps the times of open requests.
+    """Turns events into messages, and keeps the times of open requests.
 
     `add` must be called for every request. Requests with `is_live` false get one update: their
     end, with all their tokens.
@@ -231,13 +231,29 @@ class StepUpdates:
         self.times.clear()
         self._at_end.clear()
 
-    def of(self, report: StepReport) -> Iterator[TokenBatch | SampleUpdate]:
+    def of(self, event: Event) -> Iterator[TokenBatch | SampleUpdate]:
         """One message for all requests that only gained tokens, one for each other request."""
-        now = report.result.ended or self._clock.now()
-        self._note_times(report.plan, now)
-        gained = self._gained(report)
-        ended = {request: self._end(request, now) for request in report.finished}
-        extra: StepExtra | None = report.result.extra  # type: ignore[assignment]
+        if isinstance(event, Planned):
+            for admission in event.plan.admitted:
+                times = self.times.get(admission.request)
+                if times and times.admitted is None:
+                    times.admitted = event.time
+            return
+        now, extra = event.time, None
+        if isinstance(event, Completed):
+            now, extra = event.result.ended or now, event.result.extra
+            self._note_first_tokens(event, now)
+        finished = ended_by(event)
+        gained = self._gained(event, finished)
+        ended = {request: self._end(request, now) for request in finished}
+        yield from self._messages(gained, ended, extra)  # type: ignore[arg-type]
+
+    def _messages(
+        self,
+        gained: dict[Request, list[int]],
+        ended: dict[Request, FinishInfo],
+        extra: StepExtra | None,
+    ) -> Iterator[TokenBatch | SampleUpdate]:
         single = dict.fromkeys(ended)
         if extra is not None:
             single |= dict.fromkeys([r for r in gained if r in extra.logprobs])
@@ -251,24 +267,20 @@ class StepUpdates:
         if len(plain) < len(gained):
             yield from (_update(r, tokens) for r, tokens in gained.items() if r.parent or r.sample)
 
-    def _gained(self, report: StepReport) -> dict[Request, list[int]]:
+    def _gained(self, event: Event, finished: Sequence[Request]) -> dict[Request, list[int]]:
         """New tokens by request; all tokens of a request that is not live and has ended."""
         has_live = len(self.times) > len(self._at_end)
-        gained = dict(report.outputs()) if has_live and report.plan.step >= 0 else {}
+        gained = dict(event.outputs()) if has_live and isinstance(event, Completed) else {}
         if self._at_end:
             gained = {r: tokens for r, tokens in gained.items() if r not in self._at_end}
-            for request in report.finished:
+            for request in finished:
                 if request in self._at_end:
                     self._at_end.discard(request)
                     gained[request] = list(request.output)
         return gained
 
-    def _note_times(self, plan: Plan, now: float) -> None:
-        for admission in plan.admitted:
-            times = self.times.get(admission.request)
-            if times and times.admitted is None:
-                times.admitted = plan.events.schedule_ended
-        for chunk in plan.chunks:
+    def _note_first_tokens(self, event: Completed, now: float) -> None:
+        for chunk in event.plan.chunks:
             times = self.times.get(chunk.request)
             if times and times.first_token is None and chunk.is_last:
                 times.first_token = now

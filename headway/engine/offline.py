@@ -15,7 +15,7 @@ from headway.engine.engine import Engine
 from headway.engine.messages import SampleUpdate, StepUpdates, TokenBatch
 from headway.engine.outputs import Delta, OutputBuilder
 from headway.errors import ExecutorError, HeadwayError
-from headway.plan import StepReport
+from headway.events import Event
 from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 from headway.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class PromptBatch:
 
 
 class OfflineRunner:
-    """Adds prompts to an engine and steps it. Observes the engine's reports."""
+    """Adds prompts to an engine and steps it. Observes the engine."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.engine = engine
@@ -108,7 +108,7 @@ class OfflineRunner:
         self.close(batch)
 
     def close(self, batch: PromptBatch) -> None:
-        """Abort what is open of a batch, and step until the reports say so."""
+        """Abort what is open of a batch, and step until they have ended."""
         for builder in batch.builders:
             if builder.num_open:
                 with suppress(ExecutorError):
@@ -145,10 +145,10 @@ class OfflineRunner:
     def _stop_sample(self, id: str, sample: int) -> None:
         self.engine.stop_sample(id, sample)
 
-    def _observe(self, report: StepReport) -> None:
+    def _observe(self, event: Event) -> None:
         if not self.open:
             return  # the engine may have other users, such as a server
-        for message in self._updates.of(report):
+        for message in self._updates.of(event):
             if isinstance(message, TokenBatch):
                 for id, tokens in zip(message.ids, message.tokens, strict=True):
                     self._add(SampleUpdate(id, 0, tokens))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from headway.engine.messages import Query
+from headway.record.lines import HeaderLine, Line, RequestLine
 
 Document = dict[str, Any]
 
@@ -67,49 +68,52 @@ class GetDiagnosis(Query[Document]):
     """Findings of the doctor over the last minute."""
 
 
-class EngineState(Struct, frozen=True):
-    """An engine at the moment from which a viewer follows it."""
+class LiveFilm(Struct, frozen=True):
+    """The number of a viewer, and the first bytes of its film."""
 
     viewer: int
-    header: Document
-    state: Document
+    header: bytes
 
 
-class StepLines(Struct, frozen=True):
-    """The steps since a viewer's last query, and whether the engine has no work now."""
-
-    lines: list[Document]
-    is_idle: bool
-
-
-class StartFollowing(Query[EngineState]):
-    """Follow the engine's steps from now on."""
+class StartFilm(Query[LiveFilm]):
+    """Film the engine's steps from now on."""
 
     between_steps = True
 
 
-class GetSteps(Query[StepLines]):
-    """The steps since the last query of a viewer."""
+class GetFilm(Query[bytes]):
+    """The film since the last query of a viewer."""
 
     viewer: int
     between_steps = True
 
 
-class StopFollowing(Query[None]):
-    """Stop following the engine."""
+class StopFilm(Query[None]):
+    """Stop the film of a viewer."""
 
     viewer: int
     between_steps = True
 
 
-class StartTrial(Query[Document | None]):
-    """What a trial needs besides the recorded steps; None if another trial runs."""
+class TrialStart(Struct, frozen=True, kw_only=True):
+    """What a trial needs besides the recorded events, which have the numbers [first, end)."""
+
+    header: HeaderLine
+    model: Document | None
+    before: list[tuple[RequestLine, int | None]]  # open requests, and their cached tokens
+    generated: dict[str, int]  # tokens of the requests that are open now
+    first: int
+    end: int
+
+
+class StartTrial(Query[TrialStart | None]):
+    """Start a trial; None if another one runs."""
 
     between_steps = True
 
 
-class GetTrialSteps(Query[list[Document]]):
-    """A part of the recorded steps, from the number `first` on."""
+class GetTrialLines(Query[list[Line]]):
+    """A part of the recorded events, from the number `first` on."""
 
     first: int
     between_steps = True

@@ -31,8 +31,8 @@ from headway.lab.replica import SimulatedReplica
 from headway.lab.simulate import Progress, with_profile
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.run_stats import RunStats, percentiles
-from headway.observe.timeline import RequestTimeline
+from headway.record.stats import RunStats, percentiles
+from headway.record.timeline import RequestTimeline
 from headway.scheduler.validate import validate_request
 
 
@@ -256,7 +256,7 @@ def simulate_replicas(
 
 
 def _merged(replicas: list[RunStats]) -> RunStats:
-    merged = RunStats({"config": replicas[0].config})
+    merged = RunStats(replicas[0].header)
     for stats in replicas:
         merged.merge(stats)
     merged.requests.sort(key=lambda times: times.arrival)

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from headway.config import Config
 from headway.engine.engine import Observer
 from headway.errors import ConfigError
+from headway.events import Completed, Event, ended_by
 from headway.fleet.prefix_tracker import PrefixTracker
 from headway.fleet.router import ReplicaLoad
 from headway.lab.cost import Profile
 from headway.lab.simulate import SimulatedEngine
 from headway.lab.workload.request import WorkloadRequest
-from headway.plan import StepReport
 from headway.request import Request
 
 
@@ -37,13 +37,14 @@ class SimulatedReplica(SimulatedEngine):
         self.ended: list[tuple[Request, float]] = []  # in the latest step
         self._uncomputed: dict[str, int] = {}  # prompt tokens, of requests without a first token
         self._num_open, self._num_free = 0, config.num_blocks
-        self._reports: list[StepReport] = []  # that the router has not seen
+        self._events: list[Event] = []  # that the router has not seen
         self._journal = self.engine.scheduler.kv.pool.index.start_journal()
         self.engine.observers.append(self._observe)
 
-    def _observe(self, report: StepReport) -> None:
-        self._reports.append(report)
-        self.ended += [(request, report.result.ended) for request in report.finished]
+    def _observe(self, event: Event) -> None:
+        self._events.append(event)
+        now = event.result.ended if isinstance(event, Completed) else event.time
+        self.ended += [(request, now) for request in ended_by(event)]
 
     def add(self, request: WorkloadRequest, now: float, num_new: int) -> None:
         """Queue a request that arrives now; RequestError if it can never run."""
@@ -74,17 +75,17 @@ class SimulatedReplica(SimulatedEngine):
     def _tell(self) -> None:
         """Let the router see the outcome of all steps so far."""
         uncomputed = self._uncomputed
-        for report in self._reports:
-            for chunk in report.plan.chunks:
+        for event in self._events:
+            for chunk in event.plan.chunks if isinstance(event, Completed) else ():
                 id, left = chunk.request.id, uncomputed.get(chunk.request.id, 0)
                 if left and chunk.is_last:
                     del uncomputed[id]
                 elif left:
                     uncomputed[id] = max(1, left - (chunk.end - chunk.start))
-            for request in report.finished:
+            for request in ended_by(event):
                 uncomputed.pop(request.id, None)
-            self._num_open -= len(report.finished)
-        self._reports.clear()
+                self._num_open -= 1
+        self._events.clear()
         self._num_free = self.engine.scheduler.kv.num_free
         if self._journal.has_changes:
             self.tracker.apply(self.name, *self._journal.drain())

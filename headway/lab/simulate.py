@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import Any
 
 from headway.config import Config
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine, Observer
 from headway.errors import ConfigError, PolicyError, RequestError
+from headway.events import Event, ended_by
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.cost import Profile
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import TraceWriter, header
-from headway.plan import StepReport
+from headway.record.stats import RunStats
+from headway.record.writer import JournalWriter, Writable, header
 from headway.scheduler import Scheduler
 from headway.scheduler.policies.chunk import hold_tbt
 from headway.scheduler.policies.presets import read_preset
@@ -71,7 +71,7 @@ def simulate(
     *,
     async_scheduling: bool = False,
     observers: Iterable[Observer] = (),
-    trace: IO[str] | None = None,
+    trace: Writable | None = None,
     trace_blocks: bool = False,
     trace_redact: bool = False,
     progress: Progress | None = None,
@@ -84,12 +84,12 @@ def simulate(
     config = with_profile(config, profile)
     simulated = SimulatedEngine(config, profile, async_scheduling, observers)
     engine, result = simulated.engine, SimulationResult(simulated.metrics)
-    if trace:
-        writer = TraceWriter(
-            trace, config, async_scheduling, has_blocks=trace_blocks, redact=trace_redact,
+    if trace is not None:
+        head = header(
+            config, async_scheduling, has_blocks=trace_blocks, is_redacted=trace_redact,
             profile=profile.name,
         )  # fmt: skip
-        engine.observers.append(writer)
+        engine.observers.append(JournalWriter(trace, head))
     if progress:
         engine.observers.append(_report_ends(progress))
     _run(engine, simulated.clock, iter(requests), result, progress, stop)
@@ -97,9 +97,9 @@ def simulate(
 
 
 def _report_ends(progress: Progress) -> Observer:
-    def observe(report: StepReport) -> None:
-        if report.finished:
-            progress(len(report.finished))
+    def observe(event: Event) -> None:
+        if ended := ended_by(event):
+            progress(len(ended))
 
     return observe
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.observe.run_stats import RunStats, by_prompt_length, percentiles
-from headway.observe.timeline import RequestTimeline
+from headway.record.stats import RunStats, by_prompt_length, percentiles
+from headway.record.timeline import RequestTimeline
 
 Summary = dict[str, Any]
 

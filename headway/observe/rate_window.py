@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from headway.observe.timeline import StepStats
-from headway.plan import StepReport
-from headway.request import Request
+from headway.events import Completed, Event, preempted_by
+from headway.record.timeline import StepStats
 
 Counts = Counter[str]
 NUM_SECONDS = 60  # length of the history
@@ -28,13 +27,19 @@ class RateWindow:
         self._started = started
         self._seconds: deque[tuple[int, Counts]] = deque(maxlen=NUM_SECONDS + 1)
 
-    def follow(self, report: StepReport, stats: StepStats[Request]) -> None:
-        """Count a step."""
-        plan, second = report.plan, int(stats.now)
+    def follow(self, event: Event, stats: StepStats) -> None:
+        """Count an event."""
+        second, num_preempted = int(stats.now or event.time), len(preempted_by(event))
         if not self._seconds or self._seconds[-1][0] < second:
             self._seconds.append((second, Counter()))
         counts = self._seconds[-1][1]
-        counts["steps"] += plan.step >= 0
+        if num_preempted:
+            counts["preemptions"] += num_preempted
+        if stats.finished:
+            self._count_finished(stats, counts)
+        if not isinstance(event, Completed):
+            return
+        counts["steps"] += 1
         counts["output_tokens"] += stats.num_output
         self.totals["output_tokens"] += stats.num_output
         counts["computed"] += stats.num_computed
@@ -42,22 +47,23 @@ class RateWindow:
             counts["gaps"] += num_gaps
             counts["itl_us"] += int(1e6 * seconds * num_gaps)
             counts["max_itl_us"] = max(counts["max_itl_us"], int(1e6 * seconds))
-        if plan.admitted or plan.chunks or plan.events.preempted or stats.finished:
-            self._count_changes(report, stats, counts)
+        if event.plan.admitted or event.plan.chunks or event.result.swap_in:
+            self._count_changes(event, stats, counts)
 
-    def _count_changes(self, report: StepReport, stats: StepStats[Request], counts: Counts) -> None:
-        """Count events that a steady decode step does not have."""
+    def _count_changes(self, event: Completed, stats: StepStats, counts: Counts) -> None:
+        """Count what a steady decode step does not have."""
         counts["prompt_tokens"] += stats.num_prompt
         counts["prefill"] += stats.num_prefill
         counts["recomputed"] += stats.num_recomputed
-        if swap_in := report.result.swap_in:
+        if swap_in := event.result.swap_in:
             counts["swap_ins"] += 1
             counts["swap_in_us"] += int(1e6 * swap_in)
-        counts["preemptions"] += len(report.plan.events.preempted)
         counts["first_tokens"] += len(stats.first_tokens)
         counts["ttft_us"] += int(1e6 * sum(stats.first_tokens))
         counts["queried"] += stats.num_queried
         counts["hit"] += stats.num_hit
+
+    def _count_finished(self, stats: StepStats, counts: Counts) -> None:
         counts["requests"] += len(stats.finished)
         self.totals["requests"] += len(stats.finished)
         for _, times in stats.finished:

@@ -7,11 +7,12 @@ by the work of a minute.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from headway.observe.run_stats import RunStats
-from headway.observe.timeline import RequestTimeline, StepRecord, StepStats, Timeline
-from headway.observe.trace import Line
+from headway.events import Event
+from headway.record.lines import HeaderLine
+from headway.record.stats import RunStats
+from headway.record.timeline import RequestTimeline, StepStats, Timeline
 
 SLICE_SECONDS, NUM_SLICES = 10.0, 6
 
@@ -25,20 +26,21 @@ class _Slice(NamedTuple):
 class RecentStats:
     """Counts steps, and forgets them after 60 to 70 seconds."""
 
-    def __init__(self, header: Line) -> None:
+    def __init__(self, header: HeaderLine) -> None:
         self._header = header
         self._slices: deque[_Slice] = deque(maxlen=NUM_SLICES + 1)
 
-    def count(self, record: StepRecord[Any], stats: StepStats[Any]) -> None:
-        """Count a step that the timeline has followed."""
-        if not self._slices or record.ended >= self._slices[-1].start + SLICE_SECONDS:
-            self._slices.append(_Slice(record.ended, RunStats(self._header), []))
+    def count(self, event: Event, stats: StepStats, timeline: Timeline) -> None:
+        """Count an event that the timeline has followed."""
+        now = stats.now or event.time
+        if not self._slices or now >= self._slices[-1].start + SLICE_SECONDS:
+            self._slices.append(_Slice(now, RunStats(self._header), []))
         latest = self._slices[-1]
-        latest.stats.count(record, stats)
+        latest.stats.count(event, stats, timeline)
         if stats.finished:
             latest.finished.extend([times for _, times in stats.finished])
 
-    def merged(self, timeline: Timeline[Any], now: float) -> RunStats:
+    def merged(self, timeline: Timeline, now: float) -> RunStats:
         """The slices of the last minute as one run, which began with the first of them.
 
         Requests are those that arrived in it; stalls are those of all requests that were open.
@@ -51,7 +53,7 @@ class RecentStats:
             run.merge(each.stats)
         return run
 
-    def streams(self, timeline: Timeline[Any], now: float) -> list[RequestTimeline]:
+    def streams(self, timeline: Timeline, now: float) -> list[RequestTimeline]:
         """The requests that were open in the last minute, with their longest stalls so far."""
         timeline.update_stalls()
         finished = [times for each in self._recent(now) for times in each.finished]

@@ -1,6 +1,6 @@
 """An observer that keeps the metrics of a server and answers queries without waiting for a step.
 
-Counters and histograms follow the step reports on the engine's thread. Gauges are read from the
+Counters and histograms follow the events on the engine's thread. Gauges are read from the
 scheduler when a query arrives, on the thread that asks. Memory does not grow with the number of
 finished requests.
 """
@@ -13,13 +13,14 @@ from typing import get_args
 
 from headway.engine.loop import CachedReader, EngineLoop
 from headway.engine.queries import GetMetrics, GetSnapshot
+from headway.events import Completed, Event, Planned, preempted_by
 from headway.observe.prometheus import Exposition, MetricValues
 from headway.observe.recent_stats import RecentStats
-from headway.observe.run_stats import RunStats, percentiles, stalls_of
 from headway.observe.snapshot import Snapshot, SnapshotBuilder
-from headway.observe.timeline import RequestTimeline, StepStats, Timeline, record_of
-from headway.observe.trace import header
-from headway.plan import Reason, StepReport
+from headway.plan import Reason
+from headway.record.stats import RunStats, percentiles, stalls_of
+from headway.record.timeline import RequestTimeline, StepStats, Timeline
+from headway.record.writer import header
 from headway.request import Request
 from headway.scheduler import Scheduler
 
@@ -35,7 +36,7 @@ class ServerMetrics:
     def __init__(self, loop: EngineLoop, model_name: str) -> None:
         self._loop, self._engine = loop, loop.engine
         engine = loop.engine
-        self._timeline = Timeline[Request]()
+        self._timeline = Timeline()
         self._builder = SnapshotBuilder(loop, model_name)
         self.values = MetricValues.empty(engine.scheduler.config.max_model_len)
         self._labels = {"model_name": model_name, "engine": "0"}  # vLLM has the same two labels
@@ -46,14 +47,13 @@ class ServerMetrics:
         loop.handle(GetMetrics, lambda query: self.text(query.prefix))
         loop.handle(GetSnapshot, lambda _: self.snapshot())
 
-    def __call__(self, report: StepReport) -> None:
+    def __call__(self, event: Event) -> None:
         try:
             with self._engine.lock:
-                record = record_of(report)
-                stats = self._timeline.follow(record)
-                self._count(report, stats)
-                self._recent.count(record, stats)
-                self._builder.follow(report, stats)
+                stats = self._timeline.follow(event)
+                self._count(event, stats)
+                self._recent.count(event, stats, self._timeline)
+                self._builder.follow(event, stats)
         except Exception:  # a failure in the metrics must not stop the engine
             log.exception("the metrics of a step were lost")
 
@@ -86,42 +86,40 @@ class ServerMetrics:
         values.gauges = _gauges(self._engine.scheduler, self._loop.num_unread)
         return values
 
-    def _count(self, report: StepReport, stats: StepStats[Request]) -> None:
-        plan, counters = report.plan, self.values.counters
-        histograms = self.values.histograms
-        counters["generation_tokens", ""] += stats.num_output
-        counters["builds", ""] += report.result.num_builds
-        if plan.step >= 0:
+    def _count(self, event: Event, stats: StepStats) -> None:
+        counters, histograms = self.values.counters, self.values.histograms
+        if isinstance(event, Completed):
+            counters["generation_tokens", ""] += stats.num_output
+            counters["builds", ""] += event.result.num_builds
             histograms["iteration_tokens_total"].observe(stats.num_computed)
-            histograms["scheduler_step_seconds"].observe(
-                plan.events.schedule_ended - plan.events.schedule_started
-            )
-        gaps = histograms["inter_token_latency_seconds"]
-        for seconds, count in stats.gaps:
-            gaps.observe(seconds, count)
-        if plan.admitted or plan.chunks or plan.events.preempted or stats.finished:
-            self._count_changes(report, stats)
+            gaps = histograms["inter_token_latency_seconds"]
+            for seconds, count in stats.gaps:
+                gaps.observe(seconds, count)
+            if event.plan.admitted or event.plan.chunks or event.plan.copies_out:
+                self._count_changes(event, stats)
+        elif isinstance(event, Planned) and not event.plan.is_empty:
+            histograms["scheduler_step_seconds"].observe(event.plan.ended - event.plan.began)
+        counters["num_preemptions", ""] += len(preempted_by(event))
+        for request, times in stats.finished:
+            counters["request_success", times.finish_reason] += 1
+            if times.finish_reason in COMPLETED:
+                self._count_completed(request, times)
 
-    def _count_changes(self, report: StepReport, stats: StepStats[Request]) -> None:
-        """Count events that a steady decode step does not have."""
-        plan, counters = report.plan, self.values.counters
+    def _count_changes(self, event: Completed, stats: StepStats) -> None:
+        """Count what a steady decode step does not have."""
+        plan, counters = event.plan, self.values.counters
         counters["prompt_tokens", ""] += stats.num_prompt
         counters["prefix_cache_queries", ""] += stats.num_queried
         counters["prefix_cache_hits", ""] += stats.num_hit
         counters["recomputed_tokens", ""] += stats.num_recomputed
         counters["prefill_tokens", ""] += stats.num_prefill
-        counters["num_preemptions", ""] += len(plan.events.preempted)
         counters["swapped_blocks", "out"] += len(plan.copies_out)
         counters["swapped_blocks", "in"] += len(plan.copies_in)
-        if report.result.swap_in:
-            self.values.histograms["swap_in_seconds"].observe(report.result.swap_in)
+        if event.result.swap_in:
+            self.values.histograms["swap_in_seconds"].observe(event.result.swap_in)
         first = self.values.histograms["time_to_first_token_seconds"]
         for seconds in stats.first_tokens:
             first.observe(seconds)
-        for request, times in stats.finished:
-            counters["request_success", times.finish_reason] += 1
-            if times.finish_reason in COMPLETED:
-                self._count_completed(request, times)
 
     def _count_completed(self, request: Request, times: RequestTimeline) -> None:
         params, is_generation, end = request.params, not times.is_pooling, times.finished

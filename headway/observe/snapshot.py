@@ -1,6 +1,6 @@
 """A snapshot of the running engine: requests, KV blocks, rates and the latest decisions.
 
-`GET /live` returns it as JSON. The builder follows the step reports on the engine's thread; any
+`GET /live` returns it as JSON. The builder follows the events on the engine's thread; any
 thread that holds the engine's lock may take a snapshot. A snapshot never contains prompts or texts.
 """
 
@@ -13,17 +13,17 @@ from typing import Any
 
 from headway import __version__
 from headway.engine.loop import EngineLoop
-from headway.observe.explain import (
+from headway.events import Event
+from headway.observe.rate_window import RateWindow
+from headway.observe.vitals import vitals
+from headway.record.sentences import (
     NEXT_STEP,
     Decision,
     DecisionLog,
     why_blocked,
     why_not_considered,
 )
-from headway.observe.rate_window import RateWindow
-from headway.observe.timeline import StepStats
-from headway.observe.vitals import vitals
-from headway.plan import StepReport
+from headway.record.timeline import StepStats
 from headway.request import Request
 from headway.scheduler import Scheduler
 
@@ -40,13 +40,13 @@ class SnapshotBuilder:
         self._model_name = model_name
         self._started = loop.engine.clock.now()
         self._window = RateWindow(self._started)
-        self._log = DecisionLog(loop.engine.scheduler.config)
+        self._log = DecisionLog(loop.engine.scheduler.config.max_num_seqs)
         self._decisions: deque[Decision] = deque(maxlen=NUM_DECISIONS)
 
-    def follow(self, report: StepReport, stats: StepStats[Request]) -> None:
-        """Count a step and log its decisions."""
-        self._window.follow(report, stats)
-        self._decisions.extend(self._log.follow(report))
+    def follow(self, event: Event, stats: StepStats) -> None:
+        """Count an event and log its decisions."""
+        self._window.follow(event, stats)
+        self._decisions += [each for each in self._log.follow(event) if each.kind != "arrived"]
 
     def snapshot(self, p99_stall: float | None) -> Snapshot:
         """The present state as plain data. The caller holds the engine's lock.
@@ -76,13 +76,16 @@ class SnapshotBuilder:
             "vitals": [
                 each._asdict() for each in vitals(scheduler.config, num_running, num_waiting, minute)
             ],
-            "decisions": [decision._asdict() for decision in self._decisions],
+            "decisions": [
+                {"step": each.step, "kind": each.kind, "text": each.text}
+                for each in self._decisions
+            ],
         }  # fmt: skip
 
     def _queue(self, now: float) -> Iterator[dict[str, Any]]:
         """Queued requests in any order; `walk` would sort them and call the queue's policy."""
         scheduler = self._engine.scheduler
-        plan, planned = scheduler.last_plan, scheduler.last_plan.events.schedule_ended
+        plan, planned = scheduler.last_plan, scheduler.last_plan.ended
         reasons = {b.request: why_blocked(b.reason, b.need, b.have) for b in plan.blocked}
         rest = NEXT_STEP
         if plan.not_considered:

@@ -19,8 +19,8 @@ from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import Submit
 from headway.errors import ConfigError
-from headway.observe.timeline import NEVER, RequestTimeline, Timeline, record_of
-from headway.plan import StepReport
+from headway.events import Event
+from headway.record.timeline import NEVER, RequestTimeline, Timeline
 from headway.request import Request
 from headway.sampling_params import Sampling
 
@@ -99,7 +99,7 @@ class Spans:
         self._engine, self._tracer, self._model_name = engine, tracer, model_name
         self._extract = TraceContextTextMapPropagator().extract
         self._epoch = time.time() - engine.clock.now()  # Unix time of clock value 0
-        self._timeline = Timeline[Request]()
+        self._timeline = Timeline()
         self._parents: dict[Request, str] = {}
 
     def expect(self, message: Submit, requests: list[Request]) -> None:
@@ -107,8 +107,8 @@ class Spans:
         if message.traceparent:
             self._parents.update(dict.fromkeys(requests, message.traceparent))
 
-    def __call__(self, report: StepReport) -> None:
-        for request, times in self._timeline.follow(record_of(report)).finished:
+    def __call__(self, event: Event) -> None:
+        for request, times in self._timeline.follow(event).finished:
             self._emit(request, times)
 
     def _emit(self, request: Request, times: RequestTimeline) -> None:

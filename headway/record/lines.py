@@ -136,7 +136,7 @@ class CompletedLine(Struct, tag="completed", tag_field="event", omit_defaults=Tr
     step: int
     start: float
     end: float
-    swap_in: float = 0.0
+    swap_in: float = 0  # an int, as it is left out only if it is the same object
     builds: int = 0
     failed: list[tuple[Id, int, str, str | None]] = []
     finished: list[EndLine] = []
@@ -161,3 +161,20 @@ Line = (
     | CompletedLine
     | FailedLine
 )
+
+
+def ends_of(line: Line) -> list[EndLine]:
+    """The requests that a line ends."""
+    match line:
+        case CompletedLine():
+            return line.finished
+        case AbortedLine():
+            return [line.end]
+        case FailedLine():
+            return line.ended
+    return []
+
+
+def time_of(line: Line) -> float:
+    """Seconds on the engine's clock."""
+    return line.end if isinstance(line, CompletedLine) else line.t

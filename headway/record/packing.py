@@ -12,7 +12,7 @@ MAX_PACKED_BY_HAND = 64  # tokens; more are packed with numpy
 
 
 def pack_tokens(tokens: Sequence[int]) -> list[Any]:
-    """Pack tokens: three or more equal or consecutive ones become [first, count, 0 or 1]."""
+    """Pack tokens: three or more equal or consecutive ones become (first, count, 0 or 1)."""
     if len(tokens) <= MAX_PACKED_BY_HAND:
         return _pack_few(tokens)
     return _pack_many(tokens if isinstance(tokens, array) else array("i", tokens))
@@ -28,7 +28,7 @@ def _pack_few(tokens: Sequence[int]) -> list[Any]:
             while last < length and tokens[last] - tokens[last - 1] == stride:
                 last += 1
         if last - place > 2:
-            packed.append([first, last - place, stride])
+            packed.append((first, last - place, stride))
             place = last
         else:
             packed.append(first)
@@ -51,7 +51,7 @@ def _pack_many(tokens: array[int]) -> list[Any]:
         first = max(start, place)  # the previous run may include the token at `start`
         if last - first >= 2 and strides[first] in (0, 1):
             packed.extend(tokens[place:first])
-            packed.append([tokens[first], last - first + 1, int(strides[first])])
+            packed.append((tokens[first], last - first + 1, int(strides[first])))
             place = last + 1
     packed.extend(tokens[place:])
     return packed
@@ -73,4 +73,4 @@ def num_packed(packed: int | Iterable[Any]) -> int:
     """The number of tokens in a packed list, without unpacking it, or in a redacted one."""
     if isinstance(packed, int):
         return packed
-    return sum(item[1] if isinstance(item, list) else 1 for item in packed)
+    return sum(1 if isinstance(item, int) else item[1] for item in packed)

@@ -58,24 +58,31 @@ from headway.request import Request, RequestParams
 from headway.scheduler.decode_batch import DecodeBatch
 
 HIDDEN = -1  # in place of each token id of a redacted journal
+UNKNOWN = Request("", [], RequestParams())  # a decode that began before the first line
 NO_BLOCK = -1  # in place of the numbers of blocks that were not recorded
+# Raised for lines that do not continue the run of the lines before them.
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
 class EventReader:
     """Makes events of the lines of one journal, which it must get in order."""
 
-    def __init__(self, head: HeaderLine) -> None:
+    def __init__(self, head: HeaderLine, before: Iterable[RequestLine] | None = None) -> None:
+        """`before` are the requests that are open if the first lines are missing."""
         self._block_size = head.config["block_size"]
+        self._is_partial = before is not None
         self.open: dict[str, Request] = {}  # added and not ended
         self._known: dict[str, Request] = {}  # the latest with each id
         self._batch = self._new_batch()
         self._in_flight: deque[Plan] = deque()
+        for line in before or ():
+            self._add(line)
 
     def _new_batch(self) -> DecodeBatch:
         return DecodeBatch(self._block_size, 0)
 
     def event(self, line: Line) -> Event:
-        """The event of the next line; KeyError if it names a request that is not open."""
+        """The event of the next line; an error of MALFORMED if it does not continue the run."""
         match line:
             case PlannedLine():
                 return self._planned(line)
@@ -143,7 +150,8 @@ class EventReader:
             plan.not_considered = NotConsidered(*line.not_considered)
         if not plan.is_empty:
             self._in_flight.append(plan)
-        return Planned(plan, line.t, line.t)
+        plan.began = plan.ended = line.t
+        return Planned(plan)
 
     def _admit(self, plan: Plan, line: PlannedLine) -> None:
         blocks = line.blocks
@@ -167,6 +175,8 @@ class EventReader:
             return
         batch = self._batch
         plan.decodes = batch.batch.requests
+        if self._is_partial:  # some of them may have begun before
+            plan.decodes = [*plan.decodes, *repeat(UNKNOWN, line.decodes)][: line.decodes]
         if len(plan.decodes) != line.decodes:
             raise ValueError(f"{len(plan.decodes)} requests decode, not {line.decodes}")
         numbers = iter(line.blocks.new if line.blocks is not None else ())
@@ -199,6 +209,8 @@ class EventReader:
         return found
 
     def _completed(self, line: CompletedLine) -> Completed:
+        if self._is_partial and (not self._in_flight or self._in_flight[0].step != line.step):
+            self._in_flight.appendleft(Plan(line.step))  # it was in flight when the lines begin
         plan = self._in_flight.popleft()
         if plan.step != line.step:
             raise ValueError(f"step {line.step} is completed, but step {plan.step} is in flight")
@@ -276,12 +288,16 @@ def _header(name: object, text: bytes) -> HeaderLine:
         raise FormatError(name, 1, f"not a Headway trace: {error}") from None
 
 
-def events_of(lines: Iterable[HeaderLine | Line]) -> Iterator[Event]:
-    """The events of a header and the lines after it."""
-    rest = iter(lines)
-    head = next(rest)
-    assert isinstance(head, HeaderLine), "the first line is the header"
-    reader = EventReader(head)
-    for line in rest:
-        assert not isinstance(line, HeaderLine)
-        yield reader.event(line)
+def split_header(journal: Iterable[HeaderLine | Line]) -> tuple[HeaderLine, Iterator[Line]]:
+    """The header of a journal, and the lines after it."""
+    lines = iter(journal)
+    header = next(lines)
+    assert isinstance(header, HeaderLine), "the first line is the header"
+    return header, lines  # type: ignore[return-value]
+
+
+def events_of(journal: Iterable[HeaderLine | Line]) -> Iterator[Event]:
+    """The events of a journal."""
+    header, lines = split_header(journal)
+    reader = EventReader(header)
+    return map(reader.event, lines)

@@ -7,10 +7,10 @@ events are equal, the scheduling error of the simulator is exactly zero.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from headway.config import Config
-from headway.errors import PolicyError, ReplayMismatch
+from headway.errors import ConfigError, PolicyError, ReplayMismatch, RequestError
 from headway.events import (
     Aborted,
     Added,
@@ -22,6 +22,10 @@ from headway.events import (
     Reset,
 )
 from headway.plan import Column, Plan, StepResult
+from headway.record.diff import differences
+from headway.record.lines import HeaderLine, Line
+from headway.record.reader import MALFORMED, EventReader, split_header
+from headway.record.writer import LineMaker
 from headway.request import Request
 from headway.scheduler import Scheduler
 from headway.scheduler.policies.presets import read_preset
@@ -59,8 +63,10 @@ class RecordedTokens:
 class Replay:
     """A scheduler whose calls follow recorded events. All of these must have been read before."""
 
-    def __init__(self, config: Config, own: Container[str] = READY_MADE) -> None:
-        self.scheduler, self._own = Scheduler(config), own
+    def __init__(
+        self, config: Config, own: Container[str] = READY_MADE, *, records_answers: bool = False
+    ) -> None:
+        self.scheduler, self._own = Scheduler(config, records_answers=records_answers), own
         self.tokens = RecordedTokens()
         self.requests: dict[Request, Request] = {}  # by the recorded request
         self._sampled: deque[Tokens] = deque()  # of the plans in flight
@@ -84,7 +90,7 @@ class Replay:
         event, self._event = self._event, None
         event.time = recorded.time
         if isinstance(event, Planned) and isinstance(recorded, Planned):
-            event.began = recorded.began
+            event.plan.began = recorded.plan.began
         return event
 
     def _call(self, recorded: Event) -> None:
@@ -97,7 +103,7 @@ class Replay:
             case Completed():
                 self._complete(recorded)
             case Added():
-                scheduler.add(*map(self._copy, recorded.requests))
+                scheduler.add(*map(self.copy, recorded.requests))
             case Aborted(request):
                 scheduler.abort(request.id, request.finish_reason or "abort", request.error)
             case Reset():
@@ -107,7 +113,14 @@ class Replay:
             case Failed():
                 self._fail(recorded)
 
-    def _copy(self, recorded: Request) -> Request:
+    def in_flight(self, recorded: Mapping[int, StepResult]) -> Iterator[tuple[Plan, StepResult]]:
+        """The plans in flight with their tokens, and the times of these results, if they have one."""
+        for plan, (columns, first_tokens) in zip(
+            self.scheduler.in_flight, self._sampled, strict=True
+        ):
+            yield plan, _result(columns, first_tokens, recorded.get(plan.step, StepResult()))
+
+    def copy(self, recorded: Request) -> Request:
         """The recorded request as it was when it was added."""
         parent = recorded.parent and self.requests.get(recorded.parent, recorded.parent)
         request = Request(
@@ -121,12 +134,8 @@ class Replay:
     def _complete(self, recorded: Completed) -> None:
         if not self.scheduler.in_flight:
             raise ReplayMismatch(f"the replay has no step {recorded.plan.step}")
-        columns, first_tokens = self._sampled.popleft()
-        old = recorded.result
-        result = StepResult(
-            columns, first_tokens, old.started, old.ended, old.swap_in, num_builds=old.num_builds,
-            failed={self.requests[r]: failure for r, failure in old.failed.items()},
-        )  # fmt: skip
+        result = _result(*self._sampled.popleft(), recorded.result)
+        result.failed = {self.requests[r]: failure for r, failure in recorded.result.failed.items()}
         self.scheduler.complete(self.scheduler.in_flight[0], result)
 
     def _fail(self, recorded: Failed) -> None:
@@ -139,6 +148,61 @@ class Replay:
                 raise ReplayMismatch("no policy fails in the replay")
         self._sampled.clear()
         self.scheduler.fail(recorded.reason)
+
+
+def _result(columns: list[Column], first_tokens: list[int], recorded: StepResult) -> StepResult:
+    return StepResult(
+        columns, first_tokens, recorded.started, recorded.ended, recorded.swap_in,
+        num_builds=recorded.num_builds,
+    )  # fmt: skip
+
+
+def check_replay(journal: Iterable[HeaderLine | Line], own: Container[str] = READY_MADE) -> int:
+    """Repeat a journal, recorded to the end of its run, and return the number of its steps.
+
+    ReplayMismatch names the first step that differs. ConfigError if the journal is redacted, or
+    names a `module:function` that is not in `own`.
+    """
+    header, lines = split_header(journal)
+    if header.is_redacted:
+        raise ConfigError(
+            "the trace was recorded with --trace-redact and has no tokens, so it cannot be replayed; "
+            "record the run without --trace-redact"
+        )
+    maker, recorded = LineMaker(has_blocks=header.has_blocks), _events(header, lines)
+    again, num_steps = Replay(read_preset(header.config, own=own), own), 0
+    for line, event in recorded:
+        step = event.plan.step if isinstance(event, Completed) else num_steps
+        try:
+            repeated = again.repeat(event)
+        except (ReplayMismatch, RequestError) as error:
+            raise ReplayMismatch(f"step {step}: {error}") from None
+        if maker.line(repeated) != line:
+            names, config = ("the record", "the replay"), header.config
+            found = differences(
+                [event], [repeated], names, (config, config), has_blocks=header.has_blocks
+            )
+            raise ReplayMismatch(f"step {step}: {'; '.join(found)}")
+        num_steps += isinstance(event, Planned) and not event.plan.is_empty
+    if num_open := len(again.scheduler.requests):
+        raise ReplayMismatch(f"step {num_steps}: the record ends, but {num_open} requests have not")
+    return num_steps
+
+
+def _events(header: HeaderLine, lines: Iterable[Line]) -> list[tuple[Line, Event]]:
+    """The lines with their events; ReplayMismatch if one does not continue the run."""
+    reader, found, num_steps = EventReader(header), list[tuple[Line, Event]](), 0
+    for line in lines:
+        try:
+            event = reader.event(line)
+        except MALFORMED as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise ReplayMismatch(
+                f"step {num_steps}: the record does not continue the run: {problem}"
+            ) from None
+        found.append((line, event))
+        num_steps += isinstance(event, Planned) and not event.plan.is_empty
+    return found
 
 
 def replay(

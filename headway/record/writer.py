@@ -49,8 +49,9 @@ from headway.scheduler.policies.presets import describe
 def header(config: Config, async_scheduling: bool, **more: Any) -> HeaderLine:
     """The first line of a journal."""
     return HeaderLine(
-        headway_trace=VERSION, config=describe(config), async_scheduling=async_scheduling, **more
-    )
+        headway_trace=VERSION, config=describe(config), async_scheduling=bool(async_scheduling),
+        **more,
+    )  # fmt: skip
 
 
 class LineMaker:
@@ -99,7 +100,7 @@ class LineMaker:
         plan, result = event.plan, event.result
         kept = plan.tokens_kept if plan.num_steps > 1 else {}
         return CompletedLine(
-            step=plan.step, start=result.started, end=result.ended, swap_in=result.swap_in,
+            step=plan.step, start=result.started, end=result.ended, swap_in=result.swap_in or 0,
             builds=result.num_builds,
             failed=[(r.id, *failure) for r, failure in result.failed.items()],
             finished=[self.end(r, kept.get(r, 0)) for r in event.finished],

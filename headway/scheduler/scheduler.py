@@ -28,7 +28,7 @@ from headway.events import (
     Reset,
 )
 from headway.kv.cache import KVCache
-from headway.plan import CacheReset, Plan, StepEvents, StepReport, StepResult
+from headway.plan import Answers, Plan, StepResult
 from headway.request import Request
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.policies.presets import describe
@@ -51,8 +51,9 @@ def ignore(event: Event) -> None:
 class Scheduler:
     """Decides every step: add, abort, schedule, complete."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, records_answers: bool = False) -> None:
         self.config = config
+        self._records_answers = records_answers  # of policies, in the plans
         self.state = SchedulerState(config)
         # Parts of the state that engines and observers read.
         self.kv: KVCache = self.state.kv
@@ -107,7 +108,6 @@ class Scheduler:
         for request in requests:  # from here on nothing can fail
             self.state.arrive(request)
         self._num_added += len(requests)
-        self.state.events.added += requests
         if requests:
             self._record(Added(requests))
 
@@ -123,36 +123,25 @@ class Scheduler:
     def _end(self, request: Request, reason: str, error: str | None) -> None:
         request.error = error
         self.state.finish(request, reason)
-        events = self.state.events
-        request.history.aborted_after = len(events.added)
-        first_new = events.added[0].history.serial if events.added else self._num_added
-        if self.in_flight and request.history.serial < first_new:
-            self.in_flight[-1].events.aborted_in_flight.append(request)
-        else:  # its arrival is not reported yet, so its end must not be reported earlier
-            events.aborted.append(request)
 
     def schedule(self) -> Plan:
         """Make the next plan. With work present it is empty only while another is in flight."""
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
-        state, events = self.state, self.state.events
-        state.plan = plan = Plan(self._num_steps, events=events)
+        state = self.state
+        answers = Answers() if self._records_answers else None
+        state.plan = plan = Plan(self._num_steps, answers=answers)
         state.preempted, self._is_planning = plan.preempted, True
         state.queue.counters.start_step()
-        events.num_in_flight = len(self.in_flight)
         StepBuilder(state, plan).build()
         self._is_planning = False
         plan.num_free = self.kv.num_free
         plan.num_running, plan.num_waiting = len(self.running), len(self.queue)
-        events.num_free = self.kv.num_free
-        events.num_running, events.num_waiting = len(self.running), len(self.queue)
         if not plan.is_empty:
             self._launch(plan)
-        elif self.in_flight:  # arrivals up to now were considered before the result in flight
-            events.num_early = len(events.added), len(events.aborted)
         self._record(Planned(plan))
         return plan
 
-    def complete(self, plan: Plan, result: StepResult) -> StepReport:
+    def complete(self, plan: Plan, result: StepResult) -> Completed:
         """Apply the result of the oldest plan in flight: tokens, and requests that finish."""
         assert plan is self.in_flight[0], "plans are completed in the order they were made"
         check_result(plan, result)
@@ -162,42 +151,17 @@ class Scheduler:
         if result.failed:
             ended += end_failed(plan, result, ended, self.state)
         self.state.decode_batch.left_in_flight.clear()
-        self._record(Completed(plan, result, ended))
-        aborted = (*plan.events.aborted, *plan.events.aborted_in_flight)
-        return StepReport(plan, result, [*aborted, *ended])
-
-    @property
-    def has_pending_events(self) -> bool:
-        """True if an abort or a reset of the cache has not been reported yet."""
-        return bool(self.state.events.aborted or self.state.events.reset)
-
-    def take_pending_events(self) -> StepReport | None:
-        """A report of the events since the last plan; None if a plan in flight will report them."""
-        pending = self.state.events
-        happened = pending.added or pending.aborted or pending.preempted or pending.reset
-        if self.in_flight or not happened:
-            return None
-        self.state.events = StepEvents()
-        events = StepEvents(
-            added=pending.added, aborted=pending.aborted, preempted=pending.preempted,
-            reset=pending.reset, num_early=pending.num_early, num_free=self.kv.num_free,
-            num_running=len(self.running), num_waiting=len(self.queue),
-        )  # fmt: skip
-        return StepReport(Plan(-1, events=events), StepResult(), events.aborted)
+        event = Completed(plan, result, ended)
+        self._record(event)
+        return event
 
     def fail(self, reason: str) -> None:
         """A step failed: end the requests in flight with the reason, recompute all others."""
-        plans, state, pending = list(self.in_flight), self.state, self.state.events
+        plans, state = list(self.in_flight), self.state
         ended: list[Request] = []
         if not self._is_planning:
             state.preempted = []
         self.in_flight.clear()
-        for plan in reversed(plans):  # what they would have reported is pending again
-            events = plan.events
-            for request in (*events.aborted_in_flight, *pending.aborted):
-                request.history.aborted_after += len(events.added)
-            pending.added[:0], pending.preempted[:0] = events.added, events.preempted
-            pending.aborted[:0] = [*events.aborted, *events.aborted_in_flight]
         failed = {r for p in plans for r in (*p.decodes, *(c.request for c in p.chunks))}
         for request in [r for r in self.requests.values() if r in failed]:
             self._end(request, "error", reason)
@@ -212,7 +176,6 @@ class Scheduler:
                 ended.append(request)
         self._forget_cache()
         self.kv.free_host_blocks()
-        pending.reset = CacheReset(len(pending.preempted), is_all=True)
         state.decode_batch = DecodeBatch(self.config.block_size, self.config.max_num_seqs)
         self._record(Failed(reason, self._is_planning, ended, state.preempted))
         self._is_planning = False
@@ -231,9 +194,6 @@ class Scheduler:
     def _forget_cache(self) -> None:
         self.state.preempted_in_flight.clear()
         self.kv.forget_all()
-        events, before = self.state.events, self.state.events.reset
-        is_all = before is not None and before.is_all
-        events.reset = CacheReset(len(events.preempted), is_all)
 
     def reconfigure(self, config: Config) -> None:
         """Use other policies and another token budget from the next plan on.
@@ -253,9 +213,8 @@ class Scheduler:
         self._record(Reconfigured(describe(config), config))
 
     def _launch(self, plan: Plan) -> None:
-        """The plan has work: it reports the pending events and is in flight from now on."""
+        """The plan has work: it is in flight from now on."""
         state = self.state
-        state.events = StepEvents()
         state.outputs.decay()
         state.queue.counters.num_steps += 1
         state.prefill_streak = 0 if plan.decodes else state.prefill_streak + 1

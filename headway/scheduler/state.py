@@ -14,7 +14,7 @@ from typing import Any
 from headway.config import Config
 from headway.kv.cache import AdmissionCost, KVCache
 from headway.kv.window import WindowCache
-from headway.plan import Admission, Chunk, Plan, Preemption, StepEvents
+from headway.plan import Admission, Chunk, Plan, Preemption
 from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.fairness import group_of
@@ -40,7 +40,6 @@ class SchedulerState:
         self.decode_batch = DecodeBatch(config.block_size, config.max_num_seqs)
         self.preempted_in_flight: set[Request] = set()  # requests that may have a token in flight
         self.in_flight: deque[Plan] = deque()
-        self.events = StepEvents()  # since the last plan that was not empty
         self.preempted: list[Preemption] = []  # by the present call
         self.outputs = OutputStatistics()
         self.tokens_left = config.max_num_batched_tokens  # of the step under construction
@@ -104,6 +103,9 @@ class SchedulerState:
         history, num_computed = request.history, request.num_computed
         num_free = self.kv.num_free if num_due else 0
         answer = may_swap and self.policies.swap(request, self.view)
+        answers, seconds = self.plan.answers, self.config.swap_seconds
+        if may_swap and answers is not None and seconds is not None:
+            answers.swap_seconds[request] = seconds(request, self.view)
         self.queue.push(request)  # first, so that a user's key that raises changes nothing
         self._stop_running(request)
         copies = self.kv.swap_out(request) if answer is True else None
@@ -123,9 +125,7 @@ class SchedulerState:
         if is_discard:
             self._discard_output(request)
         numbers = num_computed, is_priority, num_due, num_free
-        preemption = Preemption(request, is_swap, *numbers, is_discard)
-        self.events.preempted.append(preemption)
-        self.preempted.append(preemption)
+        self.preempted.append(Preemption(request, is_swap, *numbers, is_discard))
 
     def _discard_output(self, request: Request) -> None:
         """Forget the output of a request; it is generated again."""

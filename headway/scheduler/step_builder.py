@@ -140,7 +140,10 @@ class StepBuilder:
         state, planned = self._state, {chunk.request for chunk in self.plan.chunks}
         requests = (*state.prefilling, *state.decode_batch.members, *self.plan.deferred)
         candidates = [r for r in requests if r not in planned and r in state.running]
-        return max(candidates, key=lambda request: state.policies.victim(request, state.view))
+        victim = max(candidates, key=lambda request: state.policies.victim(request, state.view))
+        if self.plan.answers is not None:
+            self.plan.answers.num_candidates[victim] = len(candidates)
+        return victim
 
     def _force(self) -> None:
         """The policies left the step empty although there is work: do the first piece of it."""

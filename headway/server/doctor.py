@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
 
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.queries import EndTrial, GetDiagnosis, GetTrialSteps, StartTrial
+from headway.engine.queries import EndTrial, GetDiagnosis, GetTrialLines, StartTrial, TrialStart
 from headway.errors import ConfigError, ExecutorError
 from headway.lab.cost import known_profiles
 from headway.lab.doctor.live import NUM_PER_QUERY, TRIAL_SECONDS
@@ -98,10 +98,10 @@ async def run_trial(
         problem = "another trial runs; at most one runs at a time"
         raise ApiError(409, problem, code="trial_running", headers={"Retry-After": "5"})
     try:
-        _check(first["header"]["config"], changes, profile)
+        _check(first.header.config, changes, profile)
         async with asyncio.timeout(TRIAL_SECONDS):
             asked = {"changes": changes, "profile": profile, "niceness": NICENESS}
-            return await _in_process(engine, {**first, **asked})
+            return await _in_process(engine, first, asked)
     except TimeoutError:
         problem = f"the trial took more than {TRIAL_SECONDS:g} s"
         raise ApiError(504, problem, code="timeout") from None
@@ -123,7 +123,9 @@ def _check(config: dict[str, Any], changes: dict[str, str], profile: str | None)
         raise ApiError(400, str(error), param="changes") from None
 
 
-async def _in_process(engine: AsyncEngine, first: dict[str, Any]) -> dict[str, Any]:
+async def _in_process(
+    engine: AsyncEngine, first: TrialStart, asked: dict[str, Any]
+) -> dict[str, Any]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "headway.lab.doctor.trial", env={**os.environ, "PYTHONPATH": path},
@@ -132,9 +134,9 @@ async def _in_process(engine: AsyncEngine, first: dict[str, Any]) -> dict[str, A
     )  # fmt: skip
     assert process.stdin is not None, "started with a pipe"
     try:
-        process.stdin.write(pickle.dumps(first))
-        for number in range(first["first"], first["end"], NUM_PER_QUERY):
-            lines = await engine.ask(GetTrialSteps(number))
+        process.stdin.write(pickle.dumps((first, asked)))
+        for number in range(first.first, first.end, NUM_PER_QUERY):
+            lines = await engine.ask(GetTrialLines(number))
             process.stdin.write(pickle.dumps(lines) if lines else b"")
             await process.stdin.drain()
         out, errors = await process.communicate(pickle.dumps(None))

@@ -1,7 +1,6 @@
 """GET /lab: the lab page, which follows every decision of this server.
 
-A film starts with the present state. While a page is open, the engine describes its steps without
-token ids, and this process makes the film.
+A film starts with the present state. The engine makes it while a page is open.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.queries import GetSteps, StartFollowing, StopFollowing
+from headway.engine.queries import GetFilm, StartFilm, StopFilm
 from headway.errors import ExecutorError
-from headway.lab.film.format import FilmWriter, Record, header_record, record
-from headway.lab.film.texts import FilmTexts
+from headway.lab.film.format import Record, record
 from headway.lab.web.app import FILM, static
 from headway.lab.web.catalog import catalog
 from headway.server.http.errors import ApiError
@@ -31,24 +29,18 @@ MAX_SILENT = 10  # times that nothing is sent if nothing happens
 
 async def live_film(engine: AsyncEngine) -> AsyncIterator[bytes]:
     """The film of a running engine, from now on; ExecutorError if the engine stops."""
-    start = await engine.ask(StartFollowing())
-    writer, texts = FilmWriter(start.header["config"]), FilmTexts(start.header)
-    writer.load(start.state)
+    start = await engine.ask(StartFilm())
     try:
-        yield header_record({**start.header, "has_blocks": True}, source="live")
+        yield start.header
         num_silent = 0
         while True:
-            steps = await engine.ask(GetSteps(start.viewer))
-            data = b"".join(writer.add(line, texts.follow(line)) for line in steps.lines)
-            if steps.is_idle:
-                writer.settle()
-            data += writer.flush()
+            data = await engine.ask(GetFilm(start.viewer))
             num_silent = 0 if data else num_silent + 1
             if data or num_silent % MAX_SILENT == 0:
                 yield data or record(Record.IDLE, b"")
             await asyncio.sleep(SECONDS)
     finally:
-        await asyncio.shield(engine.ask(StopFollowing(start.viewer)))
+        await asyncio.shield(engine.ask(StopFilm(start.viewer)))
 
 
 def router(context: Context) -> APIRouter:

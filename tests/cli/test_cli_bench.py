@@ -14,11 +14,15 @@ from headway.errors import ConfigError
 from headway.lab.loadgen.report import latency, throughput
 from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
 from headway.lab.real.dataset import NAMES
-from headway.observe.run_stats import RunStats
-from headway.observe.timeline import RequestTimeline
-from headway.observe.trace import read_trace
+from headway.record.lines import PlannedLine
+from headway.record.reader import read_journal
+from headway.record.stats import RunStats, stats_of
+from headway.record.timeline import RequestTimeline
+from headway.record.writer import header
+from headway.scheduler import preset
 from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
+from tests.support.journals import of_kind
 
 SETTING = {"model", "dtype", "kv_cache_dtype", "load_format", "config"}
 THROUGHPUT = {
@@ -59,10 +63,7 @@ def test_throughput_counts_requests_and_tokens(bare: list[str], tmp_path: Path) 
     assert result["requests_per_second"] == result["request_throughput"]
     assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"]
     assert result["p99_e2el_ms"] <= result["elapsed_time"] * 1e3
-    header, *steps = read_trace(trace)
-    metrics = RunStats(header)
-    for step in steps:
-        metrics.add(step)
+    metrics = stats_of(read_journal(trace))
     assert metrics.totals["cached_tokens"] == 0
     assert metrics.totals["finished_length"] == 6, "five and the warm-up"
 
@@ -120,7 +121,8 @@ def test_batches_share_no_prefix(bare: list[str], tmp_path: Path) -> None:
         "bench", "latency", *bare, "--batch-size", "2", "--input-len", "33", "--output-len", "2",
         "--num-iters", "2", "--trace-out", trace,
     )  # fmt: skip
-    admitted = [entry for step in list(read_trace(trace))[1:] for entry in step.get("admitted", ())]
+    plans = of_kind(PlannedLine, read_journal(trace))
+    admitted = [each for plan in plans for each in plan.admitted]
     assert len(admitted) == 6 and all(num_cached == 0 for _, num_cached, *_ in admitted)
 
 
@@ -168,7 +170,7 @@ def test_random_prompts_are_within_the_vocabulary(length: int, vocab_size: int, 
 
 
 def test_every_statistic_has_its_meaning() -> None:
-    metrics = RunStats({"config": {}})
+    metrics = RunStats(header(preset(), False))
     for number, seconds in enumerate((1.0, 2.0, 9.0)):
         first, finished = 10.0 + seconds, 10.0 + 3 * seconds
         metrics.requests.append(

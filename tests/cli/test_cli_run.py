@@ -17,11 +17,13 @@ from rich.console import Console
 from headway.cli.commands.run import PROMPTS
 from headway.cli.view import live
 from headway.llm import LLM
-from headway.observe.trace import read_trace
+from headway.record.lines import AddedLine, CompletedLine
+from headway.record.reader import read_journal
 from headway.request import Request, RequestParams
 from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import check_summary, headway, sentence
 from tests.cli.test_cli_generate import ROW, options_of, save_tiny
+from tests.support.journals import of_kind
 
 NAMES = [prompt.name for prompt in PROMPTS]
 ROOM = ["--num-blocks", "60", "--block-size", "32"]  # a token of the tiny model is a byte
@@ -49,10 +51,11 @@ def test_json_output_has_results_config_and_summary(tiny: list[str], tmp_path: P
     assert all(set(row) == ROW for row in run["results"])
     check_summary(run["summary"])
     assert run["summary"]["completed"] == len(NAMES) and run["summary"]["cache_hit_ratio"] > 0
-    header, *steps = read_trace(trace)
-    assert header["config"] == run["config"] and run["config"]["max_num_seqs"] == 6
-    assert len([step for step in steps if step["step"] >= 0]) == run["summary"]["steps"]
-    assert [entry["id"] for step in steps for entry in step.get("added", ())] == NAMES
+    header, *lines = read_journal(trace)
+    assert header.config == run["config"] and run["config"]["max_num_seqs"] == 6
+    assert len(of_kind(CompletedLine, lines)) == run["summary"]["steps"]
+    added = of_kind(AddedLine, lines)
+    assert [asked.id for line in added for asked in line.requests] == NAMES
     assert headway("trace", trace, "--replay").code == 0
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from headway.cli.options.serve import ServeOptions
 from headway.model import devices
-from headway.observe.trace import read_trace
+from headway.record.reader import read_journal
 from headway.server.process.serve import bind
 from tests.cli.test_cli import sentence
 from tests.cli.test_cli_generate import options_of, save_tiny
@@ -99,7 +99,7 @@ def test_a_model_is_served_until_sigterm(
             assert receiver.resource()["service.name"] == "headway"
             check_exported(receiver.spans(), Path(tiny[1]).name)
         assert bool(receiver.requests) == ("--spans" in layout)
-    assert len(list(read_trace(trace))) > 1
+    assert len(list(read_journal(trace))) > 1
 
 
 def test_errors_are_reported_before_the_model_is_loaded(tmp_path: Path) -> None:

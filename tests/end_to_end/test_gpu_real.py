@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from headway.lab.replay import check_replay
+from headway.observe.trace import TraceWriter, read_trace
 
 from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
-from headway.lab.replay import check_replay
 from headway.loading import fit
 from headway.model.decoder import Decoder
 from headway.model.loader import open_checkpoint
 from headway.model.precision import ATTENTIONS, choose_backend
 from headway.model.registry import BUNDLED, resolve
-from headway.observe.trace import TraceWriter, read_trace
 from headway.options import EngineOptions
 from tests.support import real
 from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference

@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 import torch
+from headway.lab.replay import check_replay
+from headway.observe.trace import read_trace
 from torch import Tensor
 
 from headway import LLM, PRESETS, Request, SamplingParams, StepReport
 from headway.engine.outputs import OutputBuilder, RequestOutput
 from headway.errors import ConfigError, FormatError, InvalidRequest, RequestError, RequestTooLong
-from headway.lab.replay import check_replay
 from headway.loading import parse_size
 from headway.model.backends.base import PassOutput
 from headway.model.decoder import Decoder
-from headway.observe.trace import read_trace
 from tests.support import real
 
 PROMPTS = [

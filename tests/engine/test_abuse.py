@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -31,7 +30,6 @@ from headway.errors import (
     RequestTooLong,
     shorten,
 )
-from headway.observe.trace import TraceWriter
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies import queue as queues
@@ -40,6 +38,8 @@ from headway.scheduler.policy_calls import CHUNK, HEADROOM, SWAP, checked
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
 from tests.support import real
 from tests.support.drive import check_no_leaks
+from tests.support.events import Events
+from tests.support.journals import Recorder
 from tests.support.served import on_loop, server
 from tests.support.shadow import ShadowExecutor, oracle
 
@@ -110,10 +110,11 @@ def slot_of(poison: str) -> str:
 # Policies that raise when a request arrives.
 
 
-def trace_of(poison: str, async_scheduling: int, num_poisoned: int) -> list[dict[str, Any]]:
+def trace_of(poison: str, async_scheduling: int, num_poisoned: int) -> list[bytes]:
     """The trace of a run; after every request, `num_poisoned` others are refused."""
-    engine, file = make(async_scheduling, **POISONS[poison]), io.StringIO()
-    engine.observers.append(TraceWriter(file, preset("vllm_v1", **SMALL), async_scheduling))
+    engine = make(async_scheduling, **POISONS[poison])
+    recorder = Recorder(preset("vllm_v1", **SMALL), bool(async_scheduling))
+    engine.observers.append(recorder)
     for number in range(9):
         more = {"client": "ab"[number % 2], "stop_ids": frozenset({number})}
         engine.add(str(number), [number] * (3 + number), params(number, n=1 + number % 2, **more))
@@ -129,7 +130,7 @@ def trace_of(poison: str, async_scheduling: int, num_poisoned: int) -> list[dict
         engine.step()
     engine.run()
     check_no_leaks(engine.scheduler)
-    return [json.loads(line) for line in file.getvalue().splitlines()]
+    return recorder.lines
 
 
 @each_scheduling
@@ -355,13 +356,13 @@ def test_a_policy_error_for_one_request_within_a_step_ends_that_request_alone(
             return wrong
         return ready_made(request, view)
 
-    engine, finished = make(async_scheduling, **{**TIGHT, slot: rule}), list[str]()
-    engine.observers.append(lambda report: finished.extend(r.id for r in report.finished))
+    engine = make(async_scheduling, **{**TIGHT, slot: rule})
+    engine.observers.append(events := Events())
     requests = [engine.add(str(i), [i] * (4 + i), params(i))[0] for i in range(6)]
     added.add("3")
     while engine.has_work:
         engine.step()
-    assert not engine.has_given_up and sorted(finished) == list("012345")
+    assert not engine.has_given_up and sorted(r.id for r in events.ended) == list("012345")
     failed = requests.pop(3)
     assert failed.finish_reason == "error"
     assert f"{slot} policy" in str(failed.error) and "request '3'" in str(failed.error)

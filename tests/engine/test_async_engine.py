@@ -22,9 +22,10 @@ from headway.engine.messages import EngineStopped, FinishInfo, FromLoop, SampleU
 from headway.engine.queries import ExplainQueue
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestTooLong
-from headway.plan import StepReport
+from headway.events import Completed, Event
 from headway.request import RequestParams
 from tests.support.drive import check_no_leaks
+from tests.support.events import Events
 from tests.support.scripted import (
     END,
     Breaking,
@@ -153,7 +154,7 @@ def test_leaving_a_stream_frees_its_blocks_within_a_step(async_scheduling: int, 
 
     async def ask() -> None:
         inner = make_engine(SLOWER, async_scheduling, num_blocks=2_000)
-        steps: list[StepReport] = []
+        events = Events()
         async with running(inner) as engine:
             task = asyncio.create_task(first_of(engine, begun := asyncio.Event()))
             await begun.wait()
@@ -162,9 +163,9 @@ def test_leaving_a_stream_frees_its_blocks_within_a_step(async_scheduling: int, 
                 await task
             # asyncio closes a stream that was left by `break` in a later round of its loop.
             await until(lambda: engine._abandoned or not inner.scheduler.requests)
-            inner.observers.append(steps.append)
+            inner.observers.append(events)
             await until(lambda: not inner.scheduler.requests)
-        assert len([s for s in steps if s.plan.step >= 0]) <= 2 + async_scheduling
+        assert len(events.completed) <= 2 + async_scheduling
 
     within(ask())
 
@@ -363,23 +364,24 @@ def test_cancel_all_ends_every_stream_and_refuses_new_requests() -> None:
 def test_an_observer_that_raises_is_removed_and_requests_continue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    steps: list[int] = []
+    events = Events()
 
-    def full_disk(report: StepReport) -> None:
-        if report.plan.step >= 3:
+    def full_disk(event: Event) -> None:
+        if isinstance(event, Completed) and event.plan.step >= 3:
             raise OSError(28, "No space left on device")
 
     async def ask() -> None:
         inner = make_engine()
         inner.observers.append(full_disk)
         async with running(inner) as engine:
-            inner.observers.append(lambda report: steps.append(report.plan.step))
+            inner.observers.append(events)
             for id in "ab":
                 assert len(samples_of(await read(engine, id, PROMPT, script(10)))[0][0]) == 10
             assert full_disk not in inner.observers
 
     with caplog.at_level(logging.WARNING):
         within(ask())
+    steps = [completed.plan.step for completed in events.completed]
     assert steps == list(range(20)) and len(caplog.records) == 1
     assert "full_disk" in caplog.text and "No space left" in caplog.text
 
@@ -405,7 +407,7 @@ def test_messages_for_a_closed_event_loop_are_dropped() -> None:
 
 
 def test_without_a_loop_the_exception_of_an_observer_is_raised() -> None:
-    def fail(report: StepReport) -> None:
+    def fail(event: Event) -> None:
         raise KeyError("observer")
 
     engine = make_engine()

@@ -12,11 +12,13 @@ import pytest
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
+from headway.events import Aborted, Added, Completed, Event, Failed
 from headway.executor.base import Handle
-from headway.plan import Plan, StepReport, StepResult
+from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from tests.support.drive import check_no_leaks
+from tests.support.events import Events
 from tests.support.shadow import EOS, ShadowExecutor, oracle
 
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
@@ -72,38 +74,35 @@ def params(seed: int = 0, max_tokens: int | None = 8, **more: Any) -> RequestPar
     return RequestParams(max_tokens=max_tokens, sampling=seed, **more)
 
 
-def make(
-    async_scheduling: int = 0, name: str = "headway", **changes: Any
-) -> tuple[Engine, list[StepReport]]:
-    """An engine with the shadow executor, and the list that collects its reports."""
+def make(async_scheduling: int = 0, name: str = "headway", **changes: Any) -> tuple[Engine, Events]:
+    """An engine with the shadow executor, and the events it reports."""
     scheduler = Scheduler(preset(name, **{**SMALL, **changes}))
-    reports: list[StepReport] = []
     engine = Engine(
         scheduler, ShadowExecutor(scheduler), VirtualClock(), async_scheduling=async_scheduling
     )
-    engine.observers.append(reports.append)
-    return engine, reports
+    engine.observers.append(events := Events())
+    return engine, events
 
 
-def make_broken(async_scheduling: int = 0, **failures: Any) -> tuple[Engine, list[StepReport]]:
+def make_broken(async_scheduling: int = 0, **failures: Any) -> tuple[Engine, Events]:
     scheduler = Scheduler(preset(**SMALL))
-    reports: list[StepReport] = []
+    events = Events()
     executor = BrokenExecutor(scheduler, **failures)
     engine = Engine(
         scheduler,
         executor,
         VirtualClock(),
         async_scheduling=async_scheduling,
-        observers=[reports.append],
+        observers=[events],
     )
-    return engine, reports
+    return engine, events
 
 
-def streamed(reports: list[StepReport]) -> dict[str, list[int]]:
-    """The tokens of every request, collected from the reports."""
+def streamed(events: Events) -> dict[str, list[int]]:
+    """The tokens of every request, collected from the events."""
     tokens: dict[str, list[int]] = defaultdict(list)
-    for report in reports:
-        for request, gained in report.outputs():
+    for completed in events.completed:
+        for request, gained in completed.outputs():
             tokens[request.id] += gained
     return dict(tokens)
 
@@ -120,29 +119,30 @@ def expected(request: Request) -> tuple[list[int], str]:
 def test_reports_are_in_order_and_carry_every_token_once(
     async_scheduling: int, changes: dict[str, Any]
 ) -> None:
-    engine, reports = make(async_scheduling, "vllm_v1", **changes)
+    engine, events = make(async_scheduling, "vllm_v1", **changes)
     requests: list[Request] = []
     for i in range(8):
         prompt = [i % 3] * (4 + i)
         requests += engine.add(f"r{i}", prompt, params(i, 6 + i, eos_ids=frozenset({EOS})))
     engine.run()
-    assert [r.plan.step for r in reports] == list(range(len(reports)))
-    tokens = streamed(reports)
+    steps = [completed.plan.step for completed in events.completed]
+    assert steps == list(range(engine.scheduler.num_steps))
+    tokens = streamed(events)
     for request in requests:
         assert (tokens[request.id], request.finish_reason) == expected(request)
         assert list(request.output) == tokens[request.id]
-    ends = [r.id for report in reports for r in report.finished]
+    ends = [r.id for r in events.ended]
     assert sorted(ends) == sorted(r.id for r in requests)
     check_no_leaks(engine.scheduler)
 
 
 def test_with_async_scheduling_reports_lag_one_step_behind_plans() -> None:
-    engine, reports = make(1)
+    engine, events = make(1)
     engine.add("a", [1, 2, 3], params(max_tokens=2))
     assert engine.step() is None and engine.has_work
-    assert engine.step() is reports[0] and engine.has_work
-    assert engine.step() is reports[1] and not engine.has_work
-    assert [r.id for r in reports[1].finished] == ["a"]
+    assert engine.step() is events.completed[0] and engine.has_work
+    assert engine.step() is events.completed[1] and not engine.has_work
+    assert [r.id for r in events.completed[1].finished] == ["a"]
 
 
 @pytest.mark.parametrize("async_scheduling", [-1, 2, 10])
@@ -152,10 +152,10 @@ def test_async_scheduling_must_be_true_or_false(async_scheduling: int) -> None:
 
 
 def test_a_step_with_nothing_to_do_reports_nothing() -> None:
-    engine, reports = make()
-    assert engine.step() is None and not reports and not engine.has_work
+    engine, events = make()
+    assert engine.step() is None and not events and not engine.has_work
     engine.run()
-    assert not reports
+    assert not events
 
 
 # Samples of one prompt.
@@ -163,7 +163,7 @@ def test_a_step_with_nothing_to_do_reports_nothing() -> None:
 
 @each_scheduling
 def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(async_scheduling: int) -> None:
-    engine, reports = make(async_scheduling, num_blocks=64)
+    engine, events = make(async_scheduling, num_blocks=64)
     prompt = list(range(40, 81))
     samples = engine.add("a", prompt, params(3, n=4))
     assert [s.id for s in samples] == ["a", "a/1", "a/2", "a/3"]
@@ -173,11 +173,11 @@ def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(async_schedu
         held = [s.kv.blocks for s in samples if s.row >= 0]
         if len(held) == 4:
             most_shared = max(most_shared, len(set.intersection(*map(set, held))))
-    chunks = [c for report in reports for c in report.plan.chunks]
+    chunks = [c for plan in events.plans for c in plan.chunks]
     num_computed = sum(c.end - c.start for c in chunks)
     assert num_computed <= len(prompt) + 3 * SMALL["block_size"]
     assert most_shared == len(prompt) // SMALL["block_size"]
-    tokens = streamed(reports)
+    tokens = streamed(events)
     assert all(tokens[s.id] == expected(s)[0] for s in samples)
 
 
@@ -193,14 +193,14 @@ def test_fewer_than_one_sample_is_refused(n: int) -> None:
 
 
 def test_an_id_in_use_is_refused_and_no_sample_is_added() -> None:
-    engine, reports = make()
+    engine, events = make()
     (first,) = engine.add("a/1", [1, 2], params())
     for id, n in (("a/1", 1), ("a", 2), ("a", 4)):
         with pytest.raises(InvalidRequest, match="'a/1'"):
             engine.add(id, [1, 2, 3], params(n=n))
         assert list(engine.scheduler.requests) == ["a/1"] and len(engine.scheduler.queue) == 1
     engine.run()
-    assert streamed(reports) == {"a/1": expected(first)[0]}
+    assert streamed(events) == {"a/1": expected(first)[0]}
     engine.add("a/1", [1, 2], params())  # an id is free again once its request has ended
 
 
@@ -221,14 +221,14 @@ def test_a_request_that_can_never_run_is_refused_and_no_sample_is_added() -> Non
 
 @each_scheduling
 def test_an_abort_is_reported_while_others_run(async_scheduling: int) -> None:
-    engine, reports = make(async_scheduling)
+    engine, events = make(async_scheduling)
     _, other = engine.add("a", [1, 2], params()) + engine.add("b", [3, 4], params())
     engine.step()
     assert engine.abort("a") and not engine.abort("a") and not engine.abort("unknown")
     engine.run()
-    ends = [(r.id, r.finish_reason) for report in reports for r in report.finished]
+    ends = [(r.id, r.finish_reason) for r in events.ended]
     assert sorted(ends) == [("a", "abort"), ("b", "length")]
-    assert streamed(reports)["b"] == expected(other)[0]
+    assert streamed(events)["b"] == expected(other)[0]
     check_no_leaks(engine.scheduler)
 
 
@@ -236,26 +236,26 @@ def test_an_abort_is_reported_while_others_run(async_scheduling: int) -> None:
 def test_an_abort_with_nothing_left_to_run_is_reported_by_the_next_step(
     async_scheduling: int,
 ) -> None:
-    engine, reports = make(async_scheduling)
+    engine, events = make(async_scheduling)
     (request,) = engine.add("a", [1, 2], params())
     engine.abort("a")
-    report = engine.step()
-    assert report is not None and report is reports[0]
-    assert report.finished == [request] and report.plan.events.aborted == [request]
-    assert request.finish_reason == "abort" and engine.step() is None
+    assert not events and engine.has_work
+    assert engine.step() is None and not engine.has_work
+    assert [type(event) for event in events] == [Added, Aborted]
+    assert events.ended == [request] and request.finish_reason == "abort"
 
 
 @each_scheduling
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_a_run_to_the_end_reports_every_abort(async_scheduling: int, num_steps: int) -> None:
-    engine, reports = make(async_scheduling)
+    engine, events = make(async_scheduling)
     engine.add("a", [1, 2], params())
     for _ in range(num_steps):
         engine.step()
     engine.abort("a")
     assert engine.has_work  # the end of "a" is not reported yet
     engine.run()
-    assert [r.id for report in reports for r in report.finished] == ["a"]
+    assert [r.id for r in events.ended] == ["a"]
 
 
 # Failures.
@@ -264,7 +264,7 @@ def test_a_run_to_the_end_reports_every_abort(async_scheduling: int, num_steps: 
 @each_scheduling
 @pytest.mark.parametrize("where", ["launches", "waits"])
 def test_a_failed_step_ends_only_requests_in_flight(async_scheduling: int, where: str) -> None:
-    engine, reports = make_broken(async_scheduling, **{where: {3}})
+    engine, events = make_broken(async_scheduling, **{where: {3}})
     requests = [engine.add(f"r{i}", [i] * 5, params(i, 6))[0] for i in range(7)]  # four run at once
     faults = []
     while engine.has_work:
@@ -277,10 +277,10 @@ def test_a_failed_step_ends_only_requests_in_flight(async_scheduling: int, where
     for request in failed:
         assert request.error is not None and "Breakdown: the device was lost" in request.error
         assert list(request.output) == expected(request)[0][: request.num_generated]
-    tokens = streamed(reports)
+    tokens = streamed(events)
     for request in set(requests) - set(failed):
         assert (tokens[request.id], request.finish_reason) == expected(request)
-    ends = [r.id for report in reports for r in report.finished]
+    ends = [r.id for r in events.ended]
     assert sorted(ends) == sorted(r.id for r in requests)
     check_no_leaks(engine.scheduler)
 
@@ -301,14 +301,14 @@ def test_failures_that_are_not_consecutive_do_not_stop_the_engine(async_scheduli
 def test_after_too_many_consecutive_failures_all_requests_end(
     async_scheduling: int, where: str
 ) -> None:
-    engine, reports = make_broken(async_scheduling, **{where: range(100)})
+    engine, events = make_broken(async_scheduling, **{where: range(100)})
     requests = [engine.add(f"r{i}", [i] * 5, params(i, 6))[0] for i in range(40)]
     engine.run()
     assert not engine.has_work and not engine.is_healthy
     assert {r.finish_reason for r in requests} == {"error"}
     assert all(r.error and "the device was lost" in r.error for r in requests)
-    assert sum(len(report.finished) for report in reports) == 40
-    assert sum(bool(report.finished) for report in reports) == MAX_FAULTS
+    assert len(events.ended) == 40
+    assert sum(isinstance(event, Failed) for event in events) == MAX_FAULTS
     with pytest.raises(ExecutorError, match=f"{MAX_FAULTS} .*the device was lost.*restart"):
         engine.add("late", [1], params())
     assert "the device was lost" in engine.why()
@@ -320,27 +320,28 @@ def test_after_too_many_consecutive_failures_all_requests_end(
 def test_an_interrupt_is_not_counted_as_a_failure(
     async_scheduling: int, where: str, error: type[BaseException]
 ) -> None:
-    engine, reports = make_broken(async_scheduling, error=error, **{where: {0}})
+    engine, events = make_broken(async_scheduling, error=error, **{where: {0}})
     engine.add("a", [1, 2], params())
     with pytest.raises(error):
         engine.run()
-    assert engine.is_healthy and not reports
+    assert engine.is_healthy and not events.completed
 
 
 def test_an_observers_exception_reaches_the_caller() -> None:
-    engine, reports = make()
+    engine, events = make()
 
-    def complain(report: StepReport) -> None:
-        raise ValueError(f"cannot handle step {report.plan.step}")
+    def complain(event: Event) -> None:
+        if isinstance(event, Completed):
+            raise ValueError(f"cannot handle step {event.plan.step}")
 
     engine.observers.append(complain)
     engine.add("a", [1, 2], params())
     with pytest.raises(ValueError, match="cannot handle step 0"):
         engine.step()
-    assert len(reports) == 1 and engine.is_healthy
+    assert len(events.completed) == 1 and engine.is_healthy
 
 
-# Explanations of waiting. The wording is tested with headway.observe.explain.
+# Explanations of waiting. The wording is tested with headway.record.sentences.
 
 
 def has_line(text: str, *facts: object) -> bool:
@@ -421,10 +422,10 @@ def test_why_names_the_blocks_that_the_headroom_keeps_free() -> None:
 
 def test_why_names_preemptions_while_admission_backs_off() -> None:
     changes = {"headroom": "back_off(watermark(0.0), 0.5)", "num_blocks": 8, "max_num_seqs": 3}
-    engine, reports = make(name="vllm_v1", **changes)
+    engine, events = make(name="vllm_v1", **changes)
     for i in range(3):
         engine.add(f"r{i}", [i] * 8, params(i, 20))
-    while not any(r.plan.events.preempted for r in reports):
+    while not events.preempted:
         engine.step()
     assert "preempt" in engine.why()
     texts = []

@@ -9,10 +9,12 @@ import pytest
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
-from headway.plan import Failure, Plan, StepReport, StepResult
+from headway.events import Aborted, Event
+from headway.plan import Failure, Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from tests.support.drive import result
+from tests.support.events import Events
 
 each_scheduling = pytest.mark.parametrize("async_scheduling", (False, True))
 
@@ -86,11 +88,11 @@ def test_a_step_is_timed_while_it_runs_and_not_between_two(async_scheduling: boo
     engine, stub = an_engine(async_scheduling)
     engine.add("a", [1, 2], params())
     assert engine.step_seconds is None
-    reports = [engine.step() for _ in range(5)]
+    completed = [engine.step() for _ in range(5)]
     assert engine.step_seconds is None
     assert stub.seen[0] == (2.0, 1 + async_scheduling)
-    starts = [r.plan.events.schedule_started for r in reports if r is not None]
-    ends = [r.plan.events.schedule_ended for r in reports if r is not None]
+    starts = [each.plan.began for each in completed if each is not None]
+    ends = [each.plan.ended for each in completed if each is not None]
     assert starts == ends == ([0.0, 0.0, 2.0, 4.0] if async_scheduling else [0.0, 2.0, 4.0, 6.0])
 
 
@@ -177,37 +179,38 @@ def test_samples_are_aborted_by_the_id_of_a_request_that_has_ended() -> None:
 @each_scheduling
 def test_an_engine_has_work_until_everything_is_reported(async_scheduling: bool) -> None:
     engine, _ = an_engine(async_scheduling)
+    engine.observers.append(events := Events())
     assert not engine.has_work and engine.step() is None
     engine.add("a", [1, 2], params(1))
     assert engine.has_work
-    reports = [engine.step() for _ in range(1 + async_scheduling)]
-    assert [r is None for r in reports] == [True, False][-len(reports) :]
+    completed = [engine.step() for _ in range(1 + async_scheduling)]
+    assert [each is None for each in completed] == [True, False][-len(completed) :]
     assert not engine.has_work and engine.num_in_flight == 0
     engine.add("b", [1, 2], params())
     engine.abort("b")
     assert engine.has_work  # the abort is not reported yet
-    report = engine.step()
-    assert report is not None and [r.id for r in report.finished] == ["b"]
-    assert report.plan.events.schedule_ended == engine.clock.now()
-    assert not engine.has_work
+    assert engine.step() is None and not engine.has_work
+    aborted = events[-1]
+    assert isinstance(aborted, Aborted) and aborted.request.id == "b"
+    assert aborted.time == engine.clock.now()
 
 
-def test_observers_see_every_report_and_one_that_fails_hides_nothing() -> None:
+def test_observers_see_every_event_and_one_that_fails_hides_nothing() -> None:
     engine, _ = an_engine()
-    seen: list[int] = []
+    seen: list[str] = []
     forgiven: list[tuple[Any, str]] = []
 
-    def broken(report: StepReport) -> None:
+    def broken(event: Event) -> None:
         raise ValueError("no")
 
-    engine.observers += [broken, lambda report: seen.append(report.plan.step)]
+    engine.observers += [broken, lambda event: seen.append(type(event).__name__)]
     engine.add("a", [1, 2], params(3))
     with pytest.raises(ValueError, match="no"):
         engine.step()
-    assert seen == [0]
+    assert seen == ["Added", "Planned", "Completed"]
     engine.on_observer_error = lambda observer, error: forgiven.append((observer, str(error)))
     engine.run()
-    assert seen == [0, 1, 2] and forgiven == [(broken, "no")] * 2
+    assert seen[3:] == ["Planned", "Completed"] * 2 and forgiven == [(broken, "no")] * 4
 
 
 def test_async_scheduling_is_true_or_false() -> None:
@@ -250,13 +253,13 @@ def test_a_failure_after_the_end_of_a_request_is_ignored() -> None:
 
 def test_failed_steps_end_requests_and_three_in_a_row_end_the_engine() -> None:
     engine, stub = an_engine()
+    engine.observers.append(events := Events())
     assert MAX_FAULTS == 3
     for number in range(MAX_FAULTS):
         request = engine.add(f"a{number}", [1, 2], params())[0]
         assert not engine.has_given_up and engine.is_healthy is (number == 0)
         stub.errors = {step: RuntimeError("no device") for step in range(99)}
-        report = engine.step()
-        assert report is not None and report.finished == [request]
+        assert engine.step() is None and events.ended[number:] == [request]
         assert request.error == engine.fault == "RuntimeError: no device"
         assert engine.num_in_flight == 0 and not engine.has_work
     assert engine.has_given_up
@@ -279,14 +282,15 @@ def test_failures_are_counted_anew_after_a_step_that_succeeds() -> None:
 
 def test_after_the_last_failure_waiting_requests_end_too() -> None:
     engine, stub = an_engine(max_num_seqs=1)
+    engine.observers.append(events := Events())
     requests = [engine.add(f"a{number}", [1, 2], params())[0] for number in range(5)]
     stub.errors = {step: RuntimeError("no device") for step in range(99)}
     for number in range(2):
         engine.step()
         assert sum(r.is_finished for r in requests) == number + 1
-    report = engine.step()
+    assert engine.step() is None
     assert all(r.finish_reason == "error" and r.error == engine.fault for r in requests)
-    assert report is not None and len(report.finished) == 3 and not engine.has_work
+    assert sorted(r.id for r in events.ended) == [r.id for r in requests] and not engine.has_work
 
 
 def test_a_step_that_succeeds_makes_the_engine_healthy_again() -> None:

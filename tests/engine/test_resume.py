@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,15 +23,19 @@ from headway.engine.messages import (
 )
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import InvalidRequest
+from headway.events import Added, Event
 from headway.lab.film.builder import FilmBuilder
-from headway.lab.replay import check_replay
-from headway.observe.run_stats import RunStats
 from headway.observe.server_metrics import ServerMetrics
-from headway.observe.trace import TraceWriter
-from headway.request import RequestParams
+from headway.record.lines import AddedLine, CompletedLine
+from headway.record.reader import events_of
+from headway.record.replay import check_replay
+from headway.record.stats import stats_of
+from headway.request import Request, RequestParams
 from headway.sampling_params import SamplingParams, TokenLogprobs
 from tests.support import real
+from tests.support.events import Events
 from tests.support.features import FEATURES, PROMPT
+from tests.support.journals import Journal, Recorder, of_kind
 from tests.support.scripted import make_engine, script
 from tests.support.waiting import LIMIT
 
@@ -73,8 +75,8 @@ def run(engine: Engine, submits: list[Submit]) -> dict[str, list[Sample]]:
         updates.add(engine.add(each.id, each.prompt, each.params, outputs=each.outputs))
         found[each.id] = {}
 
-    def observe(report: Any) -> None:
-        for message in updates.of(report):
+    def observe(event: Event) -> None:
+        for message in updates.of(event):
             for id, number, tokens, logprobs, end in each_update(message):
                 sample = found[id].setdefault(number, Sample([], [], "", None))
                 sample.tokens.extend(tokens)
@@ -145,14 +147,9 @@ def test_a_shared_prompt_is_computed_once_again() -> None:
     params = script(20, n=3)
     parent, other = engine.add("a", [5] * 61, params, outputs=[None, (1, 1), (1,)])
     assert (parent.id, parent.sample, other.id, other.sample) == ("a", 1, "a/2", 2)
-    num_computed = 0
-
-    def observe(report: Any) -> None:
-        nonlocal num_computed
-        num_computed += sum(chunk.end - chunk.start for chunk in report.plan.chunks)
-
-    engine.observers.append(observe)
+    engine.observers.append(events := Events())
     engine.run()
+    num_computed = sum(plan.num_prefill for plan in events.plans)
     assert num_computed == 61 + 2 + 2  # the second sample computes its part of a shared block
     assert list(parent.output) == list(other.output) == [1] * 19 + [9]
 
@@ -207,34 +204,34 @@ def test_a_continued_request_is_accepted_by_a_full_queue_and_keeps_its_times(
     assert sorted(engine.scheduler.requests) == ["a", "c"]
 
 
-def recorded(swap: str) -> tuple[list[Any], list[Any]]:
+def recorded(swap: str) -> tuple[Journal, list[Request]]:
     """A trace with continued requests under block pressure, and the requests."""
-    engine, file = make_engine(num_blocks=16, swap=swap, headroom="watermark(0.0)"), io.StringIO()
-    writer = TraceWriter(file, engine.scheduler.config, False, has_blocks=True)
-    engine.observers.append(writer)
+    engine = make_engine(num_blocks=16, swap=swap, headroom="watermark(0.0)")
+    recorder = Recorder(engine.scheduler.config, False, has_blocks=True)
+    engine.observers.append(recorder)
     requests = [
         *engine.add("a", [5] * 9, script(20), outputs=[(1, 1, 1, 1)]),
         *engine.add("b", [6] * 9, script(20, n=3), outputs=[None, (), (1, 1)]),
         *engine.add("c", [7] * 9, script(20)),
     ]
     engine.run()
-    return [json.loads(line) for line in file.getvalue().splitlines()], requests
+    return recorder.lines.read(), requests
 
 
 @pytest.mark.parametrize("swap", ["recompute", "discard_output"])
 def test_a_continued_request_is_traced_and_replayed(swap: str) -> None:
-    (header, *steps), requests = recorded(swap)
+    journal, requests = recorded(swap)
     assert sum(r.history.num_preemptions for r in requests)
-    assert check_replay([header, *steps]) == len(steps)
-    added = {entry["id"]: entry for step in steps for entry in step.get("added", ())}
-    assert added["a"]["output"] == [[1, 4, 0]] and "output" not in added["c"]
-    stats = RunStats(header)
-    for step in steps:
-        stats.add(step)
+    assert check_replay(journal) == len(of_kind(CompletedLine, journal))
+    added = {each.id: each for line in of_kind(AddedLine, journal) for each in line.requests}
+    assert added["a"].output == [(1, 4, 0)] and added["c"].output == 0
+    stats = stats_of(journal)
     assert len(stats.requests) == 4 and sum(r.is_resumed for r in stats.requests) == 2
     builder = FilmBuilder(4)
-    builder.add(steps[0])
-    assert builder.state.generated(builder.numbers["a"]) == 4
+    arrival = next(events_of(journal))
+    builder.follow(arrival)
+    assert isinstance(arrival, Added) and arrival.requests[0].id == "a"
+    assert builder.state.generated(builder.numbers[arrival.requests[0]]) == 4
 
 
 def test_times_of_a_continued_request_are_not_counted_as_those_of_a_new_one() -> None:

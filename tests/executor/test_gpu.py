@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from headway.config import Config
-from headway.engine.engine import Engine
+from headway.engine.engine import Engine, Observer
 from headway.engine.input_processor import embedding_params
 from headway.errors import ConfigError
+from headway.events import Completed, Event
 from headway.executor.base import Executor
 from headway.executor.cpu import CpuExecutor
 from headway.executor.gpu.graphs import Graphs, padded_rows
@@ -31,7 +32,7 @@ from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import DummyCheckpoint
-from headway.plan import Chunk, Copy, Embedding, Plan, StepReport
+from headway.plan import Chunk, Copy, Embedding, Plan
 from headway.request import Pooling, Request, RequestParams
 from headway.sampling_params import Sampling
 from headway.scheduler import Scheduler, preset
@@ -43,6 +44,7 @@ from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
 from headway.model.backends import gpu
 from headway.model.backends.gpu import GpuBackend
 from headway.model.kernels.attention.splits import HALVES, LEADING, SPLIT_COUNTS
+from tests.support.events import Events
 
 pytestmark = pytest.mark.usefixtures("small_padding")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,7 +96,7 @@ def answers(
     async_scheduling: int = 0,
     samplings: list[Sampling | None] | None = None,
     count: int = 4,
-    watch: Callable[[StepReport], None] | None = None,
+    watch: Observer | None = None,
 ) -> list[list[int]]:
     """The outputs of a few requests; every second one shares a prefix."""
     engine = Engine(Scheduler(config), make(config, about), async_scheduling=async_scheduling)
@@ -147,9 +149,9 @@ def test_cublas_multiplies_more_than_128_rows_of_a_large_layer() -> None:
 def test_many_decodes_and_prompt_chunks_share_a_pass() -> None:
     """The decodes' rows would fill tiles of the prefill attention."""
     config = settings(max_num_seqs=16, max_num_batched_tokens=24, num_blocks=120)
-    about, seen = FAMILIES["seven heads, biases"], list[StepReport]()
-    found = answers(on_device, config, about, async_scheduling=1, count=14, watch=seen.append)
-    assert any(len(each.plan.decodes) > 4 and each.plan.chunks for each in seen)
+    about, seen = FAMILIES["seven heads, biases"], Events()
+    found = answers(on_device, config, about, async_scheduling=1, count=14, watch=seen)
+    assert any(len(plan.decodes) > 4 and plan.chunks for plan in seen.plans)
     assert found == answers(plain, config, about, count=14)
 
 
@@ -165,30 +167,29 @@ WAYS: dict[str, tuple[Config, int]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_do_not_depend_on_the_schedule(way: str) -> None:
     config, async_scheduling = WAYS[way]
-    seen: list[StepReport] = []
+    seen = Events()
     found = answers(
         on_device,
         config,
         FAMILIES["norms of heads"],
         async_scheduling=async_scheduling,
-        watch=seen.append,
+        watch=seen,
     )
     assert found == answers(plain, settings(), FAMILIES["norms of heads"])
-    preempted = [each for report in seen for each in report.plan.events.preempted]
     if way in ("recomputed", "swapped"):
-        assert any(each.is_swap == (way == "swapped") for each in preempted)
+        assert any(each.is_swap == (way == "swapped") for each in seen.preempted)
     if way == "several steps":
-        assert any(report.plan.num_steps > 1 for report in seen)
+        assert any(plan.num_steps > 1 for plan in seen.plans)
 
 
 class Scores(dict[str, list[float]]):
     """Observer that collects logprobs, of outputs by request and of prompts."""
 
-    def __call__(self, report: StepReport) -> None:
-        if isinstance(report.result.extra, ExtraOutputs):
-            for request, found in report.result.extra.logprobs.items():
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Completed) and isinstance(event.result.extra, ExtraOutputs):
+            for request, found in event.result.extra.logprobs.items():
                 self.setdefault(request.id, []).extend(one.logprob for one in found)
-            for request, places in report.result.extra.prompt.items():
+            for request, places in event.result.extra.prompt.items():
                 scores = [one.logprob for _, one in places]
                 self.setdefault(f"{request.id} prompt", []).extend(scores)
 
@@ -219,9 +220,9 @@ def test_requests_that_need_the_host_equal_the_cpu_executor() -> None:
 class Vectors(dict[str, Embedding]):
     """Observer that collects embeddings by request."""
 
-    def __call__(self, report: StepReport) -> None:
-        if isinstance(report.result.extra, ExtraOutputs):
-            self.update({r.id: v for r, v in report.result.extra.embeddings.items()})
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Completed) and isinstance(event.result.extra, ExtraOutputs):
+            self.update({r.id: v for r, v in event.result.extra.embeddings.items()})
 
 
 def embeddings(
@@ -521,8 +522,9 @@ def test_a_step_reports_what_it_had_to_build(monkeypatch: pytest.MonkeyPatch) ->
     config, about = settings(), FAMILIES["norms of heads"]
     executor, built = on_device(config, about), iter(range(0, 2000, 3))
     monkeypatch.setattr("headway.executor.gpu.executor.num_builds", lambda: next(built))
-    counts = list[int]()
-    answers(lambda *_: executor, config, about, watch=lambda r: counts.append(r.result.num_builds))
+    events = Events()
+    answers(lambda *_: executor, config, about, watch=events)
+    counts = [completed.result.num_builds for completed in events.completed]
     assert 3 in counts and set(counts) <= {3, 4}, "a decode size is captured when it first comes"
 
 
@@ -533,10 +535,10 @@ def test_nothing_is_built_after_warm_up() -> None:
     config = settings(
         max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096, num_blocks=8000
     )
-    executor, counts = on_device(config, about), list[int]()
+    executor = on_device(config, about)
     executor.warm_up()
     engine = Engine(Scheduler(config), executor, async_scheduling=True)
-    engine.observers.append(lambda report: counts.append(report.result.num_builds))
+    engine.observers.append(events := Events())
     source = random.Random(7)
     for number in range(200):
         prompt = [source.randrange(32) for _ in range(source.choice((1, 5, 40, 300, 2500)))]
@@ -550,6 +552,7 @@ def test_nothing_is_built_after_warm_up() -> None:
         for _ in range(source.choice((0, 0, 1, 5))):
             engine.step()
     engine.run()
+    counts = [completed.result.num_builds for completed in events.completed]
     assert len(counts) > 100 and not any(counts)
 
 

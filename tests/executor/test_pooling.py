@@ -12,23 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from headway import LLM, Engine, Request, SamplingParams, Scheduler, StepReport, preset
+from headway import LLM, Engine, Request, SamplingParams, Scheduler, preset
 from headway.config import Config
 from headway.engine.input_processor import embedding_params
 from headway.errors import ExecutorError, InvalidRequest, RequestTooLong
+from headway.events import Completed, Event, preempted_by
 from headway.executor.cpu import CpuExecutor
 from headway.executor.pooling import SLICE, add_rows
 from headway.executor.sampling.logprobs import ExtraOutputs
-from headway.lab.replay import check_replay
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
-from headway.observe.trace import read_trace
 from headway.plan import Embedding, Plan
+from headway.record.lines import AddedLine, CompletedLine
+from headway.record.reader import read_journal
+from headway.record.replay import check_replay
 from headway.request import Pooling, RequestParams
 from headway.sampling_params import Sampling
 from tests.model.test_batch_invariance import CONFIGS, ScaledCheckpoint, decoder
 from tests.support import real
+from tests.support.journals import of_kind
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 MODEL = "7 query heads per KV head, with norms"
@@ -57,14 +60,12 @@ class Run:
         self.found: dict[str, Embedding] = {}
         self.num_preempted = self.num_swapped = 0
 
-    def _observe(self, report: StepReport) -> None:
-        if isinstance(report.result.extra, ExtraOutputs):
-            for request, vector in report.result.extra.embeddings.items():
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, Completed) and isinstance(event.result.extra, ExtraOutputs):
+            for request, vector in event.result.extra.embeddings.items():
                 assert request.id not in self.found
                 self.found[request.id] = vector
-        halted = [
-            p for p in report.plan.events.preempted if p.request.params.pooling and p.num_lost
-        ]
+        halted = [p for p in preempted_by(event) if p.request.params.pooling and p.num_lost]
         self.num_preempted += sum(not p.is_swap for p in halted)
         self.num_swapped += sum(p.is_swap for p in halted)
 
@@ -164,9 +165,9 @@ def test_a_position_is_counted_once_however_often_it_is_computed(seed: int) -> N
     request, spans = run.embed("mean", prompt, "mean"), list[tuple[int, int]]()
     scheduler, texts = run.engine.scheduler, 0
     while not request.is_finished:
-        report = run.engine.step()
-        assert report is not None and run.engine.fault is None, run.engine.fault
-        spans += [(c.start, c.end) for c in report.plan.chunks if c.request is request]
+        completed = run.engine.step()
+        assert completed is not None and run.engine.fault is None, run.engine.fault
+        spans += [(c.start, c.end) for c in completed.plan.chunks if c.request is request]
         if texts < 3 and chance.random() < 0.3:
             run.engine.add(f"text {texts}", prompt, RequestParams(max_tokens=2))
             texts += 1
@@ -195,9 +196,9 @@ def test_a_sum_keeps_positions_from_before_a_restart_from_zero() -> None:
         scheduler.reset_cache(force=True)
     run.engine.add("text", prompt, RequestParams(max_tokens=2))
     while not request.is_finished:
-        report = run.engine.step()
-        assert report is not None and run.engine.fault is None, run.engine.fault
-        starts += [chunk.start for chunk in report.plan.chunks if chunk.request is request]
+        completed = run.engine.step()
+        assert completed is not None and run.engine.fault is None, run.engine.fault
+        starts += [chunk.start for chunk in completed.plan.chunks if chunk.request is request]
     assert starts[:3] == [140, 70, 140]
     single = Run(model, roomy())
     single.embed("mean 6", prompt, "mean")
@@ -348,7 +349,8 @@ def test_recorded_embeddings_replay_and_are_not_learned_as_lengths(
         llm.embed(TEXTS, pooling="last")
         assert not llm.engine.scheduler.state.outputs.shares
         llm.generate(TEXTS, SamplingParams(seed=1, max_tokens=20))
-    lines = list(read_trace(path))
-    asked = [each.get("pooling") for line in lines for each in line.get("added", ())]
+    journal = list(read_journal(path))
+    added = of_kind(AddedLine, journal)
+    asked = [each.pooling for line in added for each in line.requests]
     assert asked == ["mean"] * 4 + ["last"] * 4 + [None] * 4
-    assert check_replay(lines) == len(lines) - 1
+    assert check_replay(journal) == len(of_kind(CompletedLine, journal))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +15,14 @@ from headway.lab.simulate import SimulationResult, simulate, with_profile
 from headway.lab.summary import summarize
 from headway.lab.workload.request import EOS, TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.trace import Line
-from headway.plan import Plan, StepReport
+from headway.plan import Plan
+from headway.record.reader import split_header
+from headway.record.writer import LineMaker
 from headway.request import Request, RequestParams
 from headway.scheduler import PRESETS, Scheduler, preset
 from headway.scheduler.policies.swap import swap_if_cheaper
+from tests.support.events import Events
+from tests.support.journals import Lines
 
 PROFILE = load_profile("qwen3-0.6b-h200")
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
@@ -34,20 +35,16 @@ CROWDED = (
 
 def record(
     text: str, async_scheduling: int, name: str = "headway", **changes: Any
-) -> tuple[SimulationResult, str]:
-    file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
+) -> tuple[SimulationResult, Lines]:
+    lines, config = Lines(), preset(name, **{**SMALL, **changes})
     run = simulate(
         parse_synthetic(text).generate(),
         config,
         PROFILE,
         async_scheduling=async_scheduling,
-        trace=file,
+        trace=lines,
     )
-    return run, file.getvalue()
-
-
-def steps_of(text: str) -> list[Line]:
-    return [json.loads(line) for line in text.splitlines()[1:]]
+    return run, lines
 
 
 # Time.
@@ -139,14 +136,12 @@ STRAINS: dict[str, dict[str, Any]] = {
 @each_scheduling
 @pytest.mark.parametrize("strain", STRAINS)
 def test_every_request_generates_its_script(strain: str, async_scheduling: int) -> None:
-    ended: list[Request] = []
+    events = Events()
     jobs = parse_synthetic(CROWDED).generate()
     config = preset("vllm_v1", **{**SMALL, **STRAINS[strain]})
 
-    def observe(report: StepReport) -> None:
-        ended.extend(report.finished)
-
-    run = simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[observe])
+    run = simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[events])
+    ended = events.ended
     assert len(ended) == sum(job.n for job in jobs) and not run.rejected
     by_id = {job.id: job for job in jobs}
     for request in ended:
@@ -215,11 +210,11 @@ def test_a_run_without_requests_ends_at_once() -> None:
     assert not run.rejected and not len(run.metrics.steps["running"])
 
 
-def test_observers_see_every_step_of_the_trace() -> None:
-    reports: list[StepReport] = []
-    file, jobs = io.StringIO(), parse_synthetic("requests=5,prompt=9,output=4").generate()
-    simulate(jobs, preset(), PROFILE, observers=[reports.append], trace=file)
-    assert [r.plan.step for r in reports] == [li["step"] for li in steps_of(file.getvalue())]
+def test_observers_see_every_event_of_the_trace() -> None:
+    events, lines = Events(), Lines()
+    jobs = parse_synthetic("requests=5,prompt=9,output=4").generate()
+    simulate(jobs, preset(), PROFILE, observers=[events], trace=lines)
+    assert lines.read()[1:] == [*map(LineMaker().line, events)]
 
 
 # The profile.
@@ -231,9 +226,9 @@ def test_the_default_swap_rule_takes_the_profiles_costs() -> None:
     chosen = swap_if_cheaper(copy=1.0)
     assert with_profile(preset("vllm", swap=chosen), PROFILE).swap == chosen
     assert with_profile(preset("vllm", swap="recompute"), PROFILE).swap == preset("static").swap
-    _, text = record("requests=2,prompt=5,output=2", 0, "vllm")
-    written = json.loads(text.splitlines()[0])["config"]["swap"]
-    assert preset(swap=written).swap == PROFILE.swap_if_cheaper()
+    _, lines = record("requests=2,prompt=5,output=2", 0, "vllm")
+    head, _ = split_header(lines.read())
+    assert preset(swap=head.config["swap"]).swap == PROFILE.swap_if_cheaper()
 
 
 def test_the_models_length_limits_requests() -> None:

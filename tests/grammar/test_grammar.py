@@ -31,10 +31,10 @@ from headway.loading import find_tokenizer
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.loader import open_checkpoint
-from headway.plan import StepReport
 from headway.request import RequestParams
 from headway.sampling_params import Sampling
 from tests.support import real
+from tests.support.events import Events
 from tests.support.waiting import LIMIT, until
 
 pytest.importorskip("llguidance")
@@ -608,17 +608,16 @@ def test_an_engine_continues_while_huge_grammars_are_compiled(tiny: Path) -> Non
     with LLM(str(tiny), kv_memory="4MiB", threads=1) as llm:
         matchers = llm.executor.sampler.grammars.matchers
         matchers.warm_up()
-        steps: list[StepReport] = []
-        llm.engine.observers.append(steps.append)
+        llm.engine.observers.append(events := Events())
         seen: list[int] = []  # steps while a grammar was compiled
 
         class Watched:
             ready = staticmethod(matchers.ready)
 
             def make_ready(self, params: RequestParams) -> RequestParams:
-                before = len(steps)
+                before = len(events.completed)
                 made = matchers.make_ready(params)
-                seen.append(len(steps) - before)
+                seen.append(len(events.completed) - before)
                 return made
 
         llm.engine.preparation = Watched()
@@ -634,9 +633,9 @@ def test_an_engine_continues_while_huge_grammars_are_compiled(tiny: Path) -> Non
             ends = {"max_tokens": 8, "eos_ids": llm.input_processor.eos_ids}
             # 0 if the engine's thread compiles them; few if the system does not run that thread.
             while sum(seen) < 4:
-                num_before, name = len(steps), f"other {next(numbers)}"
+                num_before, name = len(events.completed), f"other {next(numbers)}"
                 other = asyncio.create_task(answer(engine, name, RequestParams(max_tokens=400)))
-                await until(lambda: len(steps) >= num_before + 3)  # noqa: B023
+                await until(lambda: len(events.completed) >= num_before + 3)  # noqa: B023
                 asked = {
                     str(n): RequestParams(sampling=Sampling(grammar=huge(n)), **ends)
                     for n in (next(numbers), next(numbers))

@@ -179,7 +179,7 @@ def test_a_higher_priority_preempts_for_blocks_of_the_windowed_layers() -> None:
     driver.add("c", 7, 40, priority=0)
     plan = driver.step()
     assert [a.request.id for a in plan.admitted] == ["c"]
-    assert [p.request.id for p in plan.events.preempted] == ["b"]
+    assert [p.request.id for p in plan.preempted] == ["b"]
     driver.run()
     driver.check_outputs()
 

@@ -19,9 +19,9 @@ import pytest
 from headway.errors import ConfigError, OwnPolicyError
 from headway.lab.cost import load_profile, save_profile
 from headway.lab.film.reader import Film, read_film
-from headway.lab.replay import check_replay
 from headway.lab.web.app import ROUTES, LabApp
-from headway.observe.trace import read_trace
+from headway.record.reader import read_journal
+from headway.record.replay import check_replay
 from headway.scheduler import preset
 from headway.scheduler.policies.presets import read_preset, slot
 from headway.scheduler.policies.text import ANY
@@ -246,15 +246,15 @@ def test_texts_of_data_import_only_what_the_caller_allows(own: OwnModule) -> Non
         with pytest.raises(OwnPolicyError):
             slot(key, text)
     with pytest.raises(OwnPolicyError) as error:
-        check_replay(read_trace(own.trace()))
+        check_replay(read_journal(own.trace()))
     assert error.value.names == ("evil:q",) and not own.is_imported
     with pytest.raises(ConfigError, match="custom"):  # a module of this name is not imported
         read_preset({"queue": "custom(evil:q)"}, own=ANY)
     assert read_preset({"queue": "evil:q"}, own={"evil:q"}) == preset(queue="evil:q")
-    assert check_replay(read_trace(own.trace()), {"evil:q"}) > 10
+    assert check_replay(read_journal(own.trace()), {"evil:q"}) > 10
 
 
-@pytest.mark.parametrize("folder", ["lab", "server", "fleet", "observe"])
+@pytest.mark.parametrize("folder", ["lab", "server", "fleet", "observe", "record"])
 def test_settings_from_data_are_read_with_a_permission(folder: str) -> None:
     """`preset` imports what its arguments name; here it gets no arguments that are data."""
     for path in (ROOT / "headway" / folder).rglob("*.py"):

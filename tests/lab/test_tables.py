@@ -17,7 +17,7 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.timeline import RequestTimeline
+from headway.record.timeline import RequestTimeline
 from headway.scheduler import preset
 
 SMALL, LARGE = load_profile("llama3.1-8b-a100-80gb"), load_profile("llama3-70b-4xa100")

@@ -6,7 +6,6 @@ The tests write their own files; no public trace is needed.
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from array import array
 from pathlib import Path
@@ -29,6 +28,7 @@ from headway.lab.workload.request import (
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.packing import num_packed
 from headway.scheduler import preset
+from tests.support.journals import Lines
 
 OWN = {"arrival": 0, "prompt": 3, "output": 2}
 
@@ -248,18 +248,29 @@ TRACED = (
     "prefix=2x32@0.5,clients=3,priorities=3,slack=uniform(0.1,2),n=2"
 )
 TRACE_HEADER = {
-    "headway_trace": 2, "async_scheduling": False,
+    "headway_trace": 3, "async_scheduling": False,
     "config": {"max_model_len": 100, "num_blocks": 3, "block_size": 8},
 }  # fmt: skip
-STEP = dict.fromkeys(("step", "t", "start", "end", "running", "waiting", "free", "decodes"), 0)
+ENTRY = {"id": "a", "arrival": 0.0, "prompt": [5, 6], "max_tokens": None, "limit": 25}
 
 
-def recorded(text: str | list[WorkloadRequest]) -> list[dict[str, Any]]:
+def added(*entries: object) -> dict[str, Any]:
+    return {"event": "added", "t": 0.0, "requests": entries}
+
+
+def finished(**outputs: object) -> dict[str, Any]:
+    """The end of a step that ends requests with these packed outputs."""
+    ends = [{"id": id, "finish_reason": "stop", "output": each} for id, each in outputs.items()]
+    return {"event": "completed", "step": 0, "start": 0.0, "end": 0.0, "finished": ends}
+
+
+def recorded(text: str | list[WorkloadRequest], *, redact: bool = False) -> list[str]:
     """The trace of a simulated run."""
     jobs = parse_synthetic(text).generate() if isinstance(text, str) else text
-    file, config = io.StringIO(), preset("headway", num_blocks=60, max_num_seqs=8, queue="priority")
-    assert not simulate(jobs, config, load_profile("qwen3-0.6b-h200"), trace=file).rejected
-    return [json.loads(line) for line in file.getvalue().splitlines()]
+    config = preset("headway", num_blocks=60, max_num_seqs=8, queue="priority")
+    lines, profile = Lines(), load_profile("qwen3-0.6b-h200")
+    assert not simulate(jobs, config, profile, trace=lines, trace_redact=redact).rejected
+    return [line.decode().rstrip() for line in lines]
 
 
 def test_a_trace_of_a_simulation_is_its_workload(tmp_path: Path) -> None:
@@ -275,12 +286,7 @@ def test_a_trace_of_a_simulation_is_its_workload(tmp_path: Path) -> None:
 
 
 def test_a_redacted_trace_has_prompts_of_the_same_length_without_prefixes(tmp_path: Path) -> None:
-    trace = recorded(TRACED)
-    for line in trace[1:]:
-        for entry in line.get("added", ()):
-            entry["prompt"] = num_packed(entry["prompt"])
-        for end in line.get("finished", ()):
-            end["output"] = num_packed(end["output"])
+    trace = recorded(TRACED, redact=True)
     found, jobs = read_workload(save(tmp_path, "a.jsonl", *trace)), parse_synthetic(TRACED)
     lengths = [(job.num_prompt, job.num_output, job.n) for job in jobs.generate()]
     assert [(job.num_prompt, job.num_output, job.n) for job in found] == lengths
@@ -288,13 +294,11 @@ def test_a_redacted_trace_has_prompts_of_the_same_length_without_prefixes(tmp_pa
 
 
 def test_ids_that_repeat_requests_without_limit_and_open_requests_are_read(tmp_path: Path) -> None:
-    entry = {"id": "a", "arrival": 1.0, "prompt": [5, 6], "max_tokens": None}
+    entry = {**ENTRY, "arrival": 1.0}
     again = {**entry, "arrival": 2.0, "max_tokens": 9}
     path = save(
-        tmp_path, "a.jsonl", TRACE_HEADER,
-        {**STEP, "added": [entry, {**entry, "id": "a/1", "parent": "a"}]},
-        {**STEP, "finished": [{"id": id, "output": [[7, n, 0]]} for id, n in (("a", 3), ("a/1", 6))]},
-        {**STEP, "added": [again]},
+        tmp_path, "a.jsonl", TRACE_HEADER, added(entry, {**entry, "id": "b", "parent": "a"}),
+        finished(a=[[7, 3, 0]], b=[[7, 6, 0]]), added(again),
     )  # fmt: skip
     first, second = read_workload(path)
     assert (first.num_output, first.max_tokens, first.n) == (4, 3 * 8 + 1 - 2, 2)
@@ -307,21 +311,21 @@ def test_a_continued_request_generates_only_the_rest(tmp_path: Path, is_redacted
     """It has 40 prompt tokens and 5 of 12 output tokens, of at most 20, from another engine."""
     prompt, before, output = [[100, 40, 1]], [7, 8, [9, 3, 0]], [7, 8, [9, 3, 0], [1, 7, 0]]
     packed: Any = num_packed if is_redacted else list
-    entry = {"id": "a", "arrival": 0.0, "prompt": packed(prompt), "max_tokens": 20}
-    path = save(
-        tmp_path, "a.jsonl", TRACE_HEADER,
-        {**STEP, "added": [{**entry, "output": packed(before)}]},
-        {**STEP, "finished": [{"id": "a", "output": packed(output)}]},
-    )  # fmt: skip
+    entry = {**ENTRY, "prompt": packed(prompt), "max_tokens": 20, "output": packed(before)}
+    path = save(tmp_path, "a.jsonl", TRACE_HEADER, added(entry), finished(a=packed(output)))
     (found,) = read_workload(path)
     assert (found.num_prompt, found.num_output, found.max_tokens) == (45, 7, 15)
     assert is_redacted or list(found.prompt()[-5:]) == [7, 8, 9, 9, 9]
 
 
 @pytest.mark.parametrize(
-    "entry", [{"id": "a"}, {"id": "a", "arrival": -1, "prompt": [5], "max_tokens": 1}, 7]
-)
+    "entry",
+    [
+        {"id": "a"}, {**ENTRY, "arrival": -1}, {**ENTRY, "prompt": [[1, 2]]},
+        {**ENTRY, "parent": "b"}, 7,
+    ],
+)  # fmt: skip
 def test_an_incomplete_trace_is_reported_with_its_name(tmp_path: Path, entry: object) -> None:
-    path = save(tmp_path, "a.jsonl", TRACE_HEADER, {**STEP, "added": [entry]})
-    with pytest.raises(FormatError, match=r"a\.jsonl: "):
+    path = save(tmp_path, "a.jsonl", TRACE_HEADER, added(entry))
+    with pytest.raises(FormatError, match=r"a\.jsonl:"):
         read_workload(path)

@@ -20,16 +20,20 @@ from headway.engine.loop import EngineLoop
 from headway.engine.messages import FromLoop, QueryResult
 from headway.engine.queries import GetMetrics, GetSnapshot
 from headway.errors import RequestError
+from headway.events import Completed, Event, Planned, ended_by, preempted_by
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.simulate import with_profile
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.prometheus import COUNTERS, GAUGES, HISTOGRAMS, ITL_BUCKETS, Histogram
 from headway.observe.server_metrics import ServerMetrics
-from headway.observe.trace import describe_step
-from headway.plan import Plan, StepReport
+from headway.plan import Plan
+from headway.record.lines import CompletedLine
+from headway.record.writer import LineMaker
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
+from tests.support.events import Events
+from tests.support.journals import of_kind
 
 ROOT = Path(__file__).parents[2]
 PROFILE = load_profile("qwen3-0.6b-h200")
@@ -42,7 +46,7 @@ Samples = dict[tuple[str, ...], float]
 
 
 class Log:
-    """Records the time of every token, straight from the reports."""
+    """Records the time of every token, straight from the events."""
 
     def __init__(self) -> None:
         self.times: dict[Request, list[float]] = defaultdict(list)
@@ -51,23 +55,29 @@ class Log:
         self.totals: Counter[str] = Counter()
         self.swap_ins: list[float] = []
 
-    def __call__(self, report: StepReport) -> None:
-        plan = report.plan
-        for request, tokens in report.outputs() if plan.step >= 0 else ():
-            self.times[request] += [report.result.ended] * len(tokens)
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            for admission in event.plan.admitted:
+                self.admitted.setdefault(admission.request, event.plan.ended)
+        if isinstance(event, Completed):
+            self._complete(event)
+        for request in ended_by(event):
+            self.ends[request] = event.time
+        self.totals["preempted"] += len(preempted_by(event))
+
+    def _complete(self, event: Completed) -> None:
+        plan = event.plan
+        for request, tokens in event.outputs():
+            self.times[request] += [event.result.ended] * len(tokens)
         for request, num_cached, _, is_resume, *_ in plan.admitted:
-            self.admitted.setdefault(request, plan.events.schedule_ended)
             self.totals["queried"] += 0 if is_resume else request.num_prompt
             self.totals["hit"] += 0 if is_resume else num_cached
-        for request in report.finished:
-            self.ends[request] = report.result.ended
         self.totals["prefill"] += (num_prefill := sum(c.end - c.start for c in plan.chunks))
         self.totals["computed"] += num_prefill
-        self.swap_ins += [report.result.swap_in] if plan.copies_in else []
+        self.swap_ins += [event.result.swap_in] if plan.copies_in else []
         self.totals["computed"] += len(plan.decodes) * plan.num_steps
-        self.totals["steps"] += plan.step >= 0
+        self.totals["steps"] += 1
         self.totals["deferred"] += len(plan.deferred)
-        self.totals["preempted"] += len(plan.events.preempted)
         self.totals["out"] += len(plan.copies_out)
         self.totals["in"] += len(plan.copies_in)
 
@@ -141,11 +151,8 @@ def check_histogram(found: Samples, name: str, values: list[float]) -> None:
 
 def test_builds_are_counted_and_traced() -> None:
     engine, _ = engine_of("headway", 0)
-    metrics, lines = (
-        ServerMetrics(EngineLoop(engine, lambda _: None), "tiny"),
-        list[dict[str, Any]](),
-    )
-    engine.observers.append(lambda report: lines.append(describe_step(report)))
+    metrics, events = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny"), Events()
+    engine.observers.append(events)
     launch, builds = engine.executor.launch, iter([2, 0, 3])
 
     def building(plan: Plan) -> Any:
@@ -158,7 +165,8 @@ def test_builds_are_counted_and_traced() -> None:
     (job,) = parse_synthetic("requests=1,prompt=fixed(3),output=fixed(6)").generate()
     engine.add(job.id, job.prompt(), job.params())
     engine.run()
-    assert [line.get("builds", 0) for line in lines[:4]] == [2, 0, 3, 0]
+    lines = [LineMaker().line(event) for event in events.completed]
+    assert [line.builds for line in of_kind(CompletedLine, lines)[:4]] == [2, 0, 3, 0]
     assert samples(metrics.text())["builds_total",] == 5
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway import PRESETS, Engine, Request, Scheduler, StepReport
+from headway import PRESETS, Engine, Request, Scheduler
 from headway.engine.input_processor import embedding_params
+from headway.events import Completed, Event
 from headway.executor.cpu import CpuExecutor
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.model.backends.base import Backend
@@ -135,8 +136,8 @@ class Extras:
 
     found: list[Any] = field(default_factory=list)
 
-    def __call__(self, report: StepReport) -> None:
-        extra = report.result.extra
+    def __call__(self, event: Event) -> None:
+        extra = event.result.extra if isinstance(event, Completed) else None
         if isinstance(extra, ExtraOutputs):
             named = {request.id: scores for request, scores in extra.logprobs.items()}
             prompts = {request.id: scores for request, scores in extra.prompt.items()}

@@ -19,13 +19,16 @@ import pytest
 from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
 from headway.engine.clock import VirtualClock
 from headway.engine.outputs import RequestOutput
-from headway.lab.replay import check_replay
 from headway.model.precision import why_not_native
-from headway.observe.trace import TraceWriter, read_trace
+from headway.record.lines import CompletedLine, PlannedLine
+from headway.record.reader import read_journal
+from headway.record.replay import check_replay
+from headway.record.writer import JournalWriter, header, open_journal
 from headway.request import RequestParams
 from headway.scheduler import preset
 from tests.parallel.test_equality import outcome
 from tests.support import real
+from tests.support.journals import of_kind
 from tests.support.scenarios import random_slots
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
@@ -210,11 +213,11 @@ def test_random_policies_change_no_token(pair: Pair, seed: int) -> None:
 @pytest.mark.parametrize("quantization", ["none"])
 def test_a_recorded_run_replays_with_the_same_decisions(pair: Pair, tmp_path: Path) -> None:
     path, config = tmp_path / "trace.jsonl", preset("vllm_v1", **SIZES, swap="swap")
-    with path.open("w") as file:
+    with open_journal(path) as file:
         assert pair.group.reset_cache()
         engine = Engine(
             Scheduler(config), pair.group.executor, async_scheduling=True,
-            observers=[TraceWriter(file, config, True)],
+            observers=[JournalWriter(file, header(config, True))],
         )  # fmt: skip
         for name, prompt in prompts().items():
             engine.add(name, prompt, RequestParams(max_tokens=NUM_TOKENS, ignore_eos=True))
@@ -222,9 +225,9 @@ def test_a_recorded_run_replays_with_the_same_decisions(pair: Pair, tmp_path: Pa
             engine.step()
         engine.abort("12")
         engine.run()
-    lines = list(read_trace(path))
-    assert any(line.get("preempted") for line in lines)
-    assert check_replay(lines) == len(lines) - 1 > 10
+    journal = list(read_journal(path))
+    assert any(line.preempted for line in of_kind(PlannedLine, journal))
+    assert check_replay(journal) == len(of_kind(CompletedLine, journal)) > 10
 
 
 KINDS: list[dict[str, Any]] = [

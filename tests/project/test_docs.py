@@ -18,13 +18,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import numpy as np
+import msgspec
 import pytest
 import typer.main
 
@@ -38,24 +39,12 @@ from headway.lab.stories.measure import report
 from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
-from headway.observe import trace
-from headway.observe.run_stats import RunStats
 from headway.observe.server_metrics import NEW
-from headway.plan import (
-    Admission,
-    Blocked,
-    CacheReset,
-    Chunk,
-    Copy,
-    NotConsidered,
-    Plan,
-    Preemption,
-    Reason,
-    StepEvents,
-    StepReport,
-    StepResult,
-)
-from headway.request import Request, RequestParams, RequestState
+from headway.plan import Reason
+from headway.record import lines
+from headway.record.stats import RunStats
+from headway.record.writer import header
+from headway.request import RequestState
 from headway.scheduler.policies.presets import NUMBERS, PARTS, PRESETS, SLOTS, preset, slot
 
 ROOT = Path(__file__).parents[2]
@@ -309,49 +298,34 @@ def test_every_state_is_documented() -> None:
         assert state.name in read("docs/architecture.md")
 
 
-def full_line() -> dict[str, Any]:
-    """A trace line with every key."""
-    params = RequestParams(
-        max_total_tokens=9, min_tokens=1, stop_ids=frozenset({1}), priority=1, client="c", deadline=1.0, salt="s",
-        reads_cache=False, pooling="mean",
-    )  # fmt: skip
-    request = Request("r", [1], params, parent=Request("parent", [1], params))
-    request.finish_reason, request.stop_token, request.error = "error", 1, "step failed"
-    for field in fields(request.history):
-        setattr(request.history, field.name, (1,) if field.name == "resumed" else 1)
-    plan = Plan(
-        step=1, decodes=[request], rows=np.zeros(1, np.intp), num_steps=2, decode_context=1,
-        new_blocks=[(request, 0)], chunks=[Chunk(request, 0, 1, 0, True)],
-        copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)],
-        admitted=[Admission(request, 1, 1, True)],
-        blocked=[Blocked(request, "blocks", 1, 0)], not_considered=NotConsidered("not_reached", 1),
-        reaching_limit=[[request]], tokens_kept={request: 0}, events=StepEvents(
-            num_free=1, num_running=1, num_waiting=1, num_in_flight=1, num_early=(1, 0),
-            schedule_ended=1.0, preempted=[Preemption(request, True, 1, True, 1, 0)],
-            reset=CacheReset(1, is_all=False),
-        ),
-    )  # fmt: skip
-    for record in (plan, plan.events):
-        for field in fields(record):
-            value = getattr(record, field.name)
-            if isinstance(value, list) and not value:  # of requests
-                setattr(record, field.name, [request])
-    report = StepReport(plan, StepResult([], [], 1.0, 2.0, 0.1, num_builds=1), [request])
-    return trace.describe_step(report, has_blocks=True)
+TRACE_PARTS: dict[str, type[Any]] = {  # with a section of their own
+    "The header": lines.HeaderLine, "Block numbers": lines.BlocksLine,
+    "A request that is added": lines.RequestLine, "A request that ends": lines.EndLine,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ["header", "step", "added", "finished"])
-def test_every_key_of_a_trace_is_documented(part: str) -> None:
-    step = full_line()
-    heading, line = {
-        "header": ("## The header", trace.header(preset(), 0)),
-        "step": ("## A step", step),
-        "added": ("## A request in `added`", step["added"][0]),
-        "finished": ("## A request in `finished`", step["finished"][0]),
-    }[part]
-    section = read("docs/trace.md").split(f"\n{heading}\n")[1].split("\n## ")[0]
-    cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
-    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == set(line)
+def documented_fields() -> dict[str, dict[str, bool]]:
+    """The fields of trace lines by section or event, and whether they are marked with a *."""
+    found: dict[str, dict[str, bool]] = defaultdict(dict)
+    for section in re.split(r"^##+ ", read("docs/trace.md"), flags=re.MULTILINE):
+        name = section.split("\n")[0].strip("`")
+        for row in re.findall(r"^\| (?!field|event)(.*) \|$", section, re.MULTILINE):
+            event, cell = (
+                row.split(" | ")[:2] if row.count(" | ") > 1 else ("", row.split(" | ")[0])
+            )
+            name = event.strip("`| ") or name
+            found[name] |= dict.fromkeys(re.findall(r"`(\w+)`", cell), "*" in cell)
+    return found
+
+
+def test_every_field_of_a_trace_is_documented() -> None:
+    kinds = TRACE_PARTS | {str(k.__struct_config__.tag): k for k in get_args(lines.Line)}
+    fields = {name: msgspec.structs.fields(kind) for name, kind in kinds.items()}
+    common = {"event", "t"}  # in the text
+    assert documented_fields() == {
+        name: {each.encode_name: each.required for each in found if each.encode_name not in common}
+        for name, found in fields.items()
+    }
 
 
 def test_every_key_of_a_synthetic_workload_is_documented() -> None:
@@ -368,7 +342,7 @@ def test_every_field_of_workloads_and_profiles_is_documented() -> None:
 
 
 def test_every_key_of_a_summary_is_documented() -> None:
-    summary = summarize(RunStats(trace.header(preset(), 0)))
+    summary = summarize(RunStats(header(preset(), False)))
     document = read("docs/simulator.md")
     assert [key for key in summary if f"`{key}`" not in document] == []
 

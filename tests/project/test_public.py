@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import io
 import json
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+import msgspec
 import typer.main
+from msgspec import UNSET
 
 import headway
 from headway import errors
@@ -21,17 +24,19 @@ from headway.cli.main import app
 from headway.lab.cost import known_profiles, load_profile
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import FIELDS, parse_synthetic
-from headway.observe.trace import VERSION, Line
+from headway.record import lines as record_lines
+from headway.record.lines import VERSION
 from headway.request import RequestParams, RequestState
 from headway.sampling_params import SamplingParams
 from headway.scheduler import PRESETS, preset
 from headway.scheduler.policies.presets import NUMBERS, PARTS, SLOTS
+from tests.support.journals import Lines
 from tests.support.served import server
 
 EXPORTS = {
     "LLM", "PRESETS", "AsyncEngine", "CompletionOutput", "Config", "EmbeddingRequestOutput", "Engine",
     "Grammar", "Plan", "RealClock", "Request", "RequestOutput", "SamplingParams", "Scheduler", "RequestState",
-    "StepReport", "StepResult", "StructuredOutputsParams", "VirtualClock", "SchedulerView", "preset",
+    "Completed", "StepResult", "StructuredOutputsParams", "VirtualClock", "SchedulerView", "preset",
 }  # fmt: skip
 PRESET_NAMES = ["headway", "nano_vllm", "deep_dive", "vllm", "vllm_v1", "minivllm", "static"]
 POLICIES = {
@@ -175,20 +180,23 @@ ENDPOINTS = {
     "POST /detokenize", "GET /v1/models", "GET /v1/models/{model}", "GET /version", "GET /health",
     "GET /load", "POST /reset_prefix_cache", "GET /metrics",
 }  # fmt: skip
-STEP_KEYS = {
-    "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
-    "admitted", "chunks", "decodes", "decode_context", "new_blocks", "dropped", "deferred",
-    "copied_out", "copied_in", "blocked", "not_considered", "finished", "num_steps", "in_flight",
-    "aborted_in_flight", "num_early", "short_of_blocks", "swap_in",
-}  # fmt: skip
-ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
-REQUEST_KEYS = {
-    "id", "arrival", "prompt", "max_tokens", "min_tokens", "priority", "client", "deadline",
-    "salt", "stop_ids", "parent", "reads_cache", "pooling", "limit",
-}  # fmt: skip
-END_KEYS = {
-    "id", "finish_reason", "output", "cached", "recomputed", "preemptions", "stop_token", "error",
-}  # fmt: skip
+TRACE_FIELDS = {  # of a header, of each event, and of the parts of events; the required ones first
+    "HeaderLine": "headway_trace config async_scheduling | has_blocks is_redacted profile replica",
+    "AddedLine": "event t requests |",
+    "AbortedLine": "event t end |",
+    "ResetLine": "event t | is_forced preempted",
+    "ReconfiguredLine": "event t config |",
+    "PlannedLine": "event step t running waiting free | preempted admitted chunks decodes num_steps "
+    "decode_context deferred copied_out copied_in blocked not_considered blocks",
+    "CompletedLine": "event step start end | swap_in builds failed finished",
+    "FailedLine": "event t reason | while_planning ended preempted",
+    "RequestLine": "id arrival prompt max_tokens limit | max_total_tokens min_tokens priority client "
+    "deadline salt stop_ids parent sample reads_cache pooling output",
+    "EndLine": "id finish_reason output | kept cached recomputed preemptions stop_token error "
+    "error_code",
+    "BlocksLine": "| hits admitted new out in",
+    "PreemptionLine": "id kind num_lost is_priority num_due num_free |",
+}
 
 
 def test_the_exports_of_the_package() -> None:
@@ -321,8 +329,8 @@ def test_the_names_of_profiles() -> None:
     ]  # fmt: skip
 
 
-def strained() -> list[Line]:
-    """Lines of traces in which every kind of event happens."""
+def strained() -> Iterator[dict[str, Any]]:
+    """Lines of traces in which every kind of decision happens."""
     text = (
         "requests=24,arrivals=poisson(400),prompt=uniform(5,60),output=uniform(2,30),"
         "max_tokens=30,prefix=2x16@0.5,clients=2,priorities=2,slack=uniform(0.1,1),n=2"
@@ -338,33 +346,53 @@ def strained() -> list[Line]:
             chunk="split_any",
         ),
     ]
-    lines: list[Line] = []
     for config in runs:
-        file = io.StringIO()
+        file = Lines()
         profile = load_profile("qwen3-0.6b-h200")
         simulate(parse_synthetic(text).generate(), config, profile, async_scheduling=1, trace=file)
-        lines += map(json.loads, file.getvalue().splitlines())
-    return lines
+        yield from map(json.loads, file)
+
+
+def fields_of(name: str) -> tuple[set[str], set[str]]:
+    """The required and the optional fields of a line."""
+    required, optional = TRACE_FIELDS[name].split("|")
+    return set(required.split()), set(optional.split())
+
+
+def test_the_fields_of_trace_lines() -> None:
+    for name in TRACE_FIELDS:
+        kind = getattr(record_lines, name)
+        tag = {kind.__struct_config__.tag_field} - {None}
+        found = [(field.encode_name, field.required) for field in msgspec.structs.fields(kind)]
+        required = tag | {field for field, is_required in found if is_required}
+        optional = {field for field, is_required in found if not is_required}
+        assert (required, optional) == fields_of(name), name
+    assert VERSION == 3
 
 
 def test_the_keys_of_a_trace() -> None:
-    lines = strained()
-    heads = [line for line in lines if "headway_trace" in line]
-    steps = [line for line in lines if "headway_trace" not in line]
-    assert VERSION == 2 and all(line["headway_trace"] == 2 for line in heads)
-    assert all(
-        set(line) == {"headway_trace", "config", "async_scheduling", "profile"} for line in heads
-    )
-    assert all(set(line) >= ALWAYS for line in steps)
-    seen = set().union(*steps)
-    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {
-        "aborted",
-        "aborted_in_flight",
-        "num_early",
-    }, STEP_KEYS ^ seen
-    asked = set().union(*(a for line in steps for a in line.get("added", ())))
-    assert {"id", "arrival", "prompt", "max_tokens"} <= asked <= REQUEST_KEYS
-    ended = set().union(*(e for line in steps for e in line.get("finished", ())))
-    assert {"id", "finish_reason", "output", "recomputed", "stop_token"} <= ended <= END_KEYS
-    kinds = {b[1] for line in steps for b in line.get("blocked", ())}
+    seen: dict[str, set[str]] = defaultdict(set)
+
+    def check(name: str, line: dict[str, Any]) -> None:
+        required, optional = fields_of(name)
+        assert required <= set(line) <= required | optional, (name, line)
+        for field in msgspec.structs.fields(getattr(record_lines, name)):
+            assert line.get(field.encode_name, UNSET) != field.default, (name, line)
+        seen[name] |= set(line)
+
+    kinds = set[str]()
+    for line in strained():
+        check(f"{line['event'].capitalize()}Line" if "event" in line else "HeaderLine", line)
+        for part in line.get("requests", ()):
+            check("RequestLine", part)
+        for part in line.get("finished", ()):
+            check("EndLine", part)
+        kinds |= {reason for _, reason, *_ in line.get("blocked", ())}
+    assert set(seen) == {
+        "HeaderLine", "AddedLine", "PlannedLine", "CompletedLine", "RequestLine", "EndLine",
+    }  # fmt: skip
+    required, optional = fields_of("PlannedLine")
+    assert seen["PlannedLine"] == (required | optional) - {"blocks"}
+    assert {"swap_in", "finished"} <= seen["CompletedLine"]
+    assert {"recomputed", "preemptions", "stop_token", "cached", "kept"} <= seen["EndLine"]
     assert kinds <= {"token_budget", "blocks", "headroom", "parent", "back_off", "just_preempted"}

@@ -43,10 +43,10 @@ class Recorded(ScenarioRun):
         self.lines = Lines()
         head = header(self.scenario.config, False, has_blocks=True)
         self._write = JournalWriter(self.lines, head)
-        self.scheduler.observe(self.note)
         self._changed = seed % 11 if seed % 3 == 0 else -1
 
     def note(self, event: Event) -> None:
+        super().note(event)
         event.time = float(len(self.events))
         self.events.append(event)
         self._write(event)

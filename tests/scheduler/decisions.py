@@ -17,7 +17,8 @@ import argparse
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -25,9 +26,10 @@ from typing import Any, NamedTuple
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
+from headway.events import Aborted, Added, Completed, Event, Planned
 from headway.executor.simulated import Script, SimulatedExecutor
-from headway.plan import Plan, StepReport
-from headway.request import RequestParams
+from headway.plan import Plan, Preemption
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 
 RECORDED = Path(__file__).with_name("decisions.json")
@@ -151,9 +153,61 @@ def step_seconds(plan: Plan) -> float:
     return seconds + 0.005 * (plan.num_steps - 1)
 
 
-def describe(report: StepReport) -> dict[str, Any]:
+@dataclass(slots=True)
+class Step:
+    """A plan, and what happened around it."""
+
+    plan: Plan
+    num_in_flight: int  # plans without a result when it was made
+    added: list[Request]  # since the previous plan
+    aborted: list[Request]  # since the previous plan, and while it was in flight
+    preempted: list[Preemption]
+
+
+class Steps:
+    """An observer of an engine that describes its run step by step."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._added: list[Request] = []
+        self._aborted: list[Request] = []
+        self._preempted: list[Preemption] = []
+        self._in_flight: deque[Step] = deque()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Added(requests):
+                self._added += requests
+            case Aborted(request):
+                is_new = request in self._added or not self._in_flight
+                (self._aborted if is_new else self._in_flight[-1].aborted).append(request)
+            case Planned(plan):
+                self._preempted += plan.preempted
+                if not plan.is_empty:
+                    self._in_flight.append(self._step(plan))
+            case Completed():
+                step = self._in_flight.popleft()
+                self._write(step, event.finished)
+
+    def _step(self, plan: Plan) -> Step:
+        step = Step(plan, len(self._in_flight), self._added, self._aborted, self._preempted)
+        self._added, self._aborted, self._preempted = [], [], []
+        return step
+
+    def settle(self, scheduler: Scheduler) -> None:
+        """Describe what no plan follows."""
+        if not self._in_flight and (self._added or self._aborted):
+            plan = Plan(-1, num_free=scheduler.num_free)
+            plan.num_running, plan.num_waiting = len(scheduler.running), len(scheduler.queue)
+            self._write(self._step(plan), [])
+
+    def _write(self, step: Step, ended: list[Request]) -> None:
+        self.lines.append(json.dumps(describe(step, [*step.aborted, *ended])))
+
+
+def describe(step: Step, finished: list[Request]) -> dict[str, Any]:
     """The decisions of a step. Lists without an order of their own are sorted."""
-    plan, events = report.plan, report.plan.events
+    plan = step.plan
     rest = plan.not_considered
     return {
         "step": plan.step,
@@ -165,20 +219,18 @@ def describe(report: StepReport) -> dict[str, Any]:
         "chunks": [(c.request.id, c.start, c.end, c.store_from, c.is_last) for c in plan.chunks],
         "copies_out": plan.copies_out,
         "copies_in": plan.copies_in,
-        "added": [r.id for r in events.added],
+        "added": [r.id for r in step.added],
         "admitted": [
             (a.request.id, a.num_cached, a.num_swapped, a.is_resume) for a in plan.admitted
         ],
-        "preempted": [
-            (p.request.id, p.is_swap, p.num_lost, p.is_priority) for p in events.preempted
-        ],
+        "preempted": [(p.request.id, p.is_swap, p.num_lost, p.is_priority) for p in step.preempted],
         "blocked": [(b.request.id, b.reason, b.need, b.have) for b in plan.blocked],
         "not_considered": rest and (rest.reason, rest.num_requests),
-        "num_free": events.num_free,
-        "num_running": events.num_running,
-        "num_waiting": events.num_waiting,
-        "num_in_flight": events.num_in_flight,
-        "finished": sorted((r.id, r.finish_reason, r.num_generated) for r in report.finished),
+        "num_free": plan.num_free,
+        "num_running": plan.num_running,
+        "num_waiting": plan.num_waiting,
+        "num_in_flight": step.num_in_flight,
+        "finished": sorted((r.id, r.finish_reason, r.num_generated) for r in finished),
     }
 
 
@@ -194,8 +246,11 @@ def engine_of(seed: int, **more: Any) -> Engine:
     )
 
 
-def run(engine: Engine, seed: int) -> None:
-    """Send the requests of a run to its engine and step it to the end."""
+def run(engine: Engine, seed: int, after_idle: Callable[[], None] = lambda: None) -> None:
+    """Send the requests of a run to its engine and step it to the end.
+
+    `after_idle` is called after each step that completes no plan.
+    """
     clock, workload = engine.clock, workload_of(seed)
     assert isinstance(clock, VirtualClock)
     while engine.has_work or workload.next_time < inf:
@@ -205,17 +260,18 @@ def run(engine: Engine, seed: int) -> None:
         while workload.aborts and workload.aborts[0].time <= clock.now():
             engine.abort(workload.aborts.pop(0).id)
         if engine.has_work:
-            engine.step()
+            if engine.step() is None:
+                after_idle()
         elif workload.next_time < inf:
             clock.advance_to(workload.next_time)
 
 
 def decisions_of(seed: int) -> list[str]:
     """Run a simulation to its end; returns its steps as lines of JSON."""
-    engine, lines = engine_of(seed), list[str]()
-    engine.observers.append(lambda report: lines.append(json.dumps(describe(report))))
-    run(engine, seed)
-    return lines
+    engine, steps = engine_of(seed), Steps()
+    engine.observers.append(steps)
+    run(engine, seed, lambda: steps.settle(engine.scheduler))
+    return steps.lines
 
 
 def digest_of(seed: int) -> str:

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from headway.observe.explain import preempted
-from headway.observe.trace import describe_step
-from headway.plan import StepReport
+from headway.plan import Preemption
+from headway.record.lines import PlannedLine, PreemptionLine
+from headway.record.sentences import preempted
+from headway.record.writer import LineMaker
+from headway.request import Request, RequestParams
 from headway.scheduler.policies.swap import discard_output
 from headway.scheduler.state import MAX_DISCARDS
 from tests.support import scenarios
@@ -28,16 +30,13 @@ def test_every_token_is_reported_once_and_none_depends_on_the_rule(async_schedul
     assert seen["discarded outputs"] >= 50
 
 
-def two_requests(swap: str) -> tuple[Driver, list[StepReport]]:
+def two_requests(swap: str) -> Driver:
     """Two requests in 4 blocks: the second one is preempted when both need a third block."""
     driver = Driver("deep_dive", headroom="watermark(0.0)", swap=swap, num_blocks=4, block_size=4)
     driver.add("a", 6, 5)
     driver.add("b", 6, 5)
-    reports = []
-    while driver.scheduler.requests:
-        plan = driver.plan()
-        reports.append(driver.finish(plan))
-    return driver, reports
+    driver.run()
+    return driver
 
 
 @pytest.mark.parametrize(
@@ -46,13 +45,13 @@ def two_requests(swap: str) -> tuple[Driver, list[StepReport]]:
 def test_the_output_of_a_victim_is_computed_or_generated_again(
     swap: str, kind: str, num_kept: int
 ) -> None:
-    driver, reports = two_requests(swap)
-    (step,) = [r for r in reports if r.plan.events.preempted]
-    event = step.plan.events.preempted[0]
-    assert (event.request.id, event.is_discard) == ("b", num_kept == 0)
-    line = describe_step(step)
-    assert line["preempted"] == [["b", kind, 8, 0]]
-    resumed = next(r.plan for r in reports if any(a.is_resume for a in r.plan.admitted))
+    driver = two_requests(swap)
+    (preemption,) = driver.events.preempted
+    assert (preemption.request.id, preemption.is_discard) == ("b", num_kept == 0)
+    lines = map(LineMaker().line, driver.events)
+    (line,) = [e for e in lines if isinstance(e, PlannedLine) and e.preempted]
+    assert line.preempted == [PreemptionLine("b", kind, 8, False, 2, 0)]
+    resumed = next(plan for plan in driver.events.plans if any(a.is_resume for a in plan.admitted))
     assert resumed.chunks[0].end == 6 + num_kept
     assert driver.requests["b"].num_generated == 5
 
@@ -70,5 +69,7 @@ def test_a_request_keeps_its_output_after_many_preemptions() -> None:
 
 
 def test_the_sentence_says_that_the_output_is_discarded() -> None:
-    assert "output" not in preempted("7", False, 20, False, 3)
-    assert "output discarded" in preempted("7", False, 20, False, 3, discards=True)
+    request = Request("7", [1], RequestParams())
+    kept = Preemption(request, False, 20, False, 0, 0)
+    assert "output" not in preempted(kept)
+    assert "output discarded" in preempted(kept._replace(is_discard=True))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import json
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,16 +15,19 @@ from headway.cli.main import main
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.errors import InvalidRequest, PolicyError
+from headway.events import Aborted, Completed, Event, Planned, ended_by, preempted_by
 from headway.executor.simulated import Script, SimulatedExecutor, SimulatedHandle
 from headway.lab.cost import load_profile
-from headway.lab.replay import check_replay
 from headway.lab.summary import summarize
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import TraceWriter
 from headway.plan import Plan
+from headway.record.reader import events_of
+from headway.record.replay import check_replay
+from headway.record.stats import stats_of
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
-from tests.observe.test_timeline import Log, check
+from tests.record.test_timeline import Log, check
+from tests.support.events import Events
+from tests.support.journals import Lines, Recorder
 from tests.support.shadow import ShadowExecutor
 
 PROFILE = load_profile("qwen3-0.6b-h200")
@@ -33,8 +35,8 @@ each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 QUEUES = ("fcfs", "fcfs(3)", "priority(preempts=True, max_preemptions=9)", "shortest_first", "fair")
 
 
-def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], Log]:
-    """Random requests and aborts with a small cache; returns the trace and the log."""
+def random_run(seed: int, async_scheduling: int) -> tuple[Lines, Log]:
+    """Random requests and aborts with a small cache; returns the journal and the log."""
     rng = Random(seed)
     config = preset(
         rng.choice(("headway", "vllm", "vllm_v1", "nano_vllm")), queue=rng.choice(QUEUES),
@@ -42,15 +44,15 @@ def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], 
         num_blocks=24, num_host_blocks=12, max_num_seqs=5, max_num_batched_tokens=rng.choice((8, 64)),
         num_scheduler_steps=rng.choice((1, 3)),
     )  # fmt: skip
-    clock, file, log = VirtualClock(), io.StringIO(), Log()
+    clock, log = VirtualClock(), Log()
     executor = SimulatedExecutor(clock, PROFILE.step_seconds, 0.0003)
-    writer = TraceWriter(file, config, async_scheduling)
+    recorder = Recorder(config, bool(async_scheduling))
     engine = Engine(
         Scheduler(config),
         executor,
         clock,
-        async_scheduling=async_scheduling,
-        observers=[writer, log],
+        async_scheduling=bool(async_scheduling),
+        observers=[recorder, log],
     )
     for number in range(30):
         for _ in range(rng.choice((0, 0, 1, 2))):
@@ -60,7 +62,7 @@ def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], 
         engine.step()
         engine.why()
     engine.run()
-    return [json.loads(line) for line in file.getvalue().splitlines()], log
+    return recorder.lines, log
 
 
 def add_random(engine: Engine, id: str, rng: Random) -> None:
@@ -73,6 +75,22 @@ def add_random(engine: Engine, id: str, rng: Random) -> None:
     engine.add(id, [rng.randrange(1, 4) for _ in range(length)], params)
 
 
+def count(events: Iterable[Event], seen: Counter[str]) -> None:
+    num_in_flight = 0
+    for event in events:
+        seen.update(r.finish_reason or "" for r in ended_by(event))
+        seen.update("swap" if p.is_swap else "recompute" for p in preempted_by(event))
+        match event:
+            case Planned(plan):
+                num_in_flight += not plan.is_empty
+                seen["chunks"] += bool(plan.chunks)
+                seen["blocked"] += bool(plan.blocked)
+            case Completed():
+                num_in_flight -= 1
+            case Aborted():
+                seen["aborted in flight"] += num_in_flight > 0
+
+
 @each_scheduling
 @pytest.mark.parametrize("batch", range(2))
 def test_a_run_with_aborts_replays_and_its_metrics_match_the_log(
@@ -81,19 +99,15 @@ def test_a_run_with_aborts_replays_and_its_metrics_match_the_log(
     seen: Counter[str] = Counter()
     for seed in range(batch * 20, batch * 20 + 20):
         lines, log = random_run(seed, async_scheduling)
-        metrics = RunStats(lines[0])
-        for line in lines[1:]:
-            metrics.add(line)
-            seen.update(key for key, value in line.items() if value)
-            seen.update(each[1] for each in line.get("preempted", ()))
-            seen.update(each["finish_reason"] for each in line.get("finished", ()))
+        journal = lines.read()
+        count(events_of(journal), seen)
         try:
-            check_replay(lines)
-            check(summarize(metrics), log)
+            check_replay(journal)
+            check(summarize(stats_of(journal)), log)
         except Exception as error:
             raise AssertionError(f"random_run({seed}, {async_scheduling}): {error}") from error
-    expected = ["chunks", "blocked", "aborted", "recompute", "swap", "abort", "stop", "length"]
-    expected += ["aborted_in_flight"] if async_scheduling else []
+    expected = ["chunks", "blocked", "recompute", "swap", "abort", "stop", "length"]
+    expected += ["aborted in flight"] if async_scheduling else []
     assert not [event for event in expected if seen[event] < 10], seen
 
 
@@ -141,15 +155,14 @@ def test_a_result_of_the_wrong_shape_fails_its_plan_and_reports_every_request(
             SPOILED[spoil](handle.result)
         return handle
 
-    engine, added, finished = engine_with(launch, async_scheduling), set[str](), list[Request]()
-    engine.observers.append(lambda report: added.update(r.id for r in report.plan.events.added))
-    engine.observers.append(lambda report: finished.extend(report.finished))
+    engine = engine_with(launch, async_scheduling)
+    engine.observers.append(events := Events())
     early = [add_request(engine, "a"), add_request(engine, "b")]
     for _ in range(3):
         engine.step()
     late = add_request(engine, "late")
     engine.run()
-    assert added == {"a", "b", "late"} and {r.id for r in finished} == added
+    assert events.added == [*early, late] and set(events.ended) == {*early, late}
     assert all(r.finish_reason == "error" and "samples" in str(r.error) for r in early)
     assert late.finish_reason == "error" or late.num_generated == 12
 
@@ -267,8 +280,9 @@ def test_a_trace_with_an_invalid_field_gives_a_one_line_error(
     mode: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     lines, _ = random_run(3, 0)
-    next(line for line in lines if "chunks" in line)["chunks"] = [["unknown"]]
-    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    place = next(place for place, line in enumerate(lines) if b'"chunks"' in line)
+    lines[place] = re.sub(rb'"chunks":\[.*?\]\]', b'"chunks":[["unknown"]]', lines[place])
+    (tmp_path / "bad.jsonl").write_bytes(b"".join(lines))
     monkeypatch.chdir(tmp_path)
     run_cli(["trace", "bad.jsonl", *mode], monkeypatch, capsys)
 

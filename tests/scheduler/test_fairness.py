@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import random
 import statistics
 from collections import Counter
@@ -18,16 +16,19 @@ from hypothesis import strategies as st
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
+from headway.events import Completed, Event
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.loadgen.requests import LengthRange, random_requests, with_poisson_arrivals
-from headway.lab.replay import check_replay
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.trace import TraceWriter
-from headway.plan import Plan, StepReport
+from headway.plan import Plan
+from headway.record.lines import PlannedLine
+from headway.record.replay import check_replay
+from headway.record.writer import JournalWriter, header
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, fairness, preset
 from headway.scheduler.fairness import RECENT_STEPS
 from tests.support.drive import Driver
+from tests.support.journals import Lines, of_kind
 from tests.support.scenarios import MOMENTS, Scenario, run
 
 GROUP = "client {}".format
@@ -157,7 +158,7 @@ def test_rows_are_reserved_for_clients_that_have_few(max_num_seqs: int) -> None:
         driver.add(f"h{number}", 4, 50, client="heavy")
     driver.steps(4)
     plan = driver.step()
-    assert plan.events.num_running == max_num_seqs - num_reserved
+    assert plan.num_running == max_num_seqs - num_reserved
     assert plan.blocked[0][1:] == ("reserved_rows", num_reserved + 1, num_reserved)
     for number in range(num_reserved):
         driver.add(f"s{number}", 4, 50, client="small")
@@ -195,10 +196,11 @@ def test_the_end_of_a_reserve_replays(
 ) -> None:
     monkeypatch.setattr(fairness, "RECENT_STEPS", 6)
     config = preset(queue="fair", num_blocks=400, max_num_seqs=8)
-    clock, trace, rng, num_running = VirtualClock(), io.StringIO(), random.Random(0), Counter[int]()
+    clock, trace, rng, num_running = VirtualClock(), Lines(), random.Random(0), Counter[int]()
     engine = Engine(
         Scheduler(config), SimulatedExecutor(clock, lambda plan: 0.01), clock,
-        async_scheduling=bool(async_scheduling), observers=[TraceWriter(trace, config, async_scheduling)],
+        async_scheduling=bool(async_scheduling),
+        observers=[JournalWriter(trace, header(config, bool(async_scheduling)))],
     )  # fmt: skip
     for number in range(200):
         length, client = rng.randrange(1, 20), "small" if rng.random() < 0.05 else "heavy"
@@ -212,7 +214,7 @@ def test_the_end_of_a_reserve_replays(
         num_running[len(engine.scheduler.running)] += 1
     engine.run()
     assert num_running[7] > 10 and num_running[8] > 10, num_running
-    check_replay([json.loads(line) for line in trace.getvalue().splitlines()])
+    check_replay(trace.read())
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12))
@@ -254,7 +256,7 @@ def test_future_peak_with_exact_lengths_never_preempts_while_requests_overtake(b
                 length, max_tokens = 1 + rng.randrange(most), 1 + rng.randrange(most)
                 client, arrival = str(rng.choice((0, 0, 0, 1, 2))), float(24 - num_left)
                 driver.add(str(num_left), length, max_tokens, client=client, arrival=arrival)
-            assert not driver.step().events.preempted, f"seed {seed}"
+            assert not driver.step().preempted, f"seed {seed}"
 
 
 SIZES = {"heavy": 200, "many": 20, "other": 8, "small": 4}  # longest prompts
@@ -330,21 +332,21 @@ def jobs_of(heavy: tuple[LengthRange, LengthRange] | None) -> list[WorkloadReque
 
 
 def small_p90(
-    queue: str, heavy: tuple[LengthRange, LengthRange] | None, trace: io.StringIO | None = None
+    queue: str, heavy: tuple[LengthRange, LengthRange] | None, trace: Lines | None = None
 ) -> Any:
     """The small client's p90 time to first token; steps take as long as on two CPU cores."""
     config = preset(queue=queue, num_blocks=3000, max_num_batched_tokens=64, max_num_seqs=32)
     clock, first_tokens, jobs = VirtualClock(), dict[str, float](), jobs_of(heavy)
 
-    def observe(report: StepReport) -> None:
-        for chunk in report.plan.chunks:
+    def observe(event: Event) -> None:
+        for chunk in event.plan.chunks if isinstance(event, Completed) else ():
             if chunk.is_last and chunk.request.params.client == "small":
-                first_tokens[chunk.request.id] = report.result.ended - chunk.request.arrival
+                first_tokens[chunk.request.id] = event.result.ended - chunk.request.arrival
 
     executor = SimulatedExecutor(clock, lambda plan: 0.008 + 0.0006 * plan.num_tokens)
     engine = Engine(Scheduler(config), executor, clock, observers=[observe])
-    if trace:
-        engine.observers.append(TraceWriter(trace, config, 0))
+    if trace is not None:
+        engine.observers.append(JournalWriter(trace, header(config, False)))
     while len(first_tokens) < NUM_SMALL:
         while jobs and (jobs[0].arrival <= clock.now() or not engine.has_work):
             job = jobs.pop(0)
@@ -372,10 +374,10 @@ def test_a_client_with_20_times_the_requests_at_most_doubles_the_time_to_first_t
 
 
 def test_a_run_with_overtaking_replays_with_the_same_decisions() -> None:
-    trace = io.StringIO()
+    trace = Lines()
     small_p90("fair", LONG_PROMPTS, trace)
-    lines = [json.loads(line) for line in trace.getvalue().splitlines()]
-    chunks = [line.get("chunks") or [["", 0, 0, 1]] for line in lines[1:]]
+    plans = of_kind(PlannedLine, trace.read())
+    chunks = [plan.chunks or [("", 0, 0, True)] for plan in plans]
     overtakes = [new for (*_, old), (new, *_) in pairwise(chunks) if not old[3] and not new[1]]
     assert len(overtakes) > NUM_SMALL / 2
-    assert check_replay(lines) == len(lines) - 1
+    assert check_replay(trace.read()) == len(plans)

@@ -134,7 +134,7 @@ def test_max_num_seqs_limits_running_requests_and_not_only_a_batch(name: str) ->
         driver.add(str(number), 5, 20)
     while driver.scheduler.requests:
         plan = driver.step()
-        assert plan.events.num_running <= 8 and len(driver.scheduler.running) <= 8
+        assert plan.num_running <= 8 and len(driver.scheduler.running) <= 8
     driver.check_outputs()
 
 
@@ -358,13 +358,13 @@ def test_counts_of_unfinished_requests_are_exact_after_add_and_abort() -> None:
         driver.add(str(number), 4, 3)
         assert len(driver.scheduler.requests) == number + 1
     plan = driver.step()
-    assert (plan.events.num_running, plan.events.num_waiting) == (2, 3)
+    assert (plan.num_running, plan.num_waiting) == (2, 3)
     assert driver.scheduler.abort("0") and driver.scheduler.abort("4")
     assert not driver.scheduler.abort("unknown")
     assert set(driver.scheduler.requests) == {"1", "2", "3"}
     plan = driver.step()
-    assert (plan.events.num_running, plan.events.num_waiting) == (2, 1)
-    assert names(plan.events.aborted) == "0 4"
+    assert (plan.num_running, plan.num_waiting) == (2, 1)
+    assert names(driver.events.ended) == "0 4"
     driver.run()
     driver.check_empty()
 

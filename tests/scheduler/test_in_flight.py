@@ -51,7 +51,7 @@ def test_a_preempted_request_is_not_resumed_before_its_token_is_known() -> None:
     second = driver.plan()  # a gets its last token, b is preempted
     driver.finish(first)
     third = driver.plan()
-    assert names(p.request for p in third.events.preempted) == "" and not third.admitted
+    assert names(p.request for p in third.preempted) == "" and not third.admitted
     driver.finish(second)
     run_async(driver)
     driver.check_outputs()
@@ -66,8 +66,8 @@ def test_a_late_stop_drops_the_extra_token() -> None:
     third = driver.plan()
     driver.finish(second)
     assert a.is_finished and a.tokens.tolist()[4:] == [1, 7]
-    report = driver.finish(third)
-    assert list(report.outputs()) == [] and report.finished == []
+    completed = driver.finish(third)
+    assert list(completed.outputs()) == [] and completed.finished == []
     assert a.num_generated == 2
     driver.check_empty()
 
@@ -130,7 +130,7 @@ def test_random_policies_aborts_and_resets_deliver_each_token_once_and_leak_noth
             if not driver.scheduler.requests and not in_flight and step >= 40:
                 break
             plan = driver.plan()
-            assert plan.events.num_running <= driver.scheduler.config.max_num_seqs
+            assert plan.num_running <= driver.scheduler.config.max_num_seqs
             if not plan.is_empty:
                 in_flight.append(plan)
             if in_flight and (plan.is_empty or len(in_flight) == 1 + is_async):
@@ -184,8 +184,7 @@ def test_an_executor_failure_ends_only_requests_in_flight() -> None:
     driver.step()
     driver.plan()
     driver.scheduler.fail("device lost")
-    report = driver.scheduler.take_pending_events()
-    assert report is not None and report.finished == [a, b]
+    assert driver.events.ended == [a, b]
     assert all(r.finish_reason == "error" and r.error == "device lost" for r in (a, b))
     assert not c.is_finished and driver.scheduler.num_free == 8
     driver.run()

@@ -54,7 +54,7 @@ def everything(world: Driver) -> Any:
         requests, history, list(scheduler.running), list(scheduler.queue), list(scheduler.swapped),
         list(state.prefilling), list(state.decode_batch.members), list(state.free_rows),
         list(kv.pool.refs), list(kv.host.refs), list(kv.pool.index.key_of), kv.num_free,
-        set(state.preempted_in_flight), len(state.events.preempted), state.outputs.pressure,
+        set(state.preempted_in_flight), len(state.preempted), state.outputs.pressure,
         len(state.plan.copies_out), dict(scheduler.queue.counters.served),
     )  # fmt: skip
 

@@ -80,7 +80,7 @@ def test_the_victims_free_enough_blocks_and_none_of_them_could_stay(batch: int) 
         freed = {request: num_private(request, low) for request in outranked}
         num_missing = blocks(num_high) + due - free
         plan = world.step()
-        victims = [p.request for p in plan.events.preempted if p.is_priority]
+        victims = [p.request for p in plan.preempted if p.is_priority]
         wanted = plain_choice(outranked, freed, num_missing) if num_missing > 0 else []
         assert victims == wanted, f"{seed=}"
         if victims:
@@ -134,7 +134,7 @@ def test_the_room_that_victims_leave_is_for_the_request_that_they_were_preempted
                 world.add(f"high{number}", rng.randint(4, 30), 2, priority=0)
             had_swapped = bool(world.scheduler.swapped)
             plan = world.step()
-            if any(p.is_priority for p in plan.events.preempted):
+            if any(p.is_priority for p in plan.preempted):
                 assert plan.admitted and plan.admitted[0].request.params.priority == 0
                 num_preempted, num_beside_swapped = (
                     num_preempted + 1,
@@ -182,7 +182,7 @@ def test_a_batching_rule_that_changes_its_mind_causes_no_needless_preemption(
         world.add(id, 5, 20, priority=5)
     world.steps(2)
     world.add("high", 3, 2, priority=0)
-    assert len(world.step().events.preempted) == num_needed
+    assert len(world.step().preempted) == num_needed
 
 
 def test_nothing_is_preempted_for_a_request_that_cannot_start_in_this_step() -> None:

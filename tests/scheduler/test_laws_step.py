@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from headway.config import StepActions
-from headway.plan import Plan, StepEvents, StepReport, StepResult
+from headway.events import Completed
+from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler.policies.batching import mixed
 from headway.scheduler.policies.headroom import back_off
@@ -115,14 +116,13 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
     scheduler, step = world.scheduler, 0
     while scheduler.requests:
         plan = world.plan()
-        events = plan.events
-        assert plan.step == step and events.num_in_flight == 0
+        assert plan.step == step
         assert scheduler.num_steps == scheduler.queue.counters.num_steps == step + 1
-        assert (events.num_running, events.num_waiting) == (
+        assert (plan.num_running, plan.num_waiting) == (
             len(scheduler.running),
             len(scheduler.queue),
         )
-        assert events.num_free == scheduler.num_free
+        assert plan.num_free == scheduler.num_free
         rest = len(scheduler.queue) - len(plan.blocked)
         if plan.not_considered is None:
             assert rest == 0
@@ -131,7 +131,7 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
             if plan.not_considered.reason == "max_num_seqs":
                 assert len(scheduler.running) == 3
             if plan.not_considered.reason == "after_preemption":
-                assert events.preempted
+                assert plan.preempted
         assert plan.decode_context == sum(
             r.num_computed - 1 for r in plan.decodes if r.row >= 0
         ) or (plan.reaching_limit and any(plan.reaching_limit))
@@ -194,7 +194,7 @@ def test_a_preemption_that_no_block_caused_has_no_blocks_due() -> None:
     world.add("a", 4, 9)
     world.step()
     assert world.scheduler.reset_cache(force=True)
-    (preemption,) = world.plan().events.preempted
+    (preemption,) = world.events.preempted
     assert (preemption.num_due, preemption.num_free) == (0, 0)
 
 
@@ -330,7 +330,7 @@ def test_a_new_request_has_no_history() -> None:
     counts = {f.name: getattr(request.history, f.name) for f in fields(request.history)}
     assert (counts.pop("serial"), counts.pop("admission"), counts.pop("group")) == (-1, -1, None)
     assert counts.pop("resumed") == ()
-    assert set(counts.values()) == {0} and len(counts) == 8
+    assert set(counts.values()) == {0} and len(counts) == 7
     assert (request.row, request.num_computed, request.num_generated, request.num_known) == (
         -1,
         0,
@@ -356,14 +356,13 @@ def test_only_outputs_that_ended_by_themselves_teach_a_length() -> None:
 
 
 def test_a_new_plan_and_a_new_result_have_nothing_in_them() -> None:
-    plan, events, answer = Plan(7), StepEvents(), StepResult()
+    plan, answer = Plan(7), StepResult()
     assert plan.is_empty and plan.num_tokens == 0 and (plan.step, plan.num_steps) == (7, 1)
     assert (plan.decode_context, len(plan.rows), plan.not_considered) == (0, 0, None)
-    assert (events.num_free, events.num_running, events.num_waiting) == (0, 0, 0)
-    assert (events.num_in_flight, events.num_early) == (0, (0, 0))
-    assert (events.schedule_started, events.schedule_ended) == (0.0, 0.0)
+    assert (plan.num_free, plan.num_running, plan.num_waiting) == (0, 0, 0)
+    assert (plan.began, plan.ended, plan.answers) == (0.0, 0.0, None)
     assert (answer.started, answer.ended, answer.extra) == (0.0, 0.0, None)
-    assert list(StepReport(plan, answer, []).outputs()) == []
+    assert list(Completed(plan, answer, []).outputs()) == []
 
 
 @pytest.mark.parametrize("num_requests", [0, 1, 8, 9, 40])

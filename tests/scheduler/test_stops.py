@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from headway.errors import InvalidRequest
-from headway.plan import StepReport
 from headway.request import TRANSITIONS, Request, RequestParams, RequestState
 from tests.support.drive import Driver
 
@@ -110,18 +109,17 @@ def test_eos_tokens_are_per_request() -> None:
     assert (a.num_generated, b.num_generated) == (2, 4)
 
 
-def reports(driver: Driver) -> list[StepReport]:
-    found = []
-    while driver.scheduler.requests:
-        found.append(driver.finish(driver.plan()))
-    return found
+def outputs_of(driver: Driver) -> list[dict[Request, list[int]]]:
+    """The tokens that requests gain in each step of a run to its end."""
+    driver.run()
+    return [dict(completed.outputs()) for completed in driver.events.completed]
 
 
 def test_tokens_of_a_multi_step_plan_after_a_stop_are_dropped() -> None:
     driver = make_driver([5, 6, EOS, 7, 8], num_scheduler_steps=8)
     a = driver.add("a", 4, 8, eos_ids=frozenset({EOS}))
     b = driver.add("b", 4, 8)
-    outputs = [dict(report.outputs()) for report in reports(driver)]
+    outputs = outputs_of(driver)
     assert generated(a) == [5, 6, EOS] and a.finish_reason == "stop"
     assert generated(b) == [5, 6, EOS, 7, 8, 9, 9, 9]
     assert [len(output.get(a, [])) for output in outputs] == [1, 2]
@@ -133,7 +131,7 @@ def test_tokens_of_a_multi_step_plan_after_a_stop_are_dropped() -> None:
 def test_tokens_of_a_multi_step_plan_after_max_tokens_are_dropped() -> None:
     driver = make_driver([], num_scheduler_steps=8)
     requests = [driver.add(str(n), 4, n) for n in range(1, 5)]
-    outputs = [dict(report.outputs()) for report in reports(driver)]
+    outputs = outputs_of(driver)
     assert [r.num_generated for r in requests] == [1, 2, 3, 4]
     for r in requests:
         assert [token for output in outputs for token in output.get(r, [])] == generated(r)
@@ -155,12 +153,10 @@ def test_each_output_is_reported_once_and_finished_once(num_scheduler_steps: int
         eos = frozenset({EOS}) if number % 2 else frozenset[int]()
         driver.add(str(number), 3 + number, 2 + number, eos_ids=eos)
     gained: dict[Request, list[int]] = {}
-    finished: list[Request] = []
-    for report in reports(driver):
-        for request, tokens in report.outputs():
+    for output in outputs_of(driver):
+        for request, tokens in output.items():
             gained.setdefault(request, []).extend(tokens)
-        finished += report.finished
-    assert sorted(r.id for r in finished) == sorted(driver.requests)
+    assert sorted(r.id for r in driver.events.ended) == sorted(driver.requests)
     assert all(gained[r] == generated(r) for r in driver.requests.values())
 
 
@@ -273,5 +269,4 @@ def test_abort_with_an_error_records_the_reason() -> None:
     driver.step()
     driver.scheduler.abort("a", "error", "invalid input")
     assert (a.finish_reason, a.error) == ("error", "invalid input")
-    report = driver.scheduler.take_pending_events()
-    assert report is not None and report.finished == [a]
+    assert driver.events.ended == [a]

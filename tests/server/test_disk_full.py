@@ -15,23 +15,17 @@ import pytest
 from headway.cli.commands.serve import announce
 from headway.engine.input_processor import InputProcessor
 from headway.errors import FormatError
-from headway.observe.trace import TraceWriter, open_trace, read_trace
+from headway.events import Reset
+from headway.record.lines import ResetLine
+from headway.record.reader import read_journal
+from headway.record.writer import JournalWriter, header, open_journal
 from headway.scheduler import preset
 from headway.server.process.log_setup import LossyStreamHandler
 from headway.server.serving import ModelInfo
 
 FULL = Path("/dev/full")
 CONFIG = preset("headway", max_model_len=64, num_blocks=16, block_size=16)
-STEP = {
-    "step": 0,
-    "t": 0,
-    "start": 0,
-    "end": 0,
-    "running": 0,
-    "waiting": 0,
-    "free": 0,
-    "decodes": 0,
-}
+HEADER = header(CONFIG, False)
 
 
 @contextmanager
@@ -47,27 +41,27 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 def test_a_trace_on_a_full_disk_consists_of_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    file = open_trace(path)
-    writer, num_steps = TraceWriter(file, CONFIG, False), 0
+    file = open_journal(path)
+    write, num_lines = JournalWriter(file, HEADER, name=path.name), 0
     with largest_file(path.stat().st_size + 1000), pytest.raises(FormatError, match=path.name):
-        while num_steps < 1000:
-            writer.write(STEP)
-            num_steps += 1
+        while num_lines < 1000:
+            write(Reset(False, [], 0.5))
+            num_lines += 1
     file.close()  # nothing is left to write
-    _, *steps = read_trace(path)
-    assert num_steps > 0 and steps == [STEP] * num_steps
+    _, *lines = read_journal(path)
+    assert num_lines > 0 and lines == [ResetLine(0.5)] * num_lines
 
 
 def test_a_trace_that_cannot_be_started_is_an_error_that_names_the_file() -> None:
-    with open_trace(FULL) as file, pytest.raises(FormatError, match=str(FULL)):
-        TraceWriter(file, CONFIG, False)
+    with open_journal(FULL) as file, pytest.raises(FormatError, match=str(FULL)):
+        JournalWriter(file, HEADER, name=str(FULL))
 
 
 def test_a_server_whose_output_is_on_a_full_disk_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     processor = InputProcessor(tokenizer=None, vocab_size=1, hidden_size=1, eos_ids=frozenset())
     texts = {"model_name": "a", "preset": "headway", "execution": "", "description": ""}
     info = ModelInfo(input_processor=processor, max_model_len=64, **texts)
-    with open_trace(FULL) as full:
+    with io.TextIOWrapper(open_journal(FULL), write_through=True) as full:
         with pytest.raises(OSError):
             full.write("a")
         monkeypatch.setattr(sys, "stderr", full)

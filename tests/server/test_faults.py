@@ -20,13 +20,16 @@ import pytest
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
-from headway.observe.trace import TraceWriter, read_trace
+from headway.record.lines import CompletedLine
+from headway.record.reader import read_journal
+from headway.record.writer import JournalWriter, header
 from headway.server.process.serve import ServerFactory, bind, serve_http
 from headway.server.process.shutdown import GracefulServer
 from headway.server.settings import Settings
 from headway.text.tokenizer import Tokenizer
 from tests.engine.test_async_engine import within
 from tests.support.drive import check_no_leaks
+from tests.support.journals import of_kind
 from tests.support.lettered import SlowCapitals, letters_app, letters_served
 from tests.support.processes import PATIENT, Server, refuses_connections, stable_port
 from tests.support.scripted import MiniApp, make_engine
@@ -210,16 +213,16 @@ def test_a_client_that_stops_reading_delays_no_other_and_uses_little_memory() ->
     within(live())
 
 
-class SmallDisk(io.StringIO):
+class SmallDisk(io.BytesIO):
     """A file on a disk with space for a few lines."""
 
     num_refused = 0
 
-    def write(self, text: str) -> int:
+    def write(self, data: Any) -> int:
         if self.tell() > 3_000:
             self.num_refused += 1
             raise OSError(28, "No space left on device")
-        return super().write(text)
+        return super().write(data)
 
 
 def test_a_full_disk_ends_the_trace_with_one_warning_and_fails_no_request(
@@ -230,14 +233,14 @@ def test_a_full_disk_ends_the_trace_with_one_warning_and_fails_no_request(
     async def live() -> None:
         async with capitals() as server:
             config = server.engine.scheduler.config
-            server.engine.observers.insert(0, TraceWriter(disk, config, 0))
+            server.engine.observers.insert(0, JournalWriter(disk, header(config, False)))
             said = await asyncio.gather(*(server.capitals("abc" * 20) for _ in range(5)))
             assert said == ["ABC" * 20] * 5
             assert await server.capitals("later") == "LATER"
 
     with caplog.at_level(logging.WARNING):
         within(live())
-    assert disk.num_refused == 1 and "TraceWriter" in caplog.text and "No space" in caplog.text
+    assert disk.num_refused == 1 and "JournalWriter" in caplog.text and "No space" in caplog.text
     assert len([r for r in caplog.records if r.name == "headway.engine.loop"]) == 1
     lines = disk.getvalue().splitlines()
     assert len(lines) > 5 and all(json.loads(line) for line in lines)
@@ -304,9 +307,9 @@ def test_after_a_kill_the_port_is_free_and_the_trace_is_complete(tmp_path: Path)
         with pytest.raises(httpx.HTTPError):  # without an end, which clients treat as an error
             within(load(server, [LONG] * 8, (signal.SIGKILL,)))
         server.process.wait(LIMIT)
-        header, *steps = read_trace(trace)
-        assert header["headway_trace"] and steps
-        assert [line["step"] for line in steps] == list(range(len(steps)))
+        first, *lines = read_journal(trace)
+        steps = [line.step for line in of_kind(CompletedLine, lines)]
+        assert first.headway_trace and steps == list(range(len(steps))) != []
         with Server(is_real=True, port=port) as again:
             assert again.port == server.port == port
             [said] = within(load(again, [5]))

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from headway.plan import Column, Plan, StepReport, StepResult
+from headway.events import Completed
+from headway.plan import Column, Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
+from tests.support.events import Events
 
 Sample = Callable[[Request, int], int]  # (request, position of the token) -> token
 PARAMS = frozenset(RequestParams.__dataclass_fields__)
@@ -40,7 +42,7 @@ def row(plan: Plan) -> Row:
         admitted=names(a.request for a in plan.admitted),
         decodes=names(sorted(plan.decodes, key=lambda r: r.history.admission)),
         chunks=tuple((c.request.id, c.start, c.end) for c in plan.chunks),
-        preempted=names(p.request for p in plan.events.preempted),
+        preempted=names(p.request for p in plan.preempted),
         blocked=tuple((b.request.id, b.reason) for b in plan.blocked),
     )
 
@@ -59,6 +61,8 @@ class Driver:
 
     def __init__(self, name: str = "headway", /, *, sample: Sample = count_up, **changes: Any):
         self.scheduler = Scheduler(preset(name, **changes))
+        self.events = Events()
+        self.scheduler.observe(self.events)
         self.sample = sample
         self.requests: dict[str, Request] = {}
         self.table: list[Row] = []
@@ -82,7 +86,7 @@ class Driver:
         self.table.append(row(plan))
         return plan
 
-    def finish(self, plan: Plan) -> StepReport:
+    def finish(self, plan: Plan) -> Completed:
         return self.scheduler.complete(plan, result(plan, self.sample))
 
     def step(self) -> Plan:

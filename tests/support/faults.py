@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.engine.engine import Engine
-from headway.plan import Plan, StepReport
+from headway.events import Completed
+from headway.plan import Plan
 
 
 class Faults:
@@ -20,7 +21,7 @@ class Faults:
         engine.step, engine.executor = self.step, self  # type: ignore[method-assign]
         self._scheduler = engine.scheduler
 
-    def step(self) -> StepReport | None:
+    def step(self) -> Completed | None:
         if self._scheduler.num_steps == self.dies_at:
             raise RuntimeError("the process was killed")  # not handled by the engine
         return self._step()

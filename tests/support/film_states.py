@@ -42,6 +42,8 @@ def state_of(scheduler: Scheduler) -> State:
 
 def shown(film: FilmState, ids: list[str]) -> State:
     """The same of a film."""
+    names = [ids[r] for r in film.requests]
+    assert len(set(names)) == len(names), "a request is shown once"
     return {
         "requests": {
             ids[r]: (

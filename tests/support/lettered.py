@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from headway.engine.async_engine import AsyncEngine
@@ -12,8 +13,8 @@ from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.observe.server_metrics import ServerMetrics
-from headway.observe.trace import TraceWriter
 from headway.plan import Plan
+from headway.record.writer import JournalWriter, header, open_journal
 from headway.scheduler import Scheduler, preset
 from headway.server import app, live
 from headway.server.app import create_app
@@ -48,7 +49,7 @@ def letters_served(seconds: float, trace: str | None = None) -> ServedEngine:
     )
     engine = Engine(Scheduler(config), SlowCapitals(seconds))
     if trace is not None:
-        engine.observers.append(TraceWriter(open(trace, "w", 1), config, 0))  # noqa: SIM115
+        engine.observers.append(JournalWriter(open_journal(Path(trace)), header(config, False)))
     processor = InputProcessor(
         tokenizer=letters(), vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),

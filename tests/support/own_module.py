@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler import preset
+from tests.support.journals import Lines
 
 WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
 NAME = "evil"
@@ -43,14 +43,14 @@ class OwnModule:
 
     def trace(self, queue: str = "evil:q") -> Path:
         """A run of the queue `fcfs`, whose header names another queue."""
-        file, config = io.StringIO(), preset("vllm_v1", num_blocks=24)
+        lines, config = Lines(), preset("vllm_v1", num_blocks=24)
         profile = load_profile("llama3.1-8b-a100-80gb")
-        simulate(parse_synthetic(WORKLOAD).generate(), config, profile, trace=file)
-        head, *steps = file.getvalue().splitlines(keepends=True)
+        simulate(parse_synthetic(WORKLOAD).generate(), config, profile, trace=lines)
+        head, *events = lines
         header = json.loads(head)
         header["config"]["queue"] = queue
         path = self.folder / "run.trace.jsonl"
-        path.write_text("".join([json.dumps(header) + "\n", *steps]))
+        path.write_bytes(b"".join([json.dumps(header).encode() + b"\n", *events]))
         return path
 
 

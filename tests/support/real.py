@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway import LLM, Engine, Scheduler, StepReport, loading
+from headway import LLM, Engine, Scheduler, loading
+from headway.events import Completed, Event, preempted_by
 from headway.executor.cpu import CpuExecutor
 from headway.loading import find_tokenizer, fit
 from headway.model.backends.base import kv_itemsize
@@ -31,6 +32,7 @@ from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend
 from headway.model.registry import resolve
 from headway.options import EngineOptions
+from headway.plan import Plan
 from headway.request import RequestParams
 from headway.text.chat_template import render_chat
 from headway.text.tokenizer import Tokenizer
@@ -173,11 +175,14 @@ class Seen:
     longest_chunk: int = 0
     num_steps: int = 0
 
-    def __call__(self, report: StepReport) -> None:
-        plan = report.plan
+    def __call__(self, event: Event) -> None:
+        self.num_recomputed += sum(not p.is_swap for p in preempted_by(event))
+        self.num_swapped += sum(p.is_swap for p in preempted_by(event))
+        if isinstance(event, Completed):
+            self._count(event.plan)
+
+    def _count(self, plan: Plan) -> None:
         self.num_steps += 1
-        self.num_recomputed += sum(not p.is_swap for p in plan.events.preempted)
-        self.num_swapped += sum(p.is_swap for p in plan.events.preempted)
         self.num_copied[0] += len(plan.copies_out)
         self.num_copied[1] += len(plan.copies_in)
         self.num_cached += sum(a.num_cached for a in plan.admitted if not a.is_resume)

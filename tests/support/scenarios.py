@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.config import Config, HeadroomRule, SchedulerView, StepActions
 from headway.errors import RequestTooLong
+from headway.events import Event, ended_by, preempted_by
 from headway.kv.cache import KVCache
 from headway.kv.window import most_useful_window_blocks
 from headway.plan import Plan
@@ -316,6 +317,7 @@ class ScenarioRun:
     def __init__(self, scenario: Scenario, tamper: Tamper | None = None) -> None:
         self.scenario = scenario
         self.scheduler = Scheduler(scenario.config)
+        self.scheduler.observe(self.note)
         shadow = WindowShadow if scenario.config.sliding_window else ShadowExecutor
         self.executor = shadow(self.scheduler)
         self.pending: deque[tuple[Plan, Handle]] = deque()
@@ -325,6 +327,20 @@ class ScenarioRun:
         self.swapped: set[Request] = set()  # by the latest preemption of each
         self._tamper = tamper
         self._all_rows = list(range(scenario.config.max_num_seqs))
+
+    def note(self, event: Event) -> None:
+        """Count what the scheduler records; subclasses extend it."""
+        for request in ended_by(event):
+            in_flight = any(request in later.decodes for later, _ in self.pending)
+            self.seen["stops in flight"] += in_flight and request.finish_reason == "stop"
+            self.seen[f"finish: {request.finish_reason}"] += 1
+        self.finished += ended_by(event)
+        for preemption in preempted_by(event):
+            self.seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
+            self.seen["discarded outputs"] += preemption.is_discard
+            self.seen["priority preemptions"] += preemption.is_priority
+            if preemption.is_swap:
+                self.swapped.add(preemption.request)
 
     def run(self) -> Counter[str]:
         """Step until all work is done, within a bound; returns the counts."""
@@ -337,8 +353,6 @@ class ScenarioRun:
             self.step(step)
             step += 1
             assert step <= last_event + 100 + 20 * work, "too many steps"
-        report = self.scheduler.take_pending_events()
-        self.finished += report.finished if report else []
         plan = self.scheduler.schedule()
         assert plan.is_empty and not self.scheduler.in_flight
         self.check_end()
@@ -391,15 +405,10 @@ class ScenarioRun:
 
     def _complete(self) -> None:
         plan, handle = self.pending.popleft()
-        report = self.scheduler.complete(plan, handle.wait())
-        for request, tokens in report.outputs():
+        completed = self.scheduler.complete(plan, handle.wait())
+        for request, tokens in completed.outputs():
             assert tokens, f"{request} is reported without tokens"
             self.outputs[request] += tokens
-        for request in report.finished:
-            in_flight = any(request in later.decodes for later, _ in self.pending)
-            self.seen["stops in flight"] += in_flight and request.finish_reason == "stop"
-            self.seen[f"finish: {request.finish_reason}"] += 1
-        self.finished += report.finished
         assert (
             not self.scheduler.state.preempted_in_flight
             and not self.scheduler.state.decode_batch.left_in_flight
@@ -441,17 +450,15 @@ class ScenarioRun:
     def _check_plan(self, plan: Plan) -> None:
         """The limits hold, and the plan gives a reason for every waiting request."""
         config = self.scenario.config
-        assert plan.events.num_running <= config.max_num_seqs, (
-            "more running requests than max_num_seqs"
-        )
+        assert plan.num_running <= config.max_num_seqs, "more running requests than max_num_seqs"
         assert plan.num_tokens <= config.max_num_batched_tokens, "token budget exceeded"
         num_rest = plan.not_considered.num_requests if plan.not_considered else 0
-        assert len(plan.blocked) + num_rest == plan.events.num_waiting, "waiting without a reason"
+        assert len(plan.blocked) + num_rest == plan.num_waiting, "waiting without a reason"
         if plan.blocked:
             waiting = set(self.scheduler.queue)
             assert all(b.request in waiting for b in plan.blocked), "blocked, but does not wait"
             assert len({b.request for b in plan.blocked}) == len(plan.blocked), "blocked twice"
-        assert plan.events.num_free == self.scheduler.kv.num_free
+        assert plan.num_free == self.scheduler.kv.num_free
 
     def check_now(self) -> None:
         """Reference counts, the prefix index, the queue and the rows are consistent."""
@@ -542,13 +549,8 @@ class ScenarioRun:
 
     def _count(self, plan: Plan) -> None:
         seen, size = self.seen, self.scenario.config.block_size
-        for preemption in plan.events.preempted:
-            seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
-            seen["discarded outputs"] += preemption.is_discard
-            seen["priority preemptions"] += preemption.is_priority
+        for preemption in plan.preempted:
             seen["deferred, then preempted"] += preemption.request in plan.deferred
-            if preemption.is_swap:
-                self.swapped.add(preemption.request)
         for request, num_cached, num_swapped, is_resume, *_ in plan.admitted:
             seen["cache hits"] += num_cached > 0
             seen["resumed from cache and host"] += bool(num_cached and num_swapped)

@@ -15,8 +15,8 @@ from typing import Any
 from headway.config import Config
 from headway.engine.engine import Engine
 from headway.engine.messages import SampleUpdate, StepUpdates
+from headway.events import Completed, Event, preempted_by
 from headway.executor.base import Executor
-from headway.plan import StepReport
 from headway.request import RequestParams
 from headway.sampling_params import Sampling, TokenLogprobs
 from headway.scheduler import Scheduler, preset
@@ -107,9 +107,9 @@ def run_world(executor: Executor, world: World, seen: Counter[str]) -> list[Outc
     """What each of a world's requests is sent; counts in `seen` what happened to them."""
     outcomes = [Outcome() for _ in world.requests]
 
-    def watch(report: StepReport) -> None:
-        _count(report, seen)
-        for update in updates.of(report):
+    def watch(event: Event) -> None:
+        _count(event, seen)
+        for update in updates.of(event):
             if isinstance(update, SampleUpdate):
                 outcomes[int(update.id)].add(update)
             else:
@@ -150,12 +150,14 @@ def differences(found: Outcome, expected: Outcome) -> list[str]:
     return wrong
 
 
-def _count(report: StepReport, seen: Counter[str]) -> None:
-    plan = report.plan
+def _count(event: Event, seen: Counter[str]) -> None:
+    for each in preempted_by(event):
+        seen["swapped" if each.is_swap else "recomputed"] += 1
+    if not isinstance(event, Completed):
+        return
+    plan = event.plan
     seen["steps"] += 1
     seen["decodes"] += len(plan.decodes) * plan.num_steps
     seen["chunks"] += len(plan.chunks)
     seen["steps_of_several"] += plan.num_steps > 1
     seen["cached_tokens"] += sum(each.num_cached for each in plan.admitted)
-    for each in plan.events.preempted:
-        seen["swapped" if each.is_swap else "recomputed"] += 1

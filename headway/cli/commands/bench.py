@@ -20,8 +20,8 @@ from headway.errors import ExecutorError
 from headway.lab.loadgen import report
 from headway.lab.loadgen.requests import LengthRange, parse_length_range
 from headway.lab.real.dataset import NAMES, Dataset, Work, random_work
-from headway.observe.trace import header
 from headway.options import EngineOptions
+from headway.record.writer import header
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -149,7 +149,7 @@ def _setting(llm: LLM, model: EngineOptions) -> dict[str, Any]:
         "kv_cache_dtype": llm.loaded.kv_dtype,
         "load_format": model.load_format,
     }
-    return named | {"config": header(llm.config, llm.engine.async_scheduling)["config"]}
+    return named | {"config": header(llm.config, llm.engine.async_scheduling).config}
 
 
 def _show_throughput(result: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Container
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +21,8 @@ from headway.lab.doctor.live import TRIAL_SECONDS
 from headway.lab.doctor.text import diagnosis_text, findings_text, trial_text
 from headway.lab.doctor.trial import Recording, try_changes
 from headway.lab.summary import summarize
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line, read_trace
+from headway.record.reader import read_journal, split_header
+from headway.record.stats import stats_of
 from headway.scheduler.policies.presets import own_policies
 from headway.scheduler.policies.text import ANY
 
@@ -93,17 +94,14 @@ def _changes(texts: list[str]) -> dict[str, str]:
 def _of_trace(
     path: Path, changes: dict[str, str], profile: str | None, own: Container[str]
 ) -> dict[str, Any]:
-    header: Line
-    header, *lines = read_trace(path)
+    header, lines = split_header(read_journal(path))
     if changes:
-        recording = Recording(header=header, lines=lines)
-        recorded = header.get("profile")
+        recording = Recording(header=header, lines=list(lines))
+        recorded: str | None = header.profile
         if recorded not in known_profiles():  # a trace must not name a file to read
             recorded = None
         return try_changes(recording, changes, profile or recorded, own)
-    stats = RunStats(header)
-    for line in lines:
-        stats.add(line)
+    stats = stats_of(chain([header], lines))
     summary = summarize(stats)
     findings = [finding._asdict() for finding in diagnose(summary, stats.config)]
     return {"findings": findings, "config": stats.config, "summary": summary}

@@ -24,7 +24,7 @@ from headway.lab.doctor.replicas import diagnose_replicas
 from headway.lab.simulate import with_profile
 from headway.lab.summary import Summary
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.trace import TraceWriter
+from headway.record.writer import JournalWriter, header
 
 MAX_REPLICAS = 64
 KNOWN = ", ".join(rule.__name__ for rule in ROUTES)
@@ -89,8 +89,10 @@ def run_replicas(
     with ExitStack() as stack:
         files = [stack.enter_context(options.written(path)) for path in paths]
         writers = [
-            TraceWriter(file, with_profile(config, profile), async_scheduling, profile=profile.name,
-                        replica=str(place), has_blocks=trace_blocks, redact=trace_redact)
+            JournalWriter(file, header(
+                with_profile(config, profile), async_scheduling, profile=profile.name,
+                replica=str(place), has_blocks=trace_blocks, is_redacted=trace_redact,
+            ))
             for place, file in enumerate(files)
         ]  # fmt: skip
         name = title or f"{number} replicas"

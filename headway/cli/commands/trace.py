@@ -13,12 +13,12 @@ from rich.markup import escape
 from headway.cli.options.common import AllowOwnPolicies, import_from_working_directory, written
 from headway.cli.view import render
 from headway.errors import ConfigError, FormatError, HeadwayError
-from headway.lab.diff import Difference, diff
-from headway.lab.replay import check_replay
 from headway.lab.summary import summarize
-from headway.observe.perfetto import to_perfetto
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import read_trace
+from headway.record.diff import Difference, diff
+from headway.record.perfetto import to_perfetto
+from headway.record.reader import read_journal
+from headway.record.replay import check_replay
+from headway.record.stats import stats_of
 from headway.scheduler.policies.text import ANY, READY_MADE
 
 
@@ -52,7 +52,7 @@ def trace_command(
             _diff(file, diff_with, json_)
         elif replay:
             own = ANY if allow_own_policies else READY_MADE
-            num_steps = check_replay(read_trace(file), own)
+            num_steps = check_replay(read_journal(file), own)
             text = f"{render.counted(num_steps, 'step')} replayed; all decisions are equal"
             print(json.dumps({"equal_steps": num_steps}) if json_ else text)
         else:
@@ -65,9 +65,9 @@ def trace_command(
 
 
 def _export(file: Path, target: Path, as_json: bool) -> None:
-    events = list(to_perfetto(read_trace(file)))
+    events = list(to_perfetto(read_journal(file)))
     with written(target) as output:
-        output.write(json.dumps({"traceEvents": events}))
+        output.write(json.dumps({"traceEvents": events}).encode())
     text = f"{render.counted(len(events), 'event')} written to {target}; open the file in ui.perfetto.dev"
     print(json.dumps({"events": len(events)}) if as_json else text)
 
@@ -76,7 +76,7 @@ def _diff(file: Path, other: Path, as_json: bool) -> None:
     """Print the first difference; exit code 1 if there is one."""
     are_distinct = file.name != other.name
     names = (file.name, other.name) if are_distinct else (str(file), str(other))
-    found = diff(read_trace(file), read_trace(other), names)
+    found = diff(read_journal(file), read_journal(other), names)
     if as_json:
         print(json.dumps(found._asdict()))
     else:
@@ -94,10 +94,7 @@ def _show_difference(found: Difference, names: tuple[str, str]) -> None:
 
 
 def _summarize(file: Path, as_json: bool) -> None:
-    lines = read_trace(file)
-    metrics = RunStats(next(lines))
-    for line in lines:
-        metrics.add(line)
+    metrics = stats_of(read_journal(file))
     if not as_json:
         Console().print(render.settings(metrics.config))
     render.print_run(file.name, summarize(metrics), metrics.config, as_json=as_json)

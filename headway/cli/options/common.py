@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import IO, Annotated, Any, get_type_hints
+from typing import Annotated, Any, BinaryIO, get_type_hints
 
 import typer
 from rich.console import Console
@@ -176,10 +176,10 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[IO[str]]:
-    """A new text file; FormatError if it cannot be written."""
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A new file; FormatError if it cannot be written."""
     try:
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("wb") as file:
             yield file
     except OSError as error:
         raise FormatError(path, None, f"cannot be written: {error.strerror}") from None

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from headway.cli.view import live
 from headway.cli.view.render import counted
 from headway.errors import HeadwayError, RequestTooLong
-from headway.observe.timeline import RequestTimeline
-from headway.plan import StepReport
+from headway.events import Event
+from headway.record.timeline import RequestTimeline
 from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def stopped_by_interrupt(llm: LLM) -> Iterator[None]:
         if num_interrupts > 1:
             raise KeyboardInterrupt
 
-    def observe(report: StepReport) -> None:
+    def observe(event: Event) -> None:
         if num_interrupts:
             for id in list(llm.engine.scheduler.requests):
                 llm.engine.abort(id)

@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from headway.observe.explain import Decision, DecisionLog
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import header
-from headway.plan import StepReport
+from headway.events import Added, Completed, Event, ended_by
+from headway.record.sentences import Decision, DecisionLog, finished
+from headway.record.stats import RunStats
+from headway.record.writer import header
 from headway.request import Request, RequestState
 
 if TYPE_CHECKING:
@@ -39,9 +39,11 @@ DECISION_STYLES = {
 }  # fmt: skip
 
 
-def num_new_tokens(report: StepReport) -> int:
-    """The number of tokens that a step generated."""
-    return sum(len(tokens) for _, tokens in report.outputs())
+def num_new_tokens(event: Event) -> int:
+    """The number of tokens that an event brings."""
+    if not isinstance(event, Completed):
+        return 0
+    return sum(len(tokens) for _, tokens in event.outputs())
 
 
 def measure(llm: LLM) -> RunStats:
@@ -64,11 +66,11 @@ def bar(llm: LLM, title: str, total: int) -> Iterator[None]:
     )  # fmt: skip
     started, num_tokens = time.perf_counter(), 0
 
-    def observe(report: StepReport) -> None:
+    def observe(event: Event) -> None:
         nonlocal num_tokens
-        num_tokens += num_new_tokens(report)
+        num_tokens += num_new_tokens(event)
         rate = num_tokens / (time.perf_counter() - started)
-        progress.update(task, advance=len(report.finished), rate=rate)
+        progress.update(task, advance=len(ended_by(event)), rate=rate)
 
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=total, rate=0.0)
@@ -88,7 +90,7 @@ class RunView:
         self._requests: dict[str, Request] = {}
         self._tally: Counter[str] = Counter()
         self._events: deque[Text] = deque(maxlen=NUM_EVENTS)
-        self._log = DecisionLog(llm.config)
+        self._log = DecisionLog(llm.config.max_num_seqs)
         self._started_at = self._drawn_at = time.perf_counter()
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
@@ -104,15 +106,16 @@ class RunView:
         if self._console.is_terminal:
             self._live.stop()
 
-    def __call__(self, report: StepReport) -> None:
-        """Count a step, and draw unless the latest drawing is recent."""
-        self._requests.update({request.id: request for request in report.plan.events.added})
-        self._tally["steps"] += report.plan.step >= 0
-        self._tally["tokens"] += num_new_tokens(report)
-        self._tally["done"] += len(report.finished)
-        decisions = self._log.follow(report)
+    def __call__(self, event: Event) -> None:
+        """Count an event, and draw unless the latest drawing is recent."""
+        if isinstance(event, Added):
+            self._requests.update({request.id: request for request in event.requests})
+        self._tally["steps"] += isinstance(event, Completed)
+        self._tally["tokens"] += num_new_tokens(event)
+        self._tally["done"] += len(ended_by(event))
+        decisions = [each for each in self._log.follow(event) if each.kind != "arrived"]
         if not self._console.is_terminal:
-            self._print_finished(report)
+            self._print_finished(event)
             return
         self._events.extend(map(_event, decisions))
         now = time.perf_counter()
@@ -120,12 +123,11 @@ class RunView:
             self._drawn_at = now
             self._live.update(self._draw(now - self._started_at), refresh=True)
 
-    def _print_finished(self, report: StepReport) -> None:
-        step = report.plan.step
-        place = f"step {step}" if step >= 0 else "between steps"
-        for request in report.finished:
+    def _print_finished(self, event: Event) -> None:
+        place = f"step {event.plan.step}" if isinstance(event, Completed) else "between steps"
+        for request in ended_by(event):
             self._console.print(
-                f"{place}: {self._log.finished(request)}; {self._tally['done']} of "
+                f"{place}: {finished(request)}; {self._tally['done']} of "
                 f"{len(self._requests)} done, {self._rate():.1f} tokens/s",
                 highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip

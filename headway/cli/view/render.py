@@ -15,7 +15,7 @@ from headway.lab.cost import Machine, Profile
 from headway.lab.doctor.diagnose import Finding, diagnose
 from headway.lab.profiling.calibration import HeldOutError
 from headway.lab.summary import Summary
-from headway.observe.run_stats import STATISTICS
+from headway.record.stats import STATISTICS
 
 LATENCIES = {
     "ttft": "time to first token", "time_between_tokens": "time between tokens",

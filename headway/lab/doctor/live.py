@@ -13,16 +13,24 @@ from itertools import islice
 
 from headway.engine.engine import Engine
 from headway.engine.loop import CachedReader, EngineLoop
-from headway.engine.queries import Document, EndTrial, GetDiagnosis, GetTrialSteps, StartTrial
+from headway.engine.queries import (
+    Document,
+    EndTrial,
+    GetDiagnosis,
+    GetTrialLines,
+    StartTrial,
+    TrialStart,
+)
+from headway.events import Event
 from headway.lab.cost import Model
 from headway.lab.doctor.diagnose import diagnose
 from headway.lab.summary import summarize
 from headway.observe.server_metrics import ServerMetrics
-from headway.observe.trace import Line, describe_step, header
-from headway.plan import StepReport
+from headway.record.lines import AddedLine, Line, PlannedLine, RequestLine, ends_of, time_of
+from headway.record.writer import LineMaker, header
 
-MAX_LINES, MAX_SECONDS = 30_000, 300.0  # steps that are kept
-NUM_PER_QUERY = 200  # steps in one answer, which takes about a millisecond
+MAX_LINES, MAX_SECONDS = 120_000, 300.0  # events that are kept; a step has two
+NUM_PER_QUERY = 400  # events in one answer, which takes about a millisecond
 TRIAL_SECONDS = 120.0  # after which a trial that has not ended may be replaced
 
 
@@ -43,7 +51,7 @@ def install(loop: EngineLoop, metrics: ServerMetrics, model: Model | None = None
 
     loop.handle(GetDiagnosis, lambda _: diagnosis())
     loop.handle(StartTrial, lambda _: trace.start())
-    loop.handle(GetTrialSteps, lambda query: trace.lines(query.first))
+    loop.handle(GetTrialLines, lambda query: trace.lines(query.first))
     loop.handle(EndTrial, lambda _: trace.end())
 
 
@@ -54,30 +62,32 @@ class RecentTrace:
         self._engine, self._model = engine, model
         self._lines: deque[Line] = deque()
         self._num_dropped = 0
-        self._before: dict[str, Line] = {}  # requests that are open when the kept steps begin
+        # Requests that are open when the kept lines begin, and their tokens found in the cache.
+        self._before: dict[str, tuple[RequestLine, int | None]] = {}
+        self._maker = LineMaker(redact=True)
         self._trial_ends = 0.0  # until then no other trial may start
 
-    def __call__(self, report: StepReport) -> None:
-        line = describe_step(report, redact=True) if _has_changes(report) else _times(report)
+    def __call__(self, event: Event) -> None:
+        line = self._maker.line(event)
         self._lines.append(line)
-        oldest = line["t"] - MAX_SECONDS
-        while len(self._lines) > MAX_LINES or self._lines[0]["t"] < oldest:
+        oldest = time_of(line) - MAX_SECONDS
+        while len(self._lines) > MAX_LINES or time_of(self._lines[0]) < oldest:
             self._drop(self._lines.popleft())
 
-    def start(self) -> Document | None:
+    def start(self) -> TrialStart | None:
         """What a trial needs besides the steps; None if another trial runs."""
         now = self._engine.clock.now()
         if now < self._trial_ends:
             return None
         self._trial_ends = now + TRIAL_SECONDS
         scheduler = self._engine.scheduler
-        return {
-            "header": header(scheduler.config, self._engine.async_scheduling, is_redacted=True),
-            "model": None if self._model is None else asdict(self._model),
-            "before": list(self._before.values()),
-            "generated": {id: r.num_generated for id, r in scheduler.requests.items()},
-            "first": self._num_dropped, "end": self._num_dropped + len(self._lines),
-        }  # fmt: skip
+        return TrialStart(
+            header=header(scheduler.config, self._engine.async_scheduling, is_redacted=True),
+            model=None if self._model is None else asdict(self._model),
+            before=list(self._before.values()),
+            generated={id: r.num_generated for id, r in scheduler.requests.items()},
+            first=self._num_dropped, end=self._num_dropped + len(self._lines),
+        )  # fmt: skip
 
     def lines(self, first: int) -> list[Line]:
         """The next kept steps from this number on; fewer if some were dropped meanwhile."""
@@ -90,34 +100,14 @@ class RecentTrace:
         self._trial_ends = 0.0
 
     def _drop(self, line: Line) -> None:
-        """Follow the requests of a step that is no longer kept."""
+        """Follow the requests of a line that is no longer kept."""
         self._num_dropped += 1
         before = self._before
-        for entry in line.get("added", ()):
-            before[entry["id"]] = entry
-        for id, num_cached, _, is_resume in line.get("admitted", ()):
-            if id in before and not is_resume:
-                before[id] = {**before[id], "cached": num_cached}
-        for finished in line.get("finished", ()):
-            before.pop(finished["id"], None)
-
-
-def _has_changes(report: StepReport) -> bool:
-    """Whether a step does more than to decode."""
-    plan, events = report.plan, report.plan.events
-    return bool(
-        plan.chunks or report.finished or plan.admitted or events.added or events.preempted
-        or plan.tokens_kept or plan.deferred or plan.copies_out or plan.copies_in
-        or events.aborted or events.aborted_in_flight
-    )  # fmt: skip
-
-
-def _times(report: StepReport) -> Line:
-    """A step of decodes alone, without the reasons of waiting requests."""
-    plan, result, events = report.plan, report.result, report.plan.events
-    return {
-        "step": plan.step, "t": events.schedule_ended, "start": result.started, "end": result.ended,
-        "running": events.num_running, "waiting": events.num_waiting, "free": events.num_free,
-        "decodes": len(plan.decodes), "decode_context": plan.decode_context,
-        "num_steps": plan.num_steps, "in_flight": events.num_in_flight,
-    }  # fmt: skip
+        if isinstance(line, AddedLine):
+            before.update((each.id, (each, None)) for each in line.requests)
+        elif isinstance(line, PlannedLine):
+            for id, num_cached, _, is_resume in line.admitted:
+                if id in before and not is_resume:
+                    before[id] = before[id][0], num_cached
+        for end in ends_of(line):
+            before.pop(end.id, None)

@@ -22,21 +22,35 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace as changed
 
 from headway.config import Config
+from headway.engine.queries import TrialStart
 from headway.errors import ConfigError, HeadwayError
+from headway.events import Added
 from headway.lab.cost import Model, Profile, load_profile
 from headway.lab.doctor.diagnose import diagnose
 from headway.lab.profiling.fit import fit, observations, predict
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.files import row_reader
-from headway.lab.workload.recorded import prompts
+from headway.lab.workload.recorded import added_in, prompts
 from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.rows import Row
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line
+from headway.record.lines import (
+    AddedLine,
+    CompletedLine,
+    EndLine,
+    HeaderLine,
+    Line,
+    PlannedLine,
+    RequestLine,
+    ends_of,
+    time_of,
+)
 from headway.record.packing import num_packed
+from headway.record.reader import EventReader
+from headway.record.stats import RunStats
 from headway.scheduler.policies.presets import own_policies, read_changes, read_preset
 from headway.scheduler.policies.text import READY_MADE
 
@@ -48,15 +62,17 @@ MAX_LEAD = 60.0  # seconds; requests that are open at the start arrive at most t
 class Recording:
     """The recent steps of a run, and the requests that were open before them."""
 
-    header: Line
+    header: HeaderLine
     lines: Sequence[Line]
-    before: Sequence[Line] = ()  # entries of `added`, with the tokens found in the cache
+    # With the tokens found in the cache, None: not known yet.
+    before: Sequence[tuple[RequestLine, int | None]] = ()
+    is_partial: bool = False  # the first lines of the run are missing
     generated: Mapping[str, int] | None = None  # tokens of the requests that are open at the end
     model: Model | None = None
 
     @property
     def start(self) -> float:
-        return float(self.lines[0]["t"])
+        return time_of(self.lines[0])
 
 
 def try_changes(
@@ -70,13 +86,13 @@ def try_changes(
     `own` has the `module:function` that may be imported. ConfigError if a change is wrong, no
     requests arrived, or the costs are not known.
     """
-    config: dict[str, Any] = recording.header["config"]
+    config: dict[str, Any] = recording.header.config
     changed = {**config, **read_changes(changes)}
     configs = {"before": read_preset(config, own=own), "after": read_preset(changed, own=own)}
     requests, lead = workload(recording)
     costs, about = costs_of(recording, profile)
     runs = {
-        name: _simulated(requests, lead, each, costs, recording.header["async_scheduling"])
+        name: _simulated(requests, lead, each, costs, recording.header.async_scheduling)
         for name, each in configs.items()
     }
     measured = _measured(recording)
@@ -93,13 +109,14 @@ def workload(recording: Recording) -> tuple[list[WorkloadRequest], float]:
     if not recording.lines:
         raise ConfigError("no steps are recorded yet; send requests first")
     earliest = recording.start - MAX_LEAD
-    known = [{**e, "arrival": max(e["arrival"], earliest)} for e in recording.before]
-    steps = [{"added": known}, *recording.lines, {"finished": list(_open_ends(recording))}]
-    rows = prompts(recording.header["config"], steps)
+    known = [changed(e, arrival=max(e.arrival, earliest)) for e, _ in recording.before]
+    ends = CompletedLine(step=-1, start=0.0, end=0.0, finished=_open_ends(recording))
+    lines = [AddedLine(recording.start, known), *recording.lines, ends]
+    rows = prompts(recording.header.config, lines)
     if not rows:
         raise ConfigError("no requests are recorded yet; send requests first")
     begin = min(row["arrival"] for row in rows)
-    for row, num_cached in zip(rows, _cached(steps), strict=True):
+    for row, num_cached in zip(rows, _cached(recording), strict=True):
         row |= {key: max(0.0, row[key] - begin) for key in ("arrival", "deadline") if key in row}
         prompt = row["prompt"]
         if isinstance(prompt, int) and (num_shared := min(num_cached, prompt - 1)) > 0:
@@ -109,25 +126,29 @@ def workload(recording: Recording) -> tuple[list[WorkloadRequest], float]:
     return requests, recording.start - begin
 
 
-def _open_ends(recording: Recording) -> list[Line]:
+def _open_ends(recording: Recording) -> list[EndLine]:
     """Output lengths of requests that have not ended: their tokens so far, or a typical number."""
-    ended = [num_packed(e["output"]) for x in recording.lines for e in x.get("finished", ())]
+    ended = [num_packed(end.output) for line in recording.lines for end in ends_of(line)]
     typical = round(median(ended)) if ended else 1
     generated = recording.generated or {}
-    return [{"id": id, "output": count or typical} for id, count in generated.items()]
+    return [
+        EndLine(id=id, finish_reason="", output=count or typical) for id, count in generated.items()
+    ]
 
 
-def _cached(steps: Sequence[Line]) -> list[int]:
-    """The tokens that the cache had for each request without a parent, in the order of `added`."""
+def _cached(recording: Recording) -> list[int]:
+    """The tokens that the cache had for each request without a parent, in the order of arrival."""
     admissions = defaultdict[str, deque[int]](deque)
-    for id, num_cached, _, is_resume in (a for x in steps for a in x.get("admitted", ())):
+    plans = (line for line in recording.lines if isinstance(line, PlannedLine))
+    for id, num_cached, _, is_resume in (each for plan in plans for each in plan.admitted):
         if not is_resume:
             admissions[id].append(num_cached)
+    later = ((entry, None) for entry in added_in(recording.lines))
     found = []
-    for entry in (entry for step in steps for entry in step.get("added", ())):
-        coming = admissions[entry["id"]]
-        num_cached = entry["cached"] if "cached" in entry else coming.popleft() if coming else 0
-        if "parent" not in entry:
+    for entry, known in (*recording.before, *later):
+        coming = admissions[entry.id]
+        num_cached = known if known is not None else coming.popleft() if coming else 0
+        if entry.parent is None:
             found.append(num_cached)
     return found
 
@@ -151,7 +172,7 @@ def costs_of(recording: Recording, profile: str | None) -> tuple[Profile, dict[s
 
 
 def _fitted(recording: Recording, model: Model) -> tuple[Profile, dict[str, Any]]:
-    seen, config = observations(recording.lines), recording.header["config"]
+    seen, config = observations(recording.lines), recording.header.config
     stride = max(1, len(seen.seconds) // (2 * MAX_FITTED))
     places = np.arange(len(seen.seconds))
     # Copies are rare: all steps with copies are fitted.
@@ -183,12 +204,12 @@ def _simulated(
 def _measured(recording: Recording) -> Summary:
     """The summary of the recorded steps. Requests from before have no times of their start."""
     stats = RunStats(recording.header, recording.start)
-    first = {**dict.fromkeys(("running", "waiting", "free", "decodes"), 0), "step": -1}
-    times = dict.fromkeys(("t", "start", "end"), recording.start)
-    stats.add({**first, **times, "added": list(recording.before)})
+    before = [entry for entry, _ in recording.before] if recording.is_partial else None
+    reader = EventReader(recording.header, before)
+    stats(Added(list(reader.open.values()), recording.start))
     num_before = len(stats.requests)
     for line in recording.lines:
-        stats.add(line)
+        stats(reader.event(line))
     stats.streams = stats.requests[num_before:]
     return summarize(stats)
 
@@ -208,22 +229,24 @@ def _error(simulated: Summary, measured: Summary) -> dict[str, float | None]:
 def main() -> None:
     """Read pickled parts from stdin, try the changes, and print the result or {"error": ...}.
 
-    The first part has the changes, the profile, the niceness of this process and the fields of a
-    recording; lists of lines follow.
+    The first part has what starts a trial, and the changes, the profile and the niceness of this
+    process; lists of lines follow.
     """
     source = sys.stdin.buffer
-    first, lines = pickle.load(source), list[Line]()
-    os.nice(first["niceness"])
+    start: TrialStart
+    start, asked = pickle.load(source)
+    lines = list[Line]()
+    os.nice(asked["niceness"])
     while part := pickle.load(source):
         lines += part
     try:
-        model = None if first["model"] is None else Model(**first["model"])
+        model = None if start.model is None else Model(**start.model)
         recording = Recording(
-            header=first["header"], lines=lines, before=first["before"],
-            generated=first["generated"], model=model,
+            header=start.header, lines=lines, before=start.before, generated=start.generated,
+            model=model, is_partial=True,
         )  # fmt: skip
-        own = own_policies(first["header"]["config"])  # of the scheduler that runs
-        result = try_changes(recording, first["changes"], first["profile"], own)
+        own = own_policies(start.header.config)  # of the scheduler that runs
+        result = try_changes(recording, asked["changes"], asked["profile"], own)
     except HeadwayError as error:
         result = {"error": str(error)}
     print(json.dumps(result))

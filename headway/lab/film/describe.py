@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from headway.lab.film.reader import Film
 from headway.lab.film.state import FilmRequest, FilmState, Op, Status, split
-from headway.observe import explain
+from headway.record import sentences
 
 MAX_LISTED = 12
 
@@ -75,5 +75,5 @@ def _request(film: Film, state: FilmState, r: int) -> str:
         text += f", {len(request.blocks)} blocks"
     if request.blocked:
         reason, need, have = request.blocked
-        text += f"; waits: {explain.why_blocked(film.header['reasons'][reason], need, have)}"
+        text += f"; waits: {sentences.why_blocked(film.header['reasons'][reason], need, have)}"
     return text

@@ -11,117 +11,148 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator
 from dataclasses import fields, replace
 
+from msgspec.structs import replace as changed
+
 from headway.engine.clock import VirtualClock
+from headway.engine.engine import Engine
 from headway.errors import ConfigError, HeadwayError
+from headway.events import Added, Completed, Event, Planned
 from headway.executor.simulated import SimulatedHandle
 from headway.lab.film.format import FilmWriter, header_record
-from headway.lab.film.recorder import PolicyRecorder
 from headway.lab.film.spec import Edit, RunSpec, described, profile_of
-from headway.lab.film.texts import FilmTexts
-from headway.lab.replay import Outputs, RecordedExecutor, Replay
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line
-from headway.plan import Plan
-from headway.scheduler.policies.presets import describe, read_preset
+from headway.plan import Plan, StepResult
+from headway.record.lines import HeaderLine, Line
+from headway.record.reader import EventReader, split_header
+from headway.record.replay import RecordedTokens, Replay
+from headway.record.stats import RunStats
+from headway.scheduler.policies.presets import read_preset
 from headway.scheduler.policies.text import READY_MADE
 
 
-class ForkedExecutor(RecordedExecutor):
-    """Returns recorded times until `is_forked` is set, and estimates them from then on."""
+class ForkedExecutor:
+    """Samples recorded tokens, and estimates times at the pace of the recorded steps."""
 
     def __init__(
-        self, clock: VirtualClock, steps: list[Line], outputs: Outputs,
-        seconds: Callable[[Plan], float],
-    ) -> None:  # fmt: skip
-        super().__init__(clock, steps, outputs)
-        self.is_forked = False
-        self._seconds = seconds
-        self._recorded = self._estimated = 0.0
-        self._free_at = 0.0
+        self, clock: VirtualClock, tokens: RecordedTokens, seconds: Callable[[Plan], float]
+    ) -> None:
+        self._clock, self._tokens, self._seconds = clock, tokens, seconds
+        self._recorded = self._estimated = self._free_at = 0.0
+
+    def compare(self, event: Completed) -> None:
+        """Learn the pace from a recorded step."""
+        self._recorded += event.result.ended - event.result.started
+        self._estimated += self._seconds(event.plan)
+        self._free_at = event.result.ended
 
     def launch(self, plan: Plan) -> SimulatedHandle:
-        estimate = self._seconds(plan)
-        if self.is_forked:
+        columns, first_tokens = self._tokens.sample(plan)
+        return self.run(plan, StepResult(columns, first_tokens))
+
+    def run(self, plan: Plan, result: StepResult) -> SimulatedHandle:
+        """A plan in flight with its result; if that has no times, they are estimated."""
+        if not result.ended:
             scale = self._recorded / self._estimated if self._estimated else 1.0
-            started = max(self._clock.now(), self._free_at)
-            self._times.appendleft((started, started + scale * estimate))
-        handle = super().launch(plan)
-        result = handle.result
+            result.started = max(self._clock.now(), self._free_at)
+            result.ended = result.started + scale * self._seconds(plan)
         self._free_at = result.ended
-        if not self.is_forked:
-            self._recorded += result.ended - result.started
-            self._estimated += estimate
-        return handle
+        return SimulatedHandle(self._clock, result)
 
 
 class ForkedRun:
     """The film of a recorded run with edits; `own` has the `module:function` to be imported."""
 
-    def __init__(self, lines: list[Line], spec: RunSpec, own: Container[str] = READY_MADE) -> None:
+    def __init__(
+        self, journal: list[HeaderLine | Line], spec: RunSpec, own: Container[str] = READY_MADE
+    ) -> None:
         self._own = own
-        self._head, *self._steps = lines
-        if self._head.get("is_redacted"):
+        self._head, lines = split_header(journal)
+        if self._head.is_redacted:
             raise ConfigError(
                 "a redacted trace has no tokens, so its run cannot be repeated or edited"
             )
+        reader = EventReader(self._head)
+        self._recorded = deque([reader.event(line) for line in lines])
         self._edits = deque(sorted(spec.edits, key=lambda edit: edit.step))
-        self._space, profile = TokenSpace(), profile_of(spec)
-        size = self._head["config"]["block_size"]
-
-        def executor(clock: VirtualClock, steps: list[Line], outputs: Outputs) -> ForkedExecutor:
-            seconds: Callable[[Plan], float] = lambda plan: profile.step_seconds(plan, size)  # noqa: E731
-            return ForkedExecutor(clock, steps, outputs, seconds)
-
-        self._replay = Replay(self._head, self._steps, own, has_blocks=True, executor=executor)
-        self._config = self._replay.scheduler.config  # before the recorder wraps its policies
-        self._recorder = PolicyRecorder(self._replay.scheduler)
+        self._space, self._clock, profile = TokenSpace(), VirtualClock(), profile_of(spec)
+        size = self._head.config["block_size"]
+        self._config = read_preset(self._head.config, own=own)
+        self._replay = Replay(self._config, own, records_answers=True)
+        self._executor = ForkedExecutor(
+            self._clock, self._replay.tokens, lambda plan: profile.step_seconds(plan, size)
+        )
 
     def film(self) -> Iterator[bytes]:
         """The bytes of the film; a failure is in the end record."""
-        texts, stats = FilmTexts(self._head), RunStats(self._head)
-        writer, error = FilmWriter(self._head["config"]), ""
-        yield header_record({**self._head, "has_blocks": True}, source="fork")
+        stats, writer, error = RunStats(self._head), FilmWriter(self._head.config), ""
+        yield header_record(changed(self._head, has_blocks=True), source="fork")
         try:
-            for line in self._lines(texts):
-                stats.add(line)
-                if chunk := writer.add(line, texts.follow(line, self._recorder.take(line["step"]))):
-                    yield chunk
+            for event in self._events():
+                stats(event)
+                yield writer.follow(event)
         except HeadwayError as failure:
             error = str(failure)
         yield writer.finish(summary=summarize(stats), rejected=[], error=error)
 
-    def _lines(self, texts: FilmTexts) -> Iterator[Line]:
-        replay, first = self._replay, self._edits[0].step
-        rest = deque(self._steps)
-        while rest and replay.scheduler.num_steps < first:
-            yield from replay.step(rest.popleft())
-        replay.fork([entry for line in rest for entry in line.get("added", ())])
-        while True:
-            while self._edits and self._edits[0].step <= replay.scheduler.num_steps:
-                self._apply(self._edits.popleft(), texts)
-            lines = replay.step_on()
-            if lines is None:
-                return
-            yield from lines
+    def _events(self) -> Iterator[Event]:
+        scheduler, recorded, first = self._replay.scheduler, self._recorded, self._edits[0].step
+        while recorded and not (isinstance(recorded[0], Planned) and scheduler.num_steps >= first):
+            event = self._replay.repeat(recorded.popleft())
+            self._clock.advance_to(event.time)
+            if isinstance(event, Completed):
+                self._executor.compare(event)
+            yield event
+        yield from self._go_on()
 
-    def _apply(self, edit: Edit, texts: FilmTexts) -> None:
-        replay = self._replay
+    def _go_on(self) -> Iterator[Event]:
+        """The events after the first edit."""
+        coming = deque(
+            request for event in self._recorded if isinstance(event, Added)
+            for request in event.requests
+        )  # fmt: skip
+        events: deque[Event] = deque()
+        scheduler = self._replay.scheduler
+        engine = Engine(
+            scheduler, self._executor, self._clock, observers=[events.append],
+            async_scheduling=self._head.async_scheduling, in_flight=self._in_flight(),
+        )  # fmt: skip
+        while coming or engine.has_work or self._edits:
+            while self._edits and self._edits[0].step <= scheduler.num_steps:
+                self._apply(self._edits.popleft(), engine)
+            while coming and coming[0].arrival <= self._clock.now():
+                scheduler.add(self._replay.copy(coming.popleft()))
+            if engine.has_work:
+                engine.step()
+            elif coming:
+                self._clock.advance_to(coming[0].arrival)
+            else:
+                return
+            while events:
+                yield events.popleft()
+
+    def _in_flight(self) -> Iterator[tuple[Plan, SimulatedHandle]]:
+        """The plans whose recorded results come after the fork."""
+        results = {e.plan.step: e.result for e in self._recorded if isinstance(e, Completed)}
+        for plan, result in self._replay.in_flight(results):
+            yield plan, self._executor.run(plan, result)
+
+    def _apply(self, edit: Edit, engine: Engine) -> None:
         if edit.abort is not None:
-            replay.engine.abort(edit.abort)
+            engine.abort(edit.abort)
         elif edit.add is not None:
             request = described(edit.add, self._space, f"added at {edit.step}")
-            for sample in replay.engine.add(request.id, request.prompt(), request.params()):
-                replay.outputs[sample] = [sample.prompt[-1]] * request.num_output
+            samples = engine.add(request.id, request.prompt(), request.params())
+            for sample in samples:
+                self._replay.tokens.add(sample, [sample.prompt[-1]] * request.num_output)
         else:
             values = {each.name: getattr(self._config, each.name) for each in fields(self._config)}
             config = read_preset({**values, **(edit.set or {})}, own=self._own)
-            config = replace(config, max_model_len=self._config.max_model_len)
-            self._recorder.reconfigure(config)
-            texts.config.update(describe(config))
+            engine.scheduler.reconfigure(replace(config, max_model_len=self._config.max_model_len))
 
 
-def fork(lines: list[Line], spec: RunSpec, own: Container[str] = READY_MADE) -> Iterator[bytes]:
+def fork(
+    journal: list[HeaderLine | Line], spec: RunSpec, own: Container[str] = READY_MADE
+) -> Iterator[bytes]:
     """A film of a recorded run with the edits of a description."""
-    return ForkedRun(lines, spec, own).film()
+    return ForkedRun(journal, spec, own).film()

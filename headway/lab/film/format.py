@@ -9,13 +9,31 @@ from __future__ import annotations
 import json
 import struct
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Any
 
-from headway.lab.film.builder import FINISH_REASONS, REASONS, RUNNING, FilmBuilder, FilmEntry, Frame
-from headway.lab.film.state import FilmRequest, FilmState, Op, Status
-from headway.observe.trace import Line
+from msgspec import to_builtins
+
+from headway.events import (
+    Aborted,
+    Added,
+    Completed,
+    Event,
+    Failed,
+    Planned,
+    ended_by,
+    preempted_by,
+)
+from headway.lab.film.builder import FINISH_REASONS, REASONS, RUNNING, FilmBuilder
+from headway.lab.film.state import FilmRequest, FilmState, Op, Status, split
+from headway.lab.film.texts import FilmTexts
+from headway.plan import Plan
+from headway.record.lines import HeaderLine
+from headway.request import Request
+from headway.scheduler import Scheduler
 
 VERSION = 2
 FRAMES_PER_CHUNK = 256
@@ -57,7 +75,7 @@ def record(kind: Record, payload: bytes) -> bytes:
     return struct.pack("<II", kind, len(payload)) + payload + bytes(padding)
 
 
-def header_record(header: Line, **more: Any) -> bytes:
+def header_record(header: HeaderLine, **more: Any) -> bytes:
     """The first record: the header of the trace, and the names of all numbers."""
     names = {
         "film": VERSION, "reasons": REASONS, "finish_reasons": FINISH_REASONS,
@@ -65,49 +83,120 @@ def header_record(header: Line, **more: Any) -> bytes:
         "marks": {mark.name: mark.value for mark in Mark},
         "statuses": [status.name.lower() for status in Status],
     }  # fmt: skip
-    return record(Record.HEADER, json.dumps({**names, **header, **more}).encode())
+    return record(Record.HEADER, json.dumps({**names, **to_builtins(header), **more}).encode())
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A frame whose step has not ended."""
+
+    plan: Plan
+    ops: list[int]
+    entries: list[Request]
+    columns: dict[str, int]
+    marks: Mark
+    texts: list[tuple[str, int, str]]  # kind, request or -1, sentence
 
 
 class FilmWriter:
-    """Collects frames and gives them out as chunks."""
+    """Follows a run and gives its film out as chunks. One frame is one plan with work."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.builder = FilmBuilder(config["block_size"])
         self.num_frames = 0
+        self._sentences = FilmTexts(config)
         self._num_blocks: int = config["num_blocks"]
-        self._num_free, self._ended = (
-            self._num_blocks,
-            0.0,
-        )  # free blocks and time, at the last line
+        # Free blocks and time, at the latest frame.
+        self._num_free, self._ended = self._num_blocks, 0.0
+        self._pending: deque[_Frame] = deque()  # in flight
+        self._texts_before: list[tuple[str, int, str]] = []  # of the next frame
+        self._marks_before = Mark(0)
         self._start()
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Start in the middle of a run; call it before the first line."""
-        frame = self.builder.load(state)
+    def load(self, scheduler: Scheduler) -> None:
+        """Start in the middle of a run; call it before the first event."""
+        self.builder.load(scheduler)
         self._start()
-        self._entries += frame.added
 
     def _start(self) -> None:
         self._first = self.num_frames
-        self._keyframe = keyframe(self.builder.state)
+        self._keyframe = self._present_keyframe()
         self._times, self._columns = array("d"), [array("i") for _ in COLUMNS]
         self._offsets, self._ops = array("i", [0]), array("i")
-        self._entries: list[FilmEntry] = []
+        self._entries: list[Request] = []
         self._texts: list[Text] = []
 
-    def add(self, line: Line, texts: Sequence[tuple[str, str, str]] = ()) -> bytes:
-        """One line of a trace, with its sentences: kind, request id or "", text.
+    def _present_keyframe(self) -> array[int]:
+        """The state after the latest frame: that of the builder, unless plans are in flight."""
+        if not (self._pending or self.builder.ops):
+            return keyframe(self.builder.state)
+        state = restore(self._keyframe, self.builder.state.block_size)
+        for op, args in split(self._ops):
+            state.apply(op, args)
+        return keyframe(state)
 
-        Returns the bytes of a chunk that has become full, or nothing.
-        """
-        frame, numbers = self.builder.add(line), self.builder.numbers
-        for kind, id, text in texts:
-            r = numbers.get(id, frame.finished.get(id, -1))
-            self._texts.append((self.num_frames, kind, r, text))
-        self._add_frame(frame, (line["t"], line["start"], line["end"]), self._numbers(line))
-        self._num_free, self._ended = line["free"], line["end"] or line["t"]
+    def follow(self, event: Event) -> bytes:
+        """Apply the next event; returns the bytes of a chunk that has become full, or nothing."""
+        numbers = self.builder.numbers
+        texts = [(d, numbers.get(d.request, -1)) for d in self._sentences.follow(event)]  # type: ignore[arg-type]
+        if isinstance(event, Completed):  # its operations belong to the next frame
+            data = self._complete(event, [(d.kind, r, d.text) for d, r in texts])
+            self.builder.follow(event)
+            return data
+        self.builder.follow(event)
+        self._texts_before += [
+            (d.kind, numbers.get(d.request, r) if r < 0 else r, d.text) for d, r in texts  # type: ignore[arg-type]
+        ]  # fmt: skip
+        self._marks_before |= _mark_of(event)
+        if isinstance(event, Planned) and not event.plan.is_empty:
+            self._plan(event.plan)
+        elif isinstance(event, Failed):
+            self._fail(event)
+        return b""
+
+    def _plan(self, plan: Plan) -> None:
+        ops, entries = self.builder.take()
+        admitted, num_cached = plan.admitted, sum(each.num_cached for each in plan.admitted)
+        marks = {
+            Mark.PREEMPTION: plan.preempted, Mark.BLOCK: self.builder.has_new_block,
+            Mark.HIT: num_cached, Mark.ADMISSION: admitted,
+        }  # fmt: skip
+        columns = {
+            "step": plan.step, "running": plan.num_running, "waiting": plan.num_waiting,
+            "swapped": self.builder.state.num_swapped, "free": plan.num_free,
+            "decodes": len(plan.decodes), "prefill": plan.num_prefill, "num_steps": plan.num_steps,
+            "preempted": len(plan.preempted), "admitted": len(admitted),
+            "blocked": len(plan.blocked), "cached": num_cached,
+        }  # fmt: skip
+        mark = self._marks_before
+        for each, happened in marks.items():
+            mark |= each if happened else Mark(0)
+        frame = _Frame(plan, ops, entries, columns, mark, self._texts_before)
+        self._pending.append(frame)
+        self._texts_before, self._marks_before = [], Mark(0)
+
+    def _complete(self, event: Completed, texts: list[tuple[str, int, str]]) -> bytes:
+        if self._pending and self._pending[0].plan is event.plan:
+            frame = self._pending.popleft()
+            frame.texts += texts
+            frame.columns["finished"] = len(event.finished)
+            if event.finished:
+                frame.marks |= Mark.END
+            result = event.result
+            self._add_frame(frame, (event.plan.ended, result.started, result.ended or event.time))
+        else:  # it was in flight when the film started
+            self._texts_before += texts
         limit = FRAMES_PER_CHUNK if self._first else FRAMES_PER_FIRST_CHUNK
         return self.flush() if self.num_frames - self._first >= limit else b""
+
+    def _fail(self, event: Failed) -> None:
+        """Plans in flight have no result; then a frame shows that everything was forgotten."""
+        last = event.time
+        while self._pending:
+            frame = self._pending.popleft()
+            self._add_frame(frame, (frame.plan.ended, last, last))
+        self._ended = last
+        self.settle()
 
     def finish(self, **summary: Any) -> bytes:
         """The frame after the last plan, and the end record."""
@@ -115,17 +204,30 @@ class FilmWriter:
         return self.flush() + record(Record.END, json.dumps(summary).encode())
 
     def settle(self) -> None:
-        """Add a frame with the results that no later plan has seen, if there are any."""
-        frame, last = self.builder.finish(), self._ended
-        if frame.ops:
-            self._add_frame(frame, (last, last, last), self._last_numbers())
+        """Add a frame with what no later plan has seen, if there is anything."""
+        if self._pending:
+            return
+        ops, entries = self.builder.take()
+        if ops or self._texts_before:
+            state, last = self.builder.state, self._ended
+            running = sum(request.status in RUNNING for request in state.requests.values())
+            is_unknown = running and not state.refs  # a trace without block numbers
+            columns = {
+                "step": -1, "running": running, "waiting": len(state.requests) - running,
+                "swapped": state.num_swapped,
+                "free": self._num_free if is_unknown else self._num_blocks - len(state.refs),
+            }  # fmt: skip
+            plan = Plan(-1, num_free=columns["free"])
+            frame = _Frame(plan, ops, entries, columns, self._marks_before, self._texts_before)
+            self._add_frame(frame, (last, last, last))
+            self._texts_before, self._marks_before = [], Mark(0)
 
     def flush(self) -> bytes:
         """The frames since the last chunk, as a chunk; nothing if there are none."""
         if self.num_frames == self._first:
             return b""
         parts = (*self._columns, self._offsets, self._ops, self._keyframe)
-        requests = [_described(entry) for entry in self._entries]
+        requests = [_described(request) for request in self._entries]
         names = {"first": self._first, "requests": requests, "texts": self._texts}
         sizes = struct.pack(
             "<IIII", self.num_frames - self._first, len(self._ops), len(self._keyframe), 0
@@ -134,51 +236,34 @@ class FilmWriter:
         self._start()
         return record(Record.CHUNK, data + json.dumps(names).encode())
 
-    def _add_frame(self, frame: Frame, times: Sequence[float], numbers: list[int]) -> None:
-        self.num_frames += 1
+    def _add_frame(self, frame: _Frame, times: Sequence[float]) -> None:
         self._times.extend(times)
-        for column, number in zip(self._columns, numbers, strict=True):
-            column.append(number)
+        numbers = {**frame.columns, "marks": int(frame.marks)}
+        for name, column in zip(COLUMNS, self._columns, strict=True):
+            column.append(numbers.get(name, 0))
         self._ops.extend(frame.ops)
         self._offsets.append(len(self._ops))
-        self._entries += frame.added
-
-    def _last_numbers(self) -> list[int]:
-        """The columns of the frame after the last plan, which has no line."""
-        state = self.builder.state
-        running = sum(request.status in RUNNING for request in state.requests.values())
-        is_unknown = running and not state.refs  # a trace without block numbers
-        known = {
-            "step": -1, "running": running, "waiting": len(state.requests) - running,
-            "swapped": state.num_swapped,
-            "free": self._num_free if is_unknown else self._num_blocks - len(state.refs),
-        }  # fmt: skip
-        return [known.get(name, 0) for name in COLUMNS]
-
-    def _numbers(self, line: Line) -> list[int]:
-        """The columns of a frame."""
-        admitted, finished = line.get("admitted", ()), line.get("finished", ())
-        preempted, blocked = line.get("preempted", ()), line.get("blocked", ())
-        marks = {
-            Mark.PREEMPTION: preempted, Mark.BLOCK: self.builder.has_new_block,
-            Mark.HIT: any(num_cached for _, num_cached, *_ in admitted), Mark.END: finished,
-            Mark.ADMISSION: admitted, Mark.ARRIVAL: line.get("added"),
-            Mark.ABORT: line.get("aborted") or line.get("aborted_in_flight"),
-        }  # fmt: skip
-        return [
-            line["step"], line["running"], line["waiting"], self.builder.state.num_swapped, line["free"],
-            line["decodes"], sum(end - start for _, start, end, _ in line.get("chunks", ())),
-            line.get("num_steps", 1), len(preempted), len(admitted), len(blocked), len(finished),
-            sum(num_cached for _, num_cached, *_ in admitted),
-            sum(mark for mark, happened in marks.items() if happened),
-        ]  # fmt: skip
+        self._entries += frame.entries
+        self._texts += [(self.num_frames, *text) for text in frame.texts]
+        self.num_frames += 1
+        self._num_free, self._ended = frame.plan.num_free, times[-1]
 
 
-def _described(entry: FilmEntry) -> list[Any]:
-    line = entry.line
+def _mark_of(event: Event) -> Mark:
+    """The marks of an event that is not a plan with work."""
+    if isinstance(event, Added):
+        return Mark.ARRIVAL
+    if isinstance(event, Aborted):
+        return Mark.ABORT | Mark.END
+    mark = Mark.PREEMPTION if preempted_by(event) else Mark(0)
+    return mark | Mark.END if ended_by(event) else mark
+
+
+def _described(request: Request) -> list[Any]:
+    params = request.params
     return [
-        entry.id, entry.num_prompt, entry.limit, line["arrival"], line["max_tokens"],
-        line.get("priority", 0), line.get("client", ""), line.get("parent"),
+        request.id, request.num_prompt, request.limit, request.arrival, params.max_tokens,
+        params.priority, params.client, request.parent.id if request.parent else None,
     ]  # fmt: skip
 
 

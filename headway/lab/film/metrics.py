@@ -15,43 +15,53 @@ from functools import cache
 from typing import Any
 
 from headway.errors import ConfigError
+from headway.events import Completed, Event, Planned, ended_by, preempted_by
 from headway.lab.summary import Summary, summarize
-from headway.observe.run_stats import RunStats
-from headway.observe.timeline import RequestTimeline
-from headway.observe.trace import Line, header
+from headway.plan import Plan
+from headway.record.stats import RunStats
+from headway.record.timeline import RequestTimeline
+from headway.record.writer import header
 from headway.scheduler.policies.presets import preset
 
 FORM = re.compile(r"([a-z_]+(?:\.\w+)*)(?:\(([^()]*)\))?")
 
 
 class RunMetrics:
-    """Follows a run line by line, and evaluates metrics when it has ended."""
+    """Follows a run event by event, and evaluates metrics when it has ended."""
 
     def __init__(self, stats: RunStats) -> None:
         self.stats = stats
         self._events: dict[tuple[str, str], list[int]] = defaultdict(list)  # kind and id
         self._places: dict[int, int] = {}  # of a step in the statistics, which count steps alone
+        self._step = -1  # of the latest plan
         self.num_read = 0  # tokens that the attention of all chunks reads
 
-    def follow(self, line: Line) -> None:
-        """Note the events of the next line. `stats` must have counted it."""
-        step = line["step"]
-        if step >= 0:
-            self._places[step] = len(self._places)
-        for id, num_cached, *_ in line.get("admitted", ()):
-            self._events["admitted", id].append(step)
-            self._events["admissions", ""].append(step)
-            self._events["cached", id].append(num_cached)
-        for id, *_ in line.get("preempted", ()):
-            self._events["preempted", id].append(step)
-            self._events["victims", ""].append(step)
-        for id, start, end, _ in line.get("chunks", ()):
-            self._events["chunk", id].append(end - start)
-            self.num_read += end
-        for id, _ in line.get("blocks", {}).get("new", ()):
-            self._events["new_block", id].append(step)
-        for end in line.get("finished", ()):
-            self._events["finished", end["id"]].append(step)
+    def follow(self, event: Event) -> None:
+        """Note what an event does. `stats` must have counted it."""
+        if isinstance(event, Planned):
+            self._step = event.plan.step
+            if not event.plan.is_empty:
+                self._plan(event.plan)
+        elif isinstance(event, Completed):
+            self._places[event.plan.step] = len(self._places)
+        for preemption in preempted_by(event):
+            self._events["preempted", preemption.request.id].append(self._step)
+            self._events["victims", ""].append(self._step)
+        for request in ended_by(event):
+            step = event.plan.step if isinstance(event, Completed) else self._step
+            self._events["finished", request.id].append(step)
+
+    def _plan(self, plan: Plan) -> None:
+        for admission in plan.admitted:
+            id = admission.request.id
+            self._events["admitted", id].append(plan.step)
+            self._events["admissions", ""].append(plan.step)
+            self._events["cached", id].append(admission.num_cached)
+        for chunk in plan.chunks:
+            self._events["chunk", chunk.request.id].append(chunk.end - chunk.start)
+            self.num_read += chunk.end
+        for request, _ in plan.new_blocks:
+            self._events["new_block", request.id].append(plan.step)
 
     def value(self, metric: str) -> float | None:
         """The value of a metric; None if the run has no such request, event or step.

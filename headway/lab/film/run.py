@@ -8,6 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.errors import (
@@ -18,28 +20,32 @@ from headway.errors import (
     ReplayMismatch,
     RequestError,
 )
+from headway.events import Event
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.film.format import FilmWriter, header_record
 from headway.lab.film.metrics import RunMetrics
-from headway.lab.film.recorder import PolicyRecorder
 from headway.lab.film.spec import Edit, RunSpec, config_of, described, profile_of, requests_of
-from headway.lab.film.texts import FilmTexts
-from headway.lab.replay import Replay, check_replay
 from headway.lab.simulate import with_profile
 from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line, describe_step, header, parse_trace, read_trace
-from headway.plan import StepReport
+from headway.record.lines import HeaderLine, Line
+from headway.record.reader import (
+    MALFORMED,
+    EventReader,
+    parse_journal,
+    read_journal,
+    split_header,
+)
+from headway.record.replay import Replay, check_replay
+from headway.record.stats import RunStats
+from headway.record.writer import header
 from headway.scheduler import Scheduler
-from headway.scheduler.policies.presets import describe
+from headway.scheduler.policies.presets import read_preset
 from headway.scheduler.policies.text import READY_MADE
 
 MAX_FRAMES = 200_000
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
-MAX_FAILED = 2  # plans in flight that have no line after a failure
-MAX_REPLAYED = 4_000  # steps of a recorded run that are decided again before it is shown
+MAX_REPLAYED = 10_000  # lines of a recorded run that is decided again before it is shown
 
 
 class FilmedRun:
@@ -59,21 +65,22 @@ class FilmedRun:
         executor = SimulatedExecutor(
             self._clock, lambda plan: self._profile.step_seconds(plan, size), host_seconds
         )
-        self._scheduler = Scheduler(self._config)
-        self._recorder = PolicyRecorder(self._scheduler)
+        self._scheduler = Scheduler(self._config, records_answers=True)
         self._engine = Engine(
             self._scheduler, executor, self._clock, async_scheduling=spec.async_scheduling,
             observers=[self._observe],
         )  # fmt: skip
-        self.header = header(self._config, spec.async_scheduling, profile=self._profile.name)
-        self._texts, self._stats = FilmTexts(self.header), RunStats(self.header)
+        self.header = header(
+            self._config, spec.async_scheduling, profile=self._profile.name, has_blocks=True
+        )
+        self._stats = RunStats(self.header)
         self._numbers, self._metrics = numbers_of(spec.story), RunMetrics(self._stats)
-        self._writer, self._chunks = FilmWriter(self.header["config"]), list[bytes]()
+        self._writer, self._chunks = FilmWriter(self.header.config), list[bytes]()
         self._rejected: list[tuple[str, str]] = []
 
     def film(self, **more: Any) -> Iterator[bytes]:
         """The bytes of the film, while it is made. A failure is in the end record."""
-        yield header_record({**self.header, "has_blocks": True}, source="simulation", **more)
+        yield header_record(self.header, source="simulation", **more)
         error = ""
         try:
             while self._has_more():
@@ -128,83 +135,58 @@ class FilmedRun:
             self._engine.abort(edit.abort)
         else:
             config = config_of(self._spec, self._profile, edit.set, self._own)
-            self._recorder.reconfigure(with_profile(config, self._profile))
-            self._texts.config.update(describe(with_profile(config, self._profile)))
+            self._scheduler.reconfigure(with_profile(config, self._profile))
 
-    def _observe(self, report: StepReport) -> None:
-        self._stats(report)
-        line = describe_step(report, has_blocks=True)
+    def _observe(self, event: Event) -> None:
+        self._stats(event)
         if self._numbers:
-            self._metrics.follow(line)
-        texts = self._texts.follow(line, self._recorder.take(line["step"]))
-        self._chunks.append(self._writer.add(line, texts))
+            self._metrics.follow(event)
+        self._chunks.append(self._writer.follow(event))
 
     def _take(self) -> list[bytes]:
         chunks, self._chunks = [chunk for chunk in self._chunks if chunk], []
         return chunks
 
 
-def film_of_trace(lines: Iterable[Line], **more: Any) -> Iterator[bytes]:
-    """A film of trace lines alone: no block numbers unless the trace has them."""
-    steps = iter(lines)
-    head, order = next(steps), _StepOrder()
-    texts, stats = FilmTexts(head), RunStats(head)
-    writer = FilmWriter(head["config"])
+def film_of_journal(journal: Iterable[HeaderLine | Line], **more: Any) -> Iterator[bytes]:
+    """A film of a journal alone: no block numbers unless the journal has them."""
+    head, lines = split_header(journal)
+    stats, writer, reader = RunStats(head), FilmWriter(head.config), EventReader(head)
     yield header_record(head, source="trace", **more)
-    error = ""
+    error, number = "", 1
     try:
-        for line in steps:
-            order.check(line)
-            stats.add(line)
-            if chunk := writer.add(line, texts.follow(line)):
-                yield chunk
+        for number, line in enumerate(lines, start=2):
+            event = reader.event(line)
+            stats(event)
+            yield writer.follow(event)
+            if writer.num_frames >= MAX_FRAMES:
+                raise HeadwayError(f"line {number}: the lab shows at most {MAX_FRAMES} steps")
     except HeadwayError as failure:
         error = f"{failure}; the steps before it are shown"
     except MALFORMED as failure:
         error = (
-            f"line {writer.num_frames + 2} does not continue the run "
+            f"line {number} does not continue the run "
             f"({type(failure).__name__}: {failure}); the steps before it are shown"
         )
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
 
 
-class _StepOrder:
-    """Checks that no line of a trace is missing: steps are numbered one after the other."""
-
-    def __init__(self) -> None:
-        self._next, self._num_failed, self._line = 0, 0, 1
-
-    def check(self, line: Line) -> None:
-        """HeadwayError if this line does not follow the previous one, or is one too many."""
-        self._line += 1
-        step: int = line["step"]
-        if self._line - 1 > MAX_FRAMES:
-            raise HeadwayError(f"line {self._line}: the lab shows at most {MAX_FRAMES} steps")
-        if step < 0:
-            self._num_failed += MAX_FAILED * line.get("reset", (0, 0))[1]
-            return
-        if not self._next <= step <= self._next + self._num_failed:
-            raise HeadwayError(
-                f"line {self._line} is step {step}, not {self._next}: lines are missing before it"
-            )
-        self._next, self._num_failed = step + 1, 0
-
-
 def film_of_replay(
-    lines: list[Line], own: Container[str] = READY_MADE, **more: Any
+    journal: Iterable[HeaderLine | Line], own: Container[str] = READY_MADE, **more: Any
 ) -> Iterator[bytes]:
     """A film of a recorded run that the scheduler decides again: with blocks and alternatives."""
-    head, *steps = lines
-    replay = Replay(head, steps, own, has_blocks=True)
-    recorder, texts, stats = PolicyRecorder(replay.scheduler), FilmTexts(head), RunStats(head)
-    writer = FilmWriter(head["config"])
-    yield header_record({**head, "has_blocks": True}, source="replay", **more)
+    head, lines = split_header(journal)
+    reader = EventReader(head)
+    events = [reader.event(line) for line in lines]
+    replay = Replay(read_preset(head.config, own=own), own, records_answers=True)
+    stats, writer = RunStats(head), FilmWriter(head.config)
+    yield header_record(replace(head, has_blocks=True), source="replay", **more)
     error = ""
     try:
-        for line in replay.lines():
-            stats.add(line)
-            if chunk := writer.add(line, texts.follow(line, recorder.take(line["step"]))):
-                yield chunk
+        for recorded in events:
+            event = replay.repeat(recorded)
+            stats(event)
+            yield writer.follow(event)
     except (ReplayMismatch, PolicyError) as failure:
         error = str(failure)
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
@@ -212,29 +194,35 @@ def film_of_replay(
 
 def film_of_file(path: Path, own: Container[str] = READY_MADE) -> Iterator[bytes]:
     """A film of a trace file; FormatError if it is not one. `own` as for `FilmedRun`."""
-    head = next(read_trace(path))  # errors in the header are raised here
+    head = next(read_journal(path))  # errors in the header are raised here
     with path.open("rb") as file:
-        num_steps = sum(1 for _ in islice(file, MAX_REPLAYED + 2)) - 1
-    return _film_of_recorded(head, lambda: read_trace(path), num_steps, own)
+        num_lines = sum(1 for _ in islice(file, MAX_REPLAYED + 2)) - 1
+    return _film_of_recorded(head, lambda: read_journal(path), num_lines, own)
 
 
-def film_of_texts(name: str, texts: list[str], own: Container[str] = READY_MADE) -> Iterator[bytes]:
+def film_of_texts(
+    name: str, texts: list[bytes], own: Container[str] = READY_MADE
+) -> Iterator[bytes]:
     """A film of the lines of a trace; FormatError, with this name, if they are not one."""
-    head = next(parse_trace(name, texts))
-    return _film_of_recorded(head, lambda: parse_trace(name, texts), len(texts) - 1, own)
+    head = next(parse_journal(name, texts))
+    return _film_of_recorded(head, lambda: parse_journal(name, texts), len(texts) - 1, own)
 
 
 def _film_of_recorded(
-    head: Line, read: Callable[[], Iterator[Line]], num_steps: int, own: Container[str]
+    head: HeaderLine | Line,
+    read: Callable[[], Iterator[HeaderLine | Line]],
+    num_lines: int,
+    own: Container[str],
 ) -> Iterator[bytes]:
-    """A film of a recorded run. `read` gives its header and steps, each time anew.
+    """A film of a recorded run. `read` gives its header and lines, each time anew.
 
     A short run is decided again, which shows blocks and alternatives. A long run, a redacted one,
     and one that cannot be repeated are shown from their lines. If only a permission is missing, the
     film's header has the names of the policies in `own`.
     """
+    assert isinstance(head, HeaderLine), "the first line is the header"
     more: dict[str, Any] = {"notice": "", "own": ()}
-    if num_steps <= MAX_REPLAYED and not head.get("is_redacted"):
+    if num_lines <= MAX_REPLAYED and not head.is_redacted:
         try:
             lines = list(read())
             check_replay(lines, own)
@@ -244,4 +232,4 @@ def _film_of_recorded(
             more = {"notice": str(error), "own": error.names}
         except (HeadwayError, *MALFORMED) as error:
             more["notice"] = str(error)
-    yield from film_of_trace(read(), **more)
+    yield from film_of_journal(read(), **more)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from headway.errors import ConfigError
 from headway.lab.loadgen.load import Outcome
-from headway.observe.run_stats import RunStats, by_prompt_length, percentiles
-from headway.observe.timeline import RequestTimeline
+from headway.record.stats import RunStats, by_prompt_length, percentiles
+from headway.record.timeline import RequestTimeline
 
 Times = Mapping[str, npt.NDArray[np.float64]]  # milliseconds, by keys of LATENCIES
 LATENCIES = {

@@ -27,7 +27,7 @@ from headway.lab.planner.targets import MissCounter, Targets
 from headway.lab.planner.workload import Workload, at_rate, part
 from headway.lab.simulate import config_for, simulate
 from headway.lab.summary import Summary, summarize
-from headway.observe.timeline import RequestTimeline
+from headway.record.timeline import RequestTimeline
 from headway.scheduler.policies.presets import DEFAULT, describe
 from headway.scheduler.policies.text import ANY
 

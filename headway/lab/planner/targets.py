@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from headway.errors import ConfigError
 from headway.lab.summary import Summary
-from headway.observe.run_stats import RunStats
+from headway.record.stats import RunStats
 
 LATENCIES = {
     "ttft": "ttft", "tbt": "time_between_tokens", "stall": "longest_stall", "e2e": "end_to_end",

@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from headway.config import Config
 from headway.errors import ConfigError
@@ -20,11 +22,12 @@ from headway.lab.cost import Profile
 from headway.lab.profiling.fit import observations, predict
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workload.recorded import known_tokens
+from headway.lab.workload.recorded import added_in, known_tokens
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line, header
+from headway.record.lines import AddedLine, Line, PlannedLine, ends_of
 from headway.record.packing import num_packed, unpack_tokens
+from headway.record.stats import stats_of
+from headway.record.writer import header
 
 MIN_TOKENS = 64  # prompt and output of a request
 
@@ -161,24 +164,24 @@ def compare_with_simulation(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The summary of a log, and of a simulation of the same requests."""
     lines = _align_arrivals(lines)
-    real = RunStats(header(config, async_scheduling))
-    for line in lines:
-        real.add(line)
+    real = stats_of([header(config, async_scheduling), *lines])
     again = simulate(requests_of(lines), config, profile, async_scheduling=async_scheduling)
     return summarize(real), summarize(again.metrics)
 
 
 def _align_arrivals(lines: Sequence[Line]) -> list[Line]:
-    """The log with one arrival time for all requests of the first step.
+    """The log with one arrival time for all requests that arrive before the first plan.
 
     They were submitted together; on a real clock their arrivals differ by the time to submit them.
     """
-    added = lines[0].get("added", ()) if lines else ()
-    start = max((each["arrival"] for each in added), default=0.0)
-    return [
-        {**line, "added": [{**each, "arrival": start} for each in added]} if not place else line
-        for place, line in enumerate(lines)
-    ]
+    first = list(takewhile(lambda line: not isinstance(line, PlannedLine), lines))
+    start = max((each.arrival for each in added_in(first)), default=0.0)
+    aligned: list[Line] = [
+        AddedLine(line.t, [replace(each, arrival=start) for each in line.requests])
+        if isinstance(line, AddedLine) else line
+        for line in first
+    ]  # fmt: skip
+    return [*aligned, *lines[len(first) :]]
 
 
 def requests_of(lines: Sequence[Line]) -> list[WorkloadRequest]:
@@ -186,17 +189,15 @@ def requests_of(lines: Sequence[Line]) -> list[WorkloadRequest]:
 
     Tokens that another engine had generated before belong to the prompt.
     """
-    outputs = {
-        end["id"]: num_packed(end["output"]) for line in lines for end in line.get("finished", ())
-    }
-    added = [each for line in _align_arrivals(lines) for each in line.get("added", ())]
-    start = min((each["arrival"] for each in added), default=0.0)
+    outputs = {end.id: num_packed(end.output) for line in lines for end in ends_of(line)}
+    added = list(added_in(_align_arrivals(lines)))
+    start = min((each.arrival for each in added), default=0.0)
     found = []
     for each in added:
-        num_resumed = num_packed(each.get("output", ()))
+        num_resumed, tokens = num_packed(each.output), known_tokens(each)
+        assert each.max_tokens is not None and not isinstance(tokens, int), "the log is ours"
         found.append(WorkloadRequest(
-            id=each["id"], pieces=(unpack_tokens(known_tokens(each)),),
-            num_output=outputs[each["id"]] - num_resumed,
-            max_tokens=each["max_tokens"] - num_resumed, arrival=each["arrival"] - start,
+            id=each.id, pieces=(unpack_tokens(tokens),), num_output=outputs[each.id] - num_resumed,
+            max_tokens=each.max_tokens - num_resumed, arrival=each.arrival - start,
         ))  # fmt: skip
     return found

@@ -21,7 +21,7 @@ from headway.errors import ConfigError
 from headway.lab.corrections import Corrections, factors, fit_corrections
 from headway.lab.cost import Machine, Model, Profile
 from headway.lab.profiling.minimize import Loss, Numbers, minimize
-from headway.observe.trace import Line
+from headway.record.lines import CompletedLine, Line, PlannedLine
 from headway.step_cost import StepWork
 
 MIN_STEPS = 24
@@ -84,41 +84,63 @@ class Fit(NamedTuple):
     warnings: list[str]
 
 
+class Step(NamedTuple):
+    """A plan and its result."""
+
+    plan: PlannedLine
+    result: CompletedLine
+
+    @property
+    def seconds(self) -> float:
+        return self.result.end - self.result.start
+
+
+def steps_of(lines: Iterable[Line]) -> list[Step]:
+    """The plans of a journal whose results it has, in the order of the results."""
+    plans, found = dict[int, PlannedLine](), []
+    for line in lines:
+        if isinstance(line, PlannedLine):
+            plans[line.step] = line
+        elif isinstance(line, CompletedLine) and line.step in plans:
+            found.append(Step(plans.pop(line.step), line))
+    return found
+
+
 def observations(lines: Iterable[Line]) -> Observations:
-    """The steps of a log; other lines, such as headers and aborts, are skipped."""
-    steps = [line for line in lines if line.get("step", -1) >= 0 and line["end"] > line["start"]]
-    passes = [(place, each) for place, line in enumerate(steps) for each in _passes(line)]
-    copies = [(line.get("copied_out", 0), line.get("copied_in", 0)) for line in steps]
+    """The steps of a journal."""
+    steps = [step for step in steps_of(lines) if step.seconds > 0]
+    passes = [(place, each) for place, step in enumerate(steps) for each in _passes(step.plan)]
+    copies = [(step.plan.copied_out, step.plan.copied_in) for step in steps]
     return Observations(
         passes=np.array([each for _, each in passes], dtype=float).reshape(-1, 4),
         step_of=np.array([place for place, _ in passes], dtype=np.intp),
-        seconds=np.array([line["end"] - line["start"] for line in steps], dtype=float),
+        seconds=np.array([step.seconds for step in steps], dtype=float),
         copies=np.array([((a > 0) + (b > 0), a + b) for a, b in copies], float).reshape(-1, 2),
         gaps=np.array(_gaps(steps), dtype=float),
     )
 
 
-def _passes(line: Line) -> list[StepWork]:
-    rows, context = line["decodes"], line.get("decode_context", 0)
+def _passes(plan: PlannedLine) -> list[StepWork]:
+    rows, context = plan.decodes, plan.decode_context
     work = StepWork(rows, rows, context, float(context))
-    for _, start, end, is_last in line.get("chunks", ()):
+    for _, start, end, is_last in plan.chunks:
         work = work.with_chunk(start, end, is_last=is_last)
-    num_steps = line.get("num_steps", 1) if rows else 1
+    num_steps = plan.num_steps if rows else 1
     later = [StepWork(rows, rows, n, n) for n in (context + rows * i for i in range(1, num_steps))]
     return [work, *later] if work.tokens else []
 
 
-def _gaps(steps: list[Line]) -> list[float]:
-    """Gaps between consecutive steps of the log while work was left.
+def _gaps(steps: list[Step]) -> list[float]:
+    """Gaps between consecutive steps while work was left.
 
     A plan that was made while another one was in flight is skipped: its gap hides the scheduling.
     """
     gaps = []
-    for line, after in pairwise(steps):
-        num_left = line["running"] + line["waiting"] - len(line.get("finished", ()))
-        is_hidden = after.get("in_flight", 0) > 0
-        if after["step"] == line["step"] + 1 and num_left > 0 and not is_hidden:
-            gaps.append(max(0.0, after["start"] - line["end"]))
+    for step, after in pairwise(steps):
+        num_left = step.plan.running + step.plan.waiting - len(step.result.finished)
+        is_hidden = after.plan.t < step.result.end
+        if after.plan.step == step.plan.step + 1 and num_left > 0 and not is_hidden:
+            gaps.append(max(0.0, after.result.start - step.result.end))
     return gaps
 
 

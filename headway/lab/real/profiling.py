@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from headway.engine.gc_freeze import gc_freeze
+from headway.events import Completed, Planned
 from headway.lab.cost import Model, Profile
 from headway.lab.profiling.calibration import (
     CPU_CALIBRATION,
@@ -24,8 +25,9 @@ from headway.lab.profiling.calibration import (
 from headway.lab.profiling.fit import fit, observations
 from headway.lab.real.run import run_workload
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.observe.trace import Line, describe_step
-from headway.plan import Copy, Plan, StepReport
+from headway.plan import Copy, Plan
+from headway.record.lines import Line
+from headway.record.writer import LineMaker
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -135,7 +137,8 @@ def run_wave(llm: LLM, wave: Wave, log: list[Line], is_async: bool, advance: Adv
         for i, (a, b) in enumerate(wave.lengths)
     ]
     config = replace(llm.config, max_num_seqs=min(wave.max_num_seqs, llm.config.max_num_seqs))
-    observers = [lambda report: log.append(describe_step(report))]
+    maker = LineMaker()
+    observers = [lambda event: log.append(maker.line(event))]
     run_workload(
         llm, requests, config, async_scheduling=is_async, observers=observers, progress=advance
     )
@@ -145,7 +148,7 @@ def copy_blocks(llm: LLM) -> list[Line]:
     """Steps that copy some blocks to the host and back, which leaves their content unchanged."""
     from headway.executor.gpu.swap_cost import finish
 
-    lines = []
+    lines, maker = list[Line](), LineMaker()
     limit = min(llm.config.num_blocks, llm.config.num_host_blocks)
     for num_blocks in (size for size in COPIED if size <= limit):
         copies = [Copy(block, block) for block in range(num_blocks)]
@@ -155,5 +158,6 @@ def copy_blocks(llm: LLM) -> list[Line]:
                 finish(llm.executor)
                 result.ended = llm.executor.now()
                 if time:  # the first copy includes page faults of new memory
-                    lines.append(describe_step(StepReport(plan, result, [])))
+                    events = Planned(plan), Completed(plan, result, [])
+                    lines += [maker.line(event) for event in events]
     return lines

@@ -20,10 +20,10 @@ from headway.config import Config
 from headway.engine.engine import Engine, Observer
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ConfigError, ExecutorError
+from headway.events import Completed, Event, ended_by
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import header
-from headway.plan import StepReport
+from headway.record.stats import RunStats
+from headway.record.writer import header
 from headway.request import Request, RequestParams
 from headway.sampling_params import SamplingParams
 from headway.scheduler import Scheduler
@@ -56,7 +56,7 @@ def run_workload(
     stats, ends = RunStats(header(config, is_async)), Ends(engine)
     engine.observers += [stats, ends, *observers]
     if progress:
-        engine.observers.append(lambda report: progress(len(report.finished)))
+        engine.observers.append(lambda event: progress(len(ended_by(event))))
     coming = sorted(requests, key=lambda request: request.arrival)
     with gc_freeze():
         _run(llm, engine, coming, ends)
@@ -90,8 +90,10 @@ class Ends:
         earliest = self._num_steps + num_output - request.num_generated
         heapq.heappush(self._due, (earliest, next(self._order), request, num_output))
 
-    def __call__(self, report: StepReport) -> None:
-        self._num_steps += report.plan.num_steps
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, Completed):
+            return
+        self._num_steps += event.plan.num_steps
         while self._due and self._due[0][0] <= self._num_steps:
             _, _, request, num_output = heapq.heappop(self._due)
             if request.num_generated < num_output and not request.is_finished:

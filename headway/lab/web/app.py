@@ -28,7 +28,7 @@ from headway.lab.film.spec import RunSpec, read_spec
 from headway.lab.stories import load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
-from headway.observe.trace import read_trace
+from headway.record.reader import read_journal
 from headway.scheduler.policies.presets import check_own_policies
 
 STATIC = Path(__file__).parent / "static"
@@ -124,7 +124,7 @@ class LabApp:
         path = self.traces[spec.trace]
         if not spec.edits:
             return film_of_file(path, self._own)
-        return fork(list(read_trace(path)), spec, self._own)
+        return fork(list(read_journal(path)), spec, self._own)
 
     def _check(self, spec: RunSpec) -> None:
         """ConfigError if a run would import or read what this lab does not allow."""
@@ -138,8 +138,7 @@ class LabApp:
 
     def _upload(self, body: bytes, name: str) -> Iterator[bytes]:
         """The film of a trace in a request; from now on the trace can be forked by its name."""
-        lines = body.decode("utf-8-sig", "replace").splitlines(keepends=True)
-        film = film_of_texts(name, lines, self._own)
+        film = film_of_texts(name, body.splitlines(keepends=True), self._own)
         with NamedTemporaryFile(dir=self._folder, suffix=".trace.jsonl", delete=False) as file:
             file.write(body.removeprefix(codecs.BOM_UTF8))
         self.traces[name] = Path(file.name)

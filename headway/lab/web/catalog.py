@@ -9,7 +9,7 @@ from headway import __version__
 from headway.config import Config
 from headway.lab.cost import known_profiles, load_profile
 from headway.lab.film.spec import DEFAULT_PROFILE
-from headway.observe.explain import BLOCKED, NOT_CONSIDERED
+from headway.record.sentences import BLOCKED, NOT_CONSIDERED
 from headway.scheduler.policies.presets import DEFAULT, PRESETS, SLOTS, describe, preset
 
 STATES = {

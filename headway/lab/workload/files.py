@@ -188,7 +188,7 @@ def _blocks(num_tokens: int, hashes: list[int | str], space: TokenSpace) -> Piec
 def _tokens(items: list[Any], space: TokenSpace) -> list[range | array[int]]:
     pieces: list[range | array[int]] = []
     for item in items:
-        if isinstance(item, list):
+        if isinstance(item, list | tuple):
             if len(item) != 3:
                 raise ValueError(f"a run of tokens must be [first, count, 0 or 1], not {item!r}")
             count = whole_number("the count of a run", item[1], 1, MAX_TOKENS)

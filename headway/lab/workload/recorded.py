@@ -8,15 +8,16 @@ request that another engine had begun has the tokens from there in its prompt, a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from headway.errors import FormatError
 from headway.lab.workload.request import MAX_TOKENS
 from headway.lab.workload.rows import Row
-from headway.observe.trace import Line, read_trace
+from headway.record.lines import AddedLine, Line, Packed, RequestLine, ends_of
 from headway.record.packing import num_packed
+from headway.record.reader import read_journal, split_header
 
 OPTIONAL = ("client", "priority", "deadline")
 
@@ -31,57 +32,66 @@ def is_trace(path: Path) -> bool:
 
 
 def trace_rows(path: Path) -> Iterator[Row]:
-    """One row for each prompt of a trace, in the order of `added`."""
-    header, *steps = read_trace(path)
+    """One row for each prompt of a trace, in the order of arrival."""
+    header, lines = split_header(read_journal(path))
     try:
-        yield from map(Row, prompts(header["config"], steps))
+        yield from map(Row, prompts(header.config, list(lines)))
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"not a complete Headway trace: {type(error).__name__} {error}"
         raise FormatError(path, None, problem) from None
 
 
-def prompts(config: Line, steps: list[Line]) -> list[Line]:
+def added_in(lines: Iterable[Line]) -> Iterator[RequestLine]:
+    """The requests that arrive."""
+    return (each for line in lines if isinstance(line, AddedLine) for each in line.requests)
+
+
+def prompts(config: dict[str, Any], lines: Sequence[Line]) -> list[dict[str, Any]]:
     """The requests without a parent; each of the others is one more sample of its parent."""
-    lengths = _output_lengths(steps)
-    rows: list[Line] = []
-    by_id: dict[str, tuple[Line, list[int]]] = {}  # the latest row, and the lengths of its samples
-    for entry in (entry for step in steps for entry in step.get("added", ())):
-        num_resumed, ends = num_packed(entry.get("output", ())), lengths[entry["id"]]
+    lengths = _output_lengths(lines)
+    rows: list[dict[str, Any]] = []
+    by_id: dict[str, tuple[dict[str, Any], list[int]]] = {}  # the latest row, lengths of samples
+    for entry in added_in(lines):
+        num_resumed, ends = num_packed(entry.output), lengths[entry.id]
         limit = max(1, _limit(entry, config) - num_resumed)
         num_output = min(limit, max(1, ends.popleft() - num_resumed if ends else limit))
-        if "parent" in entry:
-            row, outputs = by_id[entry["parent"]]
+        if entry.parent is not None:
+            row, outputs = by_id[entry.parent]
         else:
             row, outputs = _row(entry, limit, len(rows)), []
             rows.append(row)
-            by_id[entry["id"]] = row, outputs
+            by_id[entry.id] = row, outputs
         outputs.append(num_output)
         row |= {"n": len(outputs), "output": round(sum(outputs) / len(outputs))}
     return rows
 
 
-def _row(entry: Line, limit: int, number: int) -> Line:
+def _row(entry: RequestLine, limit: int, number: int) -> dict[str, Any]:
     """The fields that a workload has; ids may repeat in a trace, so requests are numbered."""
-    row = {"id": str(number), "arrival": entry["arrival"], "max_tokens": limit}
-    optional = {key: entry[key] for key in OPTIONAL if key in entry}
-    return row | {"prompt": known_tokens(entry)} | optional
+    optional = {"client": entry.client, "priority": entry.priority, "deadline": entry.deadline}
+    return {
+        "id": str(number), "arrival": entry.arrival, "max_tokens": limit,
+        "prompt": known_tokens(entry), **{key: value for key, value in optional.items() if value},
+    }  # fmt: skip
 
 
-def known_tokens(entry: Line) -> Any:
+def known_tokens(entry: RequestLine) -> Packed:
     """The packed tokens, or their number, that an added request came with."""
-    return entry["prompt"] + entry["output"] if "output" in entry else entry["prompt"]
+    if isinstance(entry.prompt, int) or isinstance(entry.output, int):
+        return entry.prompt + entry.output if isinstance(entry.prompt, int) else entry.prompt  # type: ignore[operator]
+    return entry.prompt + entry.output
 
 
-def _output_lengths(steps: Iterable[Line]) -> dict[str, deque[int]]:
+def _output_lengths(lines: Iterable[Line]) -> dict[str, deque[int]]:
     """The output lengths of the requests with each id, in the order in which they ended."""
     lengths = defaultdict[str, deque[int]](deque)
-    for end in (end for step in steps for end in step.get("finished", ())):
-        lengths[end["id"]].append(num_packed(end["output"]))
+    for end in (end for line in lines for end in ends_of(line)):
+        lengths[end.id].append(num_packed(end.output))
     return lengths
 
 
-def _limit(entry: Line, config: Line) -> int:
+def _limit(entry: RequestLine, config: dict[str, Any]) -> int:
     """The maximum output; without max_tokens, as much as the model and the KV cache allow."""
     most = min(config["max_model_len"], config["num_blocks"] * config["block_size"] + 1)
-    limit: int = entry["max_tokens"] or most - num_packed(entry["prompt"])
+    limit: int = entry.max_tokens or most - num_packed(entry.prompt)
     return min(max(1, limit), MAX_TOKENS)

@@ -15,7 +15,7 @@ import pytest
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
-from headway.engine.queries import GetDiagnosis
+from headway.engine.queries import GetDiagnosis, TrialStart
 from headway.errors import ConfigError
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.cost import load_profile
@@ -24,9 +24,11 @@ from headway.lab.doctor.live import RecentTrace
 from headway.lab.doctor.trial import Recording, try_changes, workload
 from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import summarize
+from headway.lab.workload.recorded import added_in
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.run_stats import RunStats
 from headway.observe.server_metrics import ServerMetrics
+from headway.record.lines import Line, ends_of, time_of
+from headway.record.stats import stats_of
 from headway.scheduler import Scheduler, preset
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
@@ -70,14 +72,14 @@ class Run:
     def recording(self) -> Recording:
         started = self.trace.start()
         assert started is not None
-        lines, first = [], started["first"]
-        while first < started["end"]:
+        lines, first = list[Line](), started.first
+        while first < started.end:
             lines += self.trace.lines(first)
             first += live_doctor.NUM_PER_QUERY
         self.trace.end()
         return Recording(
-            header=started["header"], lines=json.loads(json.dumps(lines)), model=PROFILE.model,
-            before=started["before"], generated=started["generated"],
+            header=started.header, lines=lines, before=started.before,
+            generated=started.generated, model=PROFILE.model, is_partial=True,
         )  # fmt: skip
 
 
@@ -136,17 +138,17 @@ def test_recent_lines_give_the_numbers_of_the_whole_run(tried: dict[str, Any]) -
 def test_a_recording_that_begins_in_the_middle_keeps_the_open_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live_doctor, "MAX_LINES", 60)
+    monkeypatch.setattr(live_doctor, "MAX_LINES", 120)
     run = Run()
     run.serve("requests=30,arrivals=poisson(40),prompt=100,output=uniform(30,90),max_tokens=99",
               until=1.2)  # fmt: skip
     recording = run.recording()
-    assert len(recording.lines) == 60 and recording.before
+    assert len(recording.lines) == 120 and recording.before
     open_now = set(run.engine.scheduler.requests)
     assert set(recording.generated or ()) == open_now and open_now
     requests, lead = workload(recording)
-    added = [entry for line in recording.lines for entry in line.get("added", ())]
-    assert len(requests) == len(added) + len(recording.before) and 0 < lead < 60
+    num_added = len(list(added_in(recording.lines)))
+    assert len(requests) == num_added + len(recording.before) and 0 < lead < 60
     assert requests[0].arrival == 0.0 and all(r.num_output <= 99 for r in requests)
     tried = try_changes(recording, {"max_num_seqs": "4"}, PROFILE.name)
     assert tried["after"]["queue_time"]["p50"] > tried["before"]["queue_time"]["p50"]
@@ -190,10 +192,12 @@ def test_kept_steps_have_no_token_ids_and_are_limited(monkeypatch: pytest.Monkey
     run.serve("requests=8,prompt=9,output=20")
     run.serve("requests=1,prompt=9,output=300", start=run.clock.now() + 3)
     recording = run.recording()
-    assert recording.lines[-1]["t"] - recording.lines[0]["t"] <= 5.0
+    assert time_of(recording.lines[-1]) - time_of(recording.lines[0]) <= 5.0
     assert not recording.before or len(recording.before) == 1
-    entries = [entry for line in recording.lines for entry in line.get("added", ())]
-    assert all(entry["prompt"] == 9 for entry in entries)
+    entries = [*added_in(recording.lines), *(entry for entry, _ in recording.before)]
+    assert entries and all(entry.prompt == 9 for entry in entries)
+    ends = [end for line in recording.lines for end in ends_of(line)]
+    assert all(isinstance(end.output, int) for end in ends)
 
 
 def test_the_doctor_of_an_engine_finds_the_stalls_of_the_last_minute(whole: Run) -> None:
@@ -215,10 +219,8 @@ def test_the_doctor_of_an_engine_finds_the_stalls_of_the_last_minute(whole: Run)
 
 def test_the_last_minute_equals_the_statistics_of_the_run(whole: Run) -> None:
     summary = whole.loop.reply(GetDiagnosis()).value["summary"]
-    stats = RunStats(whole.recording().header)
-    for line in whole.recording().lines:
-        stats.add(line)
-    real = summarize(stats)
+    recording = whole.recording()
+    real = summarize(stats_of([recording.header, *recording.lines]))
     for name in ("ttft", "time_between_tokens", "longest_stall", "end_to_end", "swap_in"):
         assert summary[name] == pytest.approx(real[name]), name
     assert summary["completed"] == real["completed"] == 60
@@ -226,11 +228,12 @@ def test_the_last_minute_equals_the_statistics_of_the_run(whole: Run) -> None:
 
 def test_the_command_reads_parts_and_prints_json(whole: Run) -> None:
     recording, data = whole.recording(), io.BytesIO()
-    first = {
-        "changes": {"max_num_seqs": "none"}, "profile": None, "niceness": 0, "header": recording.header,
-        "before": [], "generated": {}, "model": asdict(PROFILE.model),
-    }  # fmt: skip
-    for part in (first, recording.lines[:5], recording.lines[5:], None):
+    start = TrialStart(
+        header=recording.header, model=asdict(PROFILE.model), before=[], generated={}, first=0,
+        end=len(recording.lines),
+    )  # fmt: skip
+    asked = {"changes": {"max_num_seqs": "none"}, "profile": None, "niceness": 0}
+    for part in ((start, asked), recording.lines[:5], recording.lines[5:], None):
         pickle.dump(part, data)
     command = [sys.executable, "-m", "headway.lab.doctor.trial"]
     done = subprocess.run(command, input=data.getvalue(), capture_output=True, check=True)

@@ -2,51 +2,77 @@
 
 from __future__ import annotations
 
-import json
 import random
 from functools import cache
+from math import inf
 from typing import Any
 
 import pytest
 
-from headway.engine.queries import EngineState
-from headway.lab.film.builder import FilmBuilder
+from headway.events import Completed, Planned
 from headway.lab.film.format import FilmWriter, header_record
-from headway.lab.film.live import LiveLines
+from headway.lab.film.live import LiveFilms
 from headway.lab.film.reader import Film
 from headway.lab.film.state import FilmState, split
-from headway.observe.trace import Line, describe_step, header
-from headway.plan import StepReport
-from headway.scheduler.policies.presets import describe
+from headway.record.reader import events_of, split_header
+from headway.request import Request
 from tests.scheduler import decisions
 from tests.support.film_states import note_states, shown
+from tests.support.journals import Recorder
 
 
 class Recorded:
-    """A run with its trace and, for every line, the state of the scheduler after its plan."""
+    """A run with its journal, and the state of the scheduler after each of its plans."""
 
-    def __init__(self, seed: int, watch_from: int = -1, **changes: Any) -> None:
-        self.engine = decisions.engine_of(seed, **changes)
-        self.live = LiveLines(self.engine)
-        self.watched: EngineState | None = None
-        self.lines: list[Line] = []
-        self.states = note_states(self.engine.scheduler)
-        self.engine.observers.append(
-            lambda report: self.lines.append(describe_step(report, has_blocks=True))
-        )
-        scheduler = self.engine.scheduler
-        step = self.engine.step
+    def __init__(self, seed: int, **changes: Any) -> None:
+        engine = self.engine = decisions.engine_of(seed, **changes)
+        self.states = note_states(engine.scheduler)
+        record = Recorder(engine.scheduler.config, engine.async_scheduling, has_blocks=True)
+        engine.observers.append(record)
+        self.run(seed)
+        self.journal = record.lines.read()
+        self.header, _ = split_header(self.journal)
+        self.plans = [e.plan for e in record.events if isinstance(e, Planned)]
 
-        def stepping() -> StepReport | None:
-            report = step()
-            if self.watched is None and 0 <= watch_from <= scheduler.num_steps:
-                self.watched = self.live.start()
-            elif self.watched:  # a viewer that calls is not dropped
-                self.live._viewers[self.watched.viewer].seen = self.engine.clock.now()
-            return report
-
-        self.engine.step = stepping  # type: ignore[method-assign]
+    def run(self, seed: int) -> None:
         decisions.run(self.engine, seed)
+
+
+class Watched(Recorded):
+    """A run that is filmed from the end of a step on, or from the next arrival after it."""
+
+    def __init__(self, seed: int, after: int, is_at_arrival: bool) -> None:
+        self.after, self.is_at_arrival = after, is_at_arrival
+        self.film, self.data = Film(), b""
+        self.first, self.in_flight = inf, set[int]()  # the first step that is filmed
+        super().__init__(seed)
+
+    def run(self, seed: int) -> None:
+        engine, step, known = self.engine, self.engine.step, set[Request]()
+        live, scheduler, viewer = LiveFilms(engine), engine.scheduler, 0
+
+        def start() -> None:
+            nonlocal viewer
+            self.first = scheduler.num_steps
+            self.in_flight = {plan.step for plan in scheduler.in_flight}
+            viewer, self.data = (found := live.start()).viewer, found.header
+
+        def stepping() -> Completed | None:
+            nonlocal known
+            is_due = not viewer and scheduler.num_steps >= self.after
+            if is_due and (not self.is_at_arrival or set(scheduler.requests.values()) - known):
+                start()
+            completed = step()
+            known = set(scheduler.requests.values())
+            if viewer:
+                self.data += live.take(viewer)
+                self.data = self.data[self.film.read(self.data) :]
+            return completed
+
+        engine.step = stepping  # type: ignore[method-assign]
+        decisions.run(engine, seed)
+        live.stop(viewer)
+        assert not engine.observers[1:]
 
 
 @cache
@@ -57,14 +83,13 @@ def recorded(seed: int) -> Recorded:
 
 def film_of(run: Recorded) -> Film:
     """The film of a run, written and read again in pieces."""
-    config = run.engine.scheduler.config
-    writer, film = FilmWriter(describe(config)), Film()
-    data = header_record(header(config, run.engine.async_scheduling))
-    for line in run.lines:
-        data += writer.add(json.loads(json.dumps(line)))
+    writer, film = FilmWriter(run.header.config), Film()
+    data = header_record(run.header)
+    for event in events_of(run.journal):
+        data += writer.follow(event)
         data = data[film.read(data) :]
-    data += writer.finish(steps=len(run.lines))
-    assert film.read(data) == len(data) and film.end == {"steps": len(run.lines)}
+    data += writer.finish(steps=len(run.plans))
+    assert film.read(data) == len(data) and film.end == {"steps": len(run.plans)}
     return film
 
 
@@ -77,6 +102,7 @@ def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> 
 def check_film(run: Recorded, seed: int) -> None:
     film = film_of(run)
     ids = [request[0] for request in film.requests]
+    num_running = {plan.step: plan.num_running for plan in run.plans if not plan.is_empty}
     played = FilmState(run.engine.scheduler.config.block_size)
     rng = random.Random(seed)
     for frame in range(film.num_frames):
@@ -85,48 +111,47 @@ def check_film(run: Recorded, seed: int) -> None:
         step = film.column("step", frame)
         if step >= 0:
             assert shown(played, ids) == run.states[step], f"step {step}"
-            assert film.column("running", frame) == run.lines[frame]["running"]
+            assert film.column("running", frame) == num_running[step]
         if rng.random() < 0.1:
             assert shown(film.state(frame), ids) == shown(played, ids), f"frame {frame}"
     assert not played.requests and not played.refs
     assert played.num_finished == len(film.requests)
 
 
+@pytest.mark.parametrize("is_at_arrival", [False, True])
 @pytest.mark.parametrize("seed", range(2, decisions.NUM_RUNS, 29))
-def test_a_film_that_starts_in_the_middle_shows_the_same_states(seed: int) -> None:
-    run = Recorded(seed, watch_from=random.Random(seed).randrange(2, 40))
-    if run.watched is None:  # a short run
-        return
-    builder = FilmBuilder(run.engine.scheduler.config.block_size)
-    builder.load(json.loads(json.dumps(run.watched.state)))
-    lines, num_checked = run.live.take(run.watched.viewer).lines, 0
-    for line in lines:
-        builder.add(line)
-        if line["step"] in run.states and line["step"] not in run.watched.state["in_flight"]:
-            ids = [entry.id for entry in builder.entries]
-            found, expected = shown(builder.state, ids), run.states[line["step"]]
-            assert found == expected, f"step {line['step']}"
-            num_checked += 1
-    assert num_checked > 0 or len(lines) < 3
-    run.live.stop(run.watched.viewer)
-    assert not run.engine.observers[1:]
+def test_a_film_that_starts_in_the_middle_shows_the_same_states(
+    seed: int, is_at_arrival: bool
+) -> None:
+    run = Watched(seed, random.Random(seed).randrange(2, 40), is_at_arrival)
+    film, ids = run.film, [request[0] for request in run.film.requests]
+    shown_steps = set[int]()
+    for frame in range(film.num_frames):
+        step = film.column("step", frame)
+        if step >= 0:
+            assert shown(film.state(frame), ids) == run.states[step], f"step {step}"
+            shown_steps.add(step)
+    assert shown_steps == {s for s in run.states if s >= run.first and s not in run.in_flight}
 
 
 def test_a_film_of_an_idle_engine_has_no_requests_and_goes_on_later() -> None:
     run = recorded(0)
-    config = run.engine.scheduler.config
-    writer, film = FilmWriter(describe(config)), Film()
-    film.read(header_record(header(config, run.engine.async_scheduling)))
-    for line in run.lines:
-        film.read(writer.add(line))
+    writer, film = FilmWriter(run.header.config), Film()
+    film.read(header_record(run.header))
+    *_, last = events = list(events_of(run.journal))
+    for event in events:
+        film.read(writer.follow(event))
     film.read(writer.flush())
     writer.settle()
     writer.settle()  # has nothing to add
     film.read(writer.flush())
     frame = film.num_frames - 1
-    assert frame == len(run.lines) and film.column("step", frame) == -1
+    assert frame == len(run.states) and film.column("step", frame) == -1
     assert not film.state(frame).requests
-    assert film.chunks[-1].times[-1].tolist() == [run.lines[-1]["end"]] * 3
-    later = {**run.lines[0], "t": 1e3, "start": 1e3, "end": 1e3}
-    film.read(writer.add(later) + writer.flush())
+    assert film.chunks[-1].times[-1].tolist() == [last.time] * 3
+    for event in events_of(run.journal):
+        film.read(writer.follow(event))
+        if isinstance(event, Completed):
+            break
+    film.read(writer.flush())
     assert film.state(frame + 1).requests

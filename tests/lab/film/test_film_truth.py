@@ -7,7 +7,6 @@ plan, deferred decodes, resets of the prefix cache, and steps that fail.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from functools import cache
@@ -17,15 +16,26 @@ import pytest
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
+from headway.events import (
+    Aborted,
+    Added,
+    Completed,
+    Event,
+    Failed,
+    Planned,
+    Reset,
+    ended_by,
+    preempted_by,
+)
 from headway.executor.simulated import Script, SimulatedExecutor, SimulatedHandle
 from headway.lab.film.reader import Film
-from headway.lab.film.run import film_of_replay, film_of_trace
+from headway.lab.film.run import film_of_journal, film_of_replay
 from headway.lab.film.state import FilmState, split
-from headway.observe.trace import Line, describe_step, header
-from headway.plan import Plan, StepReport
+from headway.plan import Plan
 from headway.request import RequestParams
 from headway.scheduler import PRESETS, Scheduler, preset
 from tests.support.film_states import State, note_states, shown, state_of
+from tests.support.journals import Recorder
 
 NUM_SEEKS, NUM_REQUESTS, END = 60, 26, 0
 SIZES: dict[str, Any] = {
@@ -56,7 +66,7 @@ class Failing(SimulatedHandle):
 
 
 class World:
-    """A run: its trace, and the state of the scheduler after each of its plans."""
+    """A run: its journal, and the state of the scheduler after each of its plans."""
 
     def __init__(self, name: str, is_async: bool, failing: frozenset[int]) -> None:
         changes = {"swap": "swap"} if name in ("headway", "vllm", "vllm_v1") else {}
@@ -66,12 +76,12 @@ class World:
         self._clock = clock = VirtualClock()
         scheduler = Scheduler(preset(name, **{**SIZES, **changes, **budget}))
         self.states = note_states(scheduler)
+        record = Recorder(scheduler.config, is_async, has_blocks=True)
         self.engine = Engine(
-            scheduler, Faulty(clock, set(failing)), clock, async_scheduling=is_async
-        )
-        self.lines: list[Line] = [header(scheduler.config, is_async, has_blocks=True)]
-        self.between: dict[int, State] = {}  # states after lines without a plan, by line
-        self.engine.observers.append(self._observe)
+            scheduler, Faulty(clock, set(failing)), clock, async_scheduling=is_async,
+            observers=[record, self._observe],
+        )  # fmt: skip
+        self.between: list[State] = []  # after each failure, and at the end
         self.num_swapped_at_failures = 0
         fail = scheduler.fail
 
@@ -82,12 +92,12 @@ class World:
         scheduler.fail = counting  # type: ignore[method-assign]
         self._rng = random.Random(f"{name} {is_async}")
         self._run()
-        self.lines = json.loads(json.dumps(self.lines))
+        self.between.append(state_of(scheduler))
+        self.events, self.journal = record.events, record.lines.read()
 
-    def _observe(self, report: StepReport) -> None:
-        if report.plan.step < 0:
-            self.between[len(self.lines) - 1] = state_of(self.engine.scheduler)
-        self.lines.append(describe_step(report, has_blocks=True))
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, Failed):
+            self.between.append(state_of(self.engine.scheduler))
 
     def _run(self) -> None:
         prefix, rng, engine = self._tokens(12), self._rng, self.engine
@@ -133,6 +143,7 @@ def check(film: Film, world: World) -> None:
     """State by play = the scheduler's; state by random seeks = state by play; columns = state."""
     ids = [request[0] for request in film.requests]
     played, by_play = FilmState(SIZES["block_size"]), list[State]()
+    between = iter(world.between)
     for frame in range(film.num_frames):
         for op, args in split(film.ops(frame)):
             played.apply(op, args)
@@ -140,11 +151,11 @@ def check(film: Film, world: World) -> None:
         step = film.column("step", frame)
         if step >= 0:
             assert by_play[-1] == world.states[step], f"step {step}"
-        elif frame in world.between:
-            assert holdings(by_play[-1]) == holdings(world.between[frame]), f"frame {frame}"
+        else:
+            assert holdings(by_play[-1]) == holdings(next(between)), f"frame {frame}"
         assert film.column("free", frame) == SIZES["num_blocks"] - len(played.refs), f"step {step}"
         assert film.column("swapped", frame) == played.num_swapped
-    assert not played.requests and not played.refs
+    assert not played.requests and not played.refs and len(list(between)) <= 1
     rng = random.Random(film.num_frames)
     for _ in range(NUM_SEEKS):
         frame = rng.randrange(film.num_frames)
@@ -166,11 +177,14 @@ def copied(state: State) -> State:
 
 @each_depth
 @each_preset
-def test_a_film_shows_what_the_scheduler_knew(name: str, is_async: bool) -> None:
-    world = world_of(name, is_async)
-    film = film_of(b"".join(film_of_trace(iter(world.lines))))
+@pytest.mark.parametrize("failing", [(), (7, 20, 30, 41, 60)], ids=["", "failed steps"])
+def test_a_film_shows_what_the_scheduler_knew(
+    name: str, is_async: bool, failing: tuple[int, ...]
+) -> None:
+    world = world_of(name, is_async, *failing)
+    film = film_of(b"".join(film_of_journal(world.journal)))
     check(film, world)
-    replayed = film_of(b"".join(film_of_replay(world.lines)))
+    replayed = film_of(b"".join(film_of_replay(world.journal)))
     assert replayed.num_frames == film.num_frames
     for frame in range(film.num_frames):
         assert replayed.ops(frame) == film.ops(frame), f"frame {frame}"
@@ -178,28 +192,46 @@ def test_a_film_shows_what_the_scheduler_knew(name: str, is_async: bool) -> None
             assert replayed.column(column, frame) == film.column(column, frame), column
 
 
-@each_depth
-@each_preset
-def test_a_film_shows_what_the_scheduler_knew_after_failed_steps(name: str, is_async: bool) -> None:
-    world = world_of(name, is_async, 7, 20, 30, 41, 60)
-    check(film_of(b"".join(film_of_trace(iter(world.lines)))), world)
-
-
 def test_the_worlds_have_everything_that_changes_a_state() -> None:
     seen: Counter[str] = Counter()
     for name in PRESETS:
         for is_async in (False, True):
             for world in (world_of(name, is_async), world_of(name, is_async, 7, 20, 30, 41, 60)):
-                for line in world.lines[1:]:
-                    seen.update(key for key, value in line.items() if value)
-                    is_async = "in_flight" in line
-                    seen.update(f"{each[1]} {is_async:d}" for each in line.get("preempted", ()))
-                    seen.update(each["finish_reason"] for each in line.get("finished", ()))
-                    seen["samples"] += sum("parent" in each for each in line.get("added", ()))
+                count(world.events, seen)
                 seen["swapped at a failure"] += world.num_swapped_at_failures
     rare = {
-        "swap 0", "swap 1", "recompute 0", "recompute 1", "discard 0", "discard 1", "copied_out", "copied_in", "aborted", "aborted_in_flight", "samples",
-        "num_steps", "deferred", "error", "stop", "length", "reset", "in_flight", "dropped",
-        "swapped at a failure",
+        "swap 0", "swap 1", "recompute 0", "recompute 1", "discard 0", "discard 1", "copied out",
+        "copied in", "aborted 0", "aborted 1", "samples", "several steps", "deferred", "error",
+        "stop", "length", "reset", "planned 1", "dropped", "swapped at a failure",
     }  # fmt: skip
     assert not {each for each in rare if seen[each] < 5}, seen
+
+
+def count(events: list[Event], seen: Counter[str]) -> None:
+    """What happens in a run; with 1 if a plan was in flight then, else with 0."""
+    num_in_flight = 0
+    for event in events:
+        is_in_flight = num_in_flight > 0
+        for each in preempted_by(event):
+            kind = "swap" if each.is_swap else "discard" if each.is_discard else "recompute"
+            seen[f"{kind} {is_in_flight:d}"] += 1
+        seen.update(request.finish_reason or "" for request in ended_by(event))
+        match event:
+            case Planned(plan):
+                seen[f"planned {is_in_flight:d}"] += 1
+                seen["several steps"] += plan.num_steps > 1
+                seen["deferred"] += bool(plan.deferred)
+                seen["copied out"] += bool(plan.copies_out)
+                seen["copied in"] += bool(plan.copies_in)
+                num_in_flight += not plan.is_empty
+            case Completed(plan):
+                seen["dropped"] += any(plan.dropped)
+                num_in_flight -= 1
+            case Added(requests):
+                seen["samples"] += sum(request.parent is not None for request in requests)
+            case Aborted():
+                seen[f"aborted {is_in_flight:d}"] += 1
+            case Reset():
+                seen["reset"] += 1
+            case Failed():
+                num_in_flight = 0

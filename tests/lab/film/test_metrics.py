@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from headway.errors import ConfigError
+from headway.events import Event
 from headway.lab.film.metrics import RunMetrics, parse_metric
 from headway.lab.film.spec import MAX_REQUESTS, config_of, profile_of, read_spec, requests_of
 from headway.lab.simulate import simulate
 from headway.lab.workload.request import TokenSpace
-from headway.observe.run_stats import RunStats
-from headway.observe.trace import describe_step, header
-from headway.plan import StepReport
+from headway.record.stats import RunStats
+from headway.record.writer import header
 
 REQUESTS = [
     {"id": "a", "prompt": 20, "output": 30},
@@ -32,9 +32,9 @@ def run() -> RunMetrics:
     stats = RunStats(header(config, False))
     metrics = RunMetrics(stats)
 
-    def observe(report: StepReport) -> None:
-        stats(report)
-        metrics.follow(describe_step(report, has_blocks=True))
+    def observe(event: Event) -> None:
+        stats(event)
+        metrics.follow(event)
 
     simulate(requests_of(spec, TokenSpace()), config, profile, observers=[observe])
     return metrics

@@ -20,7 +20,7 @@ from headway.lab.cost import load_profile
 from headway.lab.planner.evaluate import Evaluator, History, Job, evaluate, queue_growth
 from headway.lab.planner.executors import InProcess, OnRay, Processes
 from headway.lab.planner.workload import Workload, at_rate, rate_of
-from headway.observe.timeline import RequestTimeline
+from headway.record.timeline import RequestTimeline
 from tests.support.waiting import LIMIT
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import chain, takewhile
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from headway.errors import ConfigError, FormatError
+from headway.events import Completed, Event, Planned
 from headway.executor.simulated import Script
 from headway.lab.cost import Machine, Model, Profile, load_profile, save_profile
 from headway.lab.profiling.calibration import (
@@ -31,9 +34,11 @@ from headway.lab.profiling.calibration import (
 from headway.lab.profiling.fit import RATES, Fit, fit, missing_coverage, observations, predict
 from headway.lab.profiling.minimize import minimize
 from headway.lab.simulate import SimulatedEngine, simulate
+from headway.lab.workload.recorded import added_in
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.observe.trace import Line, describe_step
-from headway.plan import Chunk, Copy, Plan, StepReport, StepResult
+from headway.plan import Chunk, Copy, Plan, StepResult
+from headway.record.lines import CompletedLine, Line, PlannedLine
+from headway.record.writer import LineMaker
 from headway.request import Request, RequestParams
 from headway.scheduler import preset
 
@@ -59,6 +64,7 @@ MACHINES = {
     "slower with prompts": replace(SLOW, prompt_seconds=0.02),
 }
 Lengths = list[tuple[int, int]]
+MAKER = LineMaker()
 
 
 def profile_of(machine: Machine, model: Model = SMALL) -> Profile:
@@ -81,20 +87,34 @@ def log_of(
         config = replace(config, max_num_seqs=min(config.max_num_seqs, most))
         simulate(
             requests, config, profile, async_scheduling=async_scheduling,
-            observers=[lambda report: lines.append(describe_step(report))],
+            observers=[lambda event: lines.append(MAKER.line(event))],
         )  # fmt: skip
     return lines
 
 
+def with_times(lines: list[Line], seconds: Callable[[PlannedLine, float], float]) -> list[Line]:
+    """The log of a run without async scheduling with other durations, given plan and duration."""
+    found, plan = list[Line](), None
+    for line in lines:
+        if isinstance(line, PlannedLine):
+            plan = line
+        elif isinstance(line, CompletedLine):
+            assert plan is not None and plan.step == line.step
+            end = line.start + seconds(plan, line.end - line.start)
+            line = structs.replace(line, end=end)
+        found.append(line)
+    return found
+
+
 def disturbed(lines: list[Line], noise: float, slow: float, seed: int = 0) -> list[Line]:
     """The log with noise on every step and a share of steps two to three times as slow."""
-    random, changed = Random(seed), []
-    for line in lines:
-        times = random.lognormvariate(0, noise) * (
-            random.uniform(2, 3) if random.random() < slow else 1
-        )
-        changed.append({**line, "end": line["start"] + (line["end"] - line["start"]) * times})
-    return changed
+    random = Random(seed)
+
+    def seconds(_: PlannedLine, before: float) -> float:
+        times = random.lognormvariate(0, noise)
+        return before * times * (random.uniform(2, 3) if random.random() < slow else 1)
+
+    return with_times(lines, seconds)
 
 
 @cache
@@ -149,7 +169,7 @@ def test_the_profile_of_a_gpu_is_recovered() -> None:
 def test_plans_of_several_steps_are_fitted_as_well() -> None:
     profile = profile_of(SLOW)
     lines, held_out = logs(profile, num_scheduler_steps=4)
-    assert any(line.get("num_steps", 1) > 1 for line in lines)
+    assert any(isinstance(line, PlannedLine) and line.num_steps > 1 for line in lines)
     found = fit(observations(lines), SMALL).machine
     assert np.median(step_errors(found, profile, held_out)) < 0.01
 
@@ -161,7 +181,7 @@ def test_no_number_is_negative_and_every_profile_can_be_read_again(
     """Even for random step times, which no machine could produce."""
     random = Random(seed)
     clean, held_out = logs(profile_of(SLOW))
-    lines = [{**line, "end": line["start"] + random.lognormvariate(-3, 2)} for line in clean]
+    lines = with_times(clean, lambda *_: random.lognormvariate(-3, 2))
     machine = fit(observations(lines), SMALL).machine
     corrections = machine.corrections
     assert all(0.5 <= factor <= 2 for _, factor in corrections)
@@ -181,7 +201,7 @@ def test_the_rest_of_a_continued_request_is_compared_with_a_simulation() -> None
     prompt, before = list(range(300)), [7] * 90
     profile, lines = profile_of(SLOW), list[Line]()
     simulated = SimulatedEngine(
-        CONFIG, profile, observers=[lambda r: lines.append(describe_step(r))]
+        CONFIG, profile, observers=[lambda event: lines.append(MAKER.line(event))]
     )
     params = RequestParams(max_tokens=100, sampling=Script(100, filler=7, end=0))
     simulated.engine.add("a", prompt, params, 0.0, (tuple(before),))
@@ -197,16 +217,11 @@ def test_corrections_follow_a_machine_that_computes_in_tiles() -> None:
     """Up to 8 rows a decode step takes its time, up to 16 a fifth more, then a tenth less."""
     profile = profile_of(SLOW)
 
-    def tiled(lines: list[Line]) -> list[Line]:
-        changed = []
-        for line in lines:
-            rows = line["decodes"]
-            factor = 1.0 if rows <= 8 or line.get("chunks") else 1.2 if rows <= 16 else 0.9
-            end = line["start"] + factor * (line["end"] - line["start"])
-            changed.append({**line, "end": end})
-        return changed
+    def tiled(plan: PlannedLine, before: float) -> float:
+        rows = plan.decodes
+        return before * (1.0 if rows <= 8 or plan.chunks else 1.2 if rows <= 16 else 0.9)
 
-    fitted, held_out = (tiled(lines) for lines in logs(profile))
+    fitted, held_out = (with_times(lines, tiled) for lines in logs(profile))
     machine = fit(observations(fitted), SMALL).machine
     plain = replace(machine, corrections=())
     corrected = held_out_error(held_out, CONFIG, profile_of(machine))
@@ -229,7 +244,7 @@ def test_predictions_for_a_log_equal_the_step_times_of_its_plans() -> None:
     for machine in (*MACHINES.values(), replace(SLOW, corrections=((2, 0.9), (64, 1.3)))):
         profile = profile_of(machine)
         plans = [random_plan(random) for _ in range(50)]
-        seen = observations(line_of(plan) for plan in plans)
+        seen = observations(chain.from_iterable(map(lines_of, plans)))
         expected = [profile.step_seconds(plan) for plan in plans]
         assert predict(profile, seen) == pytest.approx(expected)
 
@@ -245,8 +260,10 @@ def random_plan(random: Random) -> Plan:
     return plan
 
 
-def line_of(plan: Plan, seconds: float = 1.0) -> Line:
-    return describe_step(StepReport(plan, StepResult(started=0.0, ended=seconds), []))
+def lines_of(plan: Plan, seconds: float = 1.0) -> list[Line]:
+    result = StepResult(started=0.0, ended=seconds)
+    events: list[Event] = [Planned(plan), Completed(plan, result, [])]
+    return [MAKER.line(event) for event in events]
 
 
 # Rates that a log does not determine.
@@ -308,13 +325,11 @@ def test_a_noisy_gpu_log_determines_both_rates(spec: CalibrationSpec) -> None:
 
 
 def copying(profile: Profile, sizes: tuple[int, ...], noise: float = 0.0) -> list[Line]:
-    random, lines = Random(1), []
+    random, lines = Random(1), list[Line]()
     for size in sizes:
         copies = [Copy(0, 0)] * size
         for plan in (Plan(0, copies_out=copies), Plan(0, copies_in=copies)):
-            lines.append(
-                line_of(plan, profile.step_seconds(plan) * random.lognormvariate(0, noise))
-            )
+            lines += lines_of(plan, profile.step_seconds(plan) * random.lognormvariate(0, noise))
     return lines
 
 
@@ -335,7 +350,7 @@ def test_copies_in_computing_steps_are_fitted_as_well() -> None:
         plan.copies_out = [Copy(0, 0)] * random.randrange(1, 60)
         plan.copies_in = [Copy(0, 0)] * random.choice([0, random.randrange(1, 60)])
     fitted, _ = logs(profile)
-    lines = [line_of(plan, profile.step_seconds(plan)) for plan in plans]
+    lines = [line for plan in plans for line in lines_of(plan, profile.step_seconds(plan))]
     found, _ = fit(observations(fitted + lines), SMALL)
     assert found.copy_bandwidth == pytest.approx(2e8, rel=0.1)
 
@@ -360,17 +375,18 @@ def test_hidden_scheduling_time_is_not_counted() -> None:
 
 def test_idle_time_is_not_scheduling_time() -> None:
     lines = log_of(profile_of(SLOW), [[(20, 5)] * 2])
-    later = [
-        {
-            **line,
-            "step": line["step"] + len(lines),
-            "start": line["start"] + 60,
-            "end": line["end"] + 60,
-        }
-        for line in lines
-    ]
+    num_steps = sum(isinstance(line, CompletedLine) for line in lines)
+    later = list[Line]()
+    for line in lines:
+        if isinstance(line, PlannedLine):
+            line = structs.replace(line, step=line.step + num_steps, t=line.t + 60)
+        elif isinstance(line, CompletedLine):
+            line = structs.replace(
+                line, step=line.step + num_steps, start=line.start + 60, end=line.end + 60
+            )
+        later.append(line)
     gaps = observations(lines + later).gaps
-    assert len(gaps) == 2 * len(lines) - 2 and gaps.max() < 1
+    assert len(gaps) == 2 * num_steps - 2 and gaps.max() < 1
 
 
 # Incomplete logs.
@@ -392,18 +408,20 @@ def test_a_log_of_one_batch_size_is_rejected() -> None:
 
 def test_a_log_without_prompts_or_without_decodes_is_rejected() -> None:
     decodes = [
-        line_of(Plan(0, decodes=[REQUEST] * rows, decode_context=rows * 50))
+        line
         for rows in range(1, 41)
+        for line in lines_of(Plan(0, decodes=[REQUEST] * rows, decode_context=rows * 50))
     ]
     assert "prompts" in "".join(missing_coverage(observations(decodes)))
-    prompts = [line_of(Plan(0, chunks=[Chunk(REQUEST, 0, n, 0, True)])) for n in range(20, 420, 10)]
+    plans = (Plan(0, chunks=[Chunk(REQUEST, 0, n, 0, True)]) for n in range(20, 420, 10))
+    prompts = chain.from_iterable(map(lines_of, plans))
     assert "decode" in "".join(missing_coverage(observations(prompts)))
 
 
 def test_a_log_of_one_context_length_is_rejected() -> None:
     plans = [Plan(0, decodes=[REQUEST] * rows, decode_context=400) for rows in range(1, 33)]
     plans += [Plan(0, chunks=[Chunk(REQUEST, 0, 400, 0, True)])] * 5
-    (problem,) = missing_coverage(observations(map(line_of, plans)))
+    (problem,) = missing_coverage(observations(chain.from_iterable(map(lines_of, plans))))
     assert "400 to 400 tokens" in problem
 
 
@@ -426,9 +444,10 @@ def test_requests_of_the_first_step_arrive_together_in_the_simulation() -> None:
         for i, arrival in enumerate((0.0, 0.0, 0.0, 0.25, 0.5))
     ]  # fmt: skip
     lines: list[Line] = []
-    simulate(requests, CONFIG, profile, observers=[lambda r: lines.append(describe_step(r))])
-    for number, added in enumerate(lines[0]["added"], start=1 - len(lines[0]["added"])):
-        added["arrival"] += 1e-3 * number  # the last just before the first step
+    simulate(requests, CONFIG, profile, observers=[lambda e: lines.append(MAKER.line(e))])
+    added = list(added_in(takewhile(lambda line: not isinstance(line, PlannedLine), lines)))
+    for number, each in enumerate(added, start=1 - len(added)):
+        each.arrival += 1e-3 * number  # the last just before the first step
     assert [request.arrival for request in requests_of(lines)] == [
         request.arrival for request in requests
     ]

@@ -30,7 +30,7 @@ WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recorded run of twelve requests with preemptions."""
     path = tmp_path_factory.mktemp("lab") / "run.trace.jsonl"
-    with path.open("w") as file:
+    with path.open("wb") as file:
         requests, config = parse_synthetic(WORKLOAD).generate(), preset("vllm_v1", num_blocks=24)
         simulate(requests, config, load_profile("llama3.1-8b-a100-80gb"), trace=file)
     return path

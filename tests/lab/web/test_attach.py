@@ -14,7 +14,7 @@ from headway.errors import ConfigError
 from headway.lab.film.format import header_record
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
-from headway.observe.trace import header
+from headway.record.writer import header
 from headway.scheduler import preset
 from tests.cli.test_cli import refused
 

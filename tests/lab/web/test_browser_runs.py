@@ -20,7 +20,7 @@ from headway.lab.film.run import FilmedRun, film_of_file
 from headway.lab.film.spec import read_spec
 from headway.lab.film.state import Op, split
 from headway.lab.web.server import LabServer
-from headway.observe.trace import read_trace
+from headway.record.reader import read_journal
 from tests.support.lab_page import (
     SIDES,
     ids,
@@ -173,7 +173,7 @@ def test_a_recorded_run_can_be_forked(page: Any, trace: Path) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector("#part")
     edits = [{"step": 10, "set": {"num_scheduler_steps": 4}}]
-    forked = film(fork(list(read_trace(trace)), read_spec({"trace": "run", "edits": edits})))
+    forked = film(fork(list(read_journal(trace)), read_spec({"trace": "run", "edits": edits})))
     expected = parting(film(film_of_file(trace)), forked)
     assert parts(page) == expected
     press(page, "End")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 from collections.abc import Iterator
@@ -13,33 +12,43 @@ from typing import Any
 import pytest
 
 from headway.lab.cost import load_profile
+from headway.lab.film.fork import fork
 from headway.lab.film.reader import Film
-from headway.lab.film.run import film_of_trace
-from headway.lab.simulate import simulate
+from headway.lab.film.run import film_of_journal, film_of_replay
+from headway.lab.film.spec import read_spec
+from headway.lab.simulate import SimulatedEngine, simulate, with_profile
 from headway.lab.web.app import ROUTES, LabApp
 from headway.lab.web.server import LabServer
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.trace import TraceWriter
+from headway.plan import Plan
+from headway.record.reader import parse_journal
 from headway.scheduler import preset
+from tests.support.journals import Lines, Recorder
 from tests.support.waiting import LIMIT
 
 WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
 SPEC = {"workload": WORKLOAD, "preset": "vllm_v1", "set": {"num_blocks": 24}}
 
 
-@pytest.fixture(scope="module")
-def trace() -> str:
-    file = io.StringIO()
-    config = preset("vllm_v1", num_blocks=24)
-    profile = load_profile("llama3.1-8b-a100-80gb")
-    simulate(parse_synthetic(WORKLOAD).generate(), config, profile, trace=file)
-    return file.getvalue()
+PROFILE = load_profile("llama3.1-8b-a100-80gb")
+CONFIG = with_profile(preset("vllm_v1", num_blocks=24), PROFILE)
+
+
+def record(**options: Any) -> Lines:
+    lines = Lines()
+    simulate(parse_synthetic(WORKLOAD).generate(), CONFIG, PROFILE, trace=lines, **options)
+    return lines
 
 
 @pytest.fixture(scope="module")
-def running(trace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+def trace() -> Lines:
+    return record()
+
+
+@pytest.fixture(scope="module")
+def running(trace: Lines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
     path = tmp_path_factory.mktemp("lab") / "run.trace.jsonl"
-    path.write_text(trace)
+    path.write_bytes(b"".join(trace))
     server = LabServer(LabApp(traces={"run": path}))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -122,24 +131,24 @@ def test_edits_change_the_future_only(server: LabServer) -> None:
 
 @pytest.mark.parametrize("way", ["opened", "uploaded"])
 def test_a_recorded_run_shows_the_states_of_the_run_itself(
-    server: LabServer, trace: str, way: str
+    server: LabServer, trace: Lines, way: str
 ) -> None:
     if way == "opened":
         status, data = ask(server, "POST", "/api/film", {"trace": "run"})
     else:
-        status, data = ask(server, "POST", "/api/trace?name=run", trace.encode())
+        status, data = ask(server, "POST", "/api/trace?name=run", b"".join(trace))
     film, run = film_of(data), film_of(ask(server, "POST", "/api/film", SPEC)[1])
     assert status == 200 and film.num_frames == run.num_frames
     assert all(film.ops(frame) == run.ops(frame) for frame in range(film.num_frames))
 
 
-def test_every_uploaded_run_keeps_its_own_trace(server: LabServer, trace: str) -> None:
+def test_every_uploaded_run_keeps_its_own_trace(server: LabServer, trace: Lines) -> None:
     """Also after another run with the same name was uploaded."""
-    shorter = "".join(trace.splitlines(keepends=True)[:6])
-    for name, text in (("a", shorter), ("a", trace), ("b", shorter)):
-        assert ask(server, "POST", f"/api/trace?name={name}", text.encode())[0] == 200
+    shorter = trace[: len(trace) // 2]
+    for name, lines in (("a", shorter), ("a", trace), ("b", shorter)):
+        assert ask(server, "POST", f"/api/trace?name={name}", b"".join(lines))[0] == 200
     a, b = (film_of(ask(server, "POST", "/api/film", {"trace": name})[1]) for name in "ab")
-    assert a.num_frames > b.num_frames
+    assert a.num_frames > b.num_frames > 1
 
 
 def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
@@ -151,30 +160,30 @@ def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
     assert all(plain.ops(frame) == forked.ops(frame) for frame in range(9))
     reasons = forked.end["summary"]["finish_reasons"]
     assert reasons == {"abort": 1, "length": 12}
-    # Without a change that matters the future is the recorded one, but for its times.
-    same = [{"step": 9, "set": {"victim": "newest"}}]
-    again = film_of(ask(server, "POST", "/api/film", {"trace": "run", "edits": same})[1])
-    assert all(plain.ops(frame) == again.ops(frame) for frame in range(plain.num_frames))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_without_a_change_that_matters_the_future_is_the_recorded_one(is_async: bool) -> None:
+    """But for its times."""
+    journal = record(async_scheduling=is_async).read()
+    plain = film_of(b"".join(film_of_replay(journal)))
+    for step in (0, 1, 9, 30):
+        edits = [{"step": step, "set": {"victim": "newest"}}]
+        again = film_of(b"".join(fork(journal, read_spec({"trace": "t", "edits": edits}))))
+        assert again.num_frames == plain.num_frames
+        assert all(plain.ops(frame) == again.ops(frame) for frame in range(plain.num_frames)), step
 
 
 def test_a_redacted_trace_is_shown_from_its_lines_and_cannot_be_edited(
-    server: LabServer, tmp_path: Path
+    server: LabServer, trace: Lines, tmp_path: Path
 ) -> None:
-    file, config = io.StringIO(), preset("vllm_v1", num_blocks=24)
-    writer: list[TraceWriter] = []
-    profile = load_profile("llama3.1-8b-a100-80gb")
-
-    def observe(report: Any) -> None:
-        writer[0](report)
-
-    writer.append(TraceWriter(file, config, False, has_blocks=True, redact=True))
-    simulate(parse_synthetic(WORKLOAD).generate(), config, profile, observers=[observe])
-    assert "[[1048" not in file.getvalue()
-    film = film_of(ask(server, "POST", "/api/trace", file.getvalue().encode())[1])
+    text = b"".join(record(trace_blocks=True, trace_redact=True))
+    assert b"[[1048" not in text and b"[[1048" in b"".join(trace)
+    film = film_of(ask(server, "POST", "/api/trace", text)[1])
     run = film_of(ask(server, "POST", "/api/film", SPEC)[1])
     assert all(film.ops(frame) == run.ops(frame) for frame in range(film.num_frames))
     path = tmp_path / "redacted"
-    path.write_text(file.getvalue())
+    path.write_bytes(text)
     edits = [{"step": 9, "set": {"victim": "least_work"}}]
     body = json.dumps({"trace": "t", "edits": edits}).encode()
     refused = LabApp(traces={"t": path}).handle("POST", "/api/film", {}, body)
@@ -198,34 +207,62 @@ def test_a_wrong_description_is_refused_with_a_reason(
     assert part in error_of(ask(server, "POST", "/api/film", spec))
 
 
-def test_a_wrong_trace_is_refused_with_its_line(server: LabServer, trace: str) -> None:
-    header, first, *_ = trace.splitlines()
-    old = json.dumps({**json.loads(header), "headway_trace": 1})
-    for text, part in {"": ":1:", "{}": ":1:", old: "version 1"}.items():
-        assert part in error_of(ask(server, "POST", "/api/trace?name=t", text.encode()))
-    cut = "\n".join([header, first, first[:50]])
-    film = film_of(ask(server, "POST", "/api/trace?name=t", cut.encode())[1])
+def test_a_wrong_trace_is_refused_with_its_line(server: LabServer, trace: Lines) -> None:
+    header, first, *_ = trace
+    old = json.dumps({**json.loads(header), "headway_trace": 1}).encode()
+    for text, part in {b"": ":1:", b"{}": ":1:", old: "version 1"}.items():
+        assert part in error_of(ask(server, "POST", "/api/trace?name=t", text))
+    cut = b"".join([header, first, first[:50]])
+    film = film_of(ask(server, "POST", "/api/trace?name=t", cut)[1])
     assert film.num_frames >= 1 and film.end is not None and ":3:" in film.end["error"]
 
 
-def test_a_run_with_a_failed_step_cannot_be_edited_after_it(trace: str, tmp_path: Path) -> None:
-    head, *steps = [json.loads(line) for line in trace.splitlines()]
-    next(line for line in steps if "finished" in line)["finished"][0]["finish_reason"] = "error"
-    path = tmp_path / "failed"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in (head, *steps)))
-    for step, is_after in ((2, False), (len(steps) - 2, True)):
-        spec = {"trace": "t", "edits": [{"step": step, "set": {"victim": "least_work"}}]}
-        response = LabApp(traces={"t": path}).handle(
-            "POST", "/api/film", {}, json.dumps(spec).encode()
-        )
-        film = film_of(b"".join(response.body))
-        assert film.end and ("failed" in film.end["error"]) == is_after and film.num_frames > 1
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_run_with_a_failed_step_can_be_edited_before_and_after_it(
+    tmp_path: Path, is_async: bool
+) -> None:
+    path, failed = tmp_path / "failed", 9
+    path.write_bytes(b"".join(failing(failed, is_async)))
+    app = LabApp(traces={"t": path})
+
+    def film(**spec: Any) -> Film:
+        response = app.handle("POST", "/api/film", {}, json.dumps({"trace": "t", **spec}).encode())
+        return film_of(b"".join(response.body))
+
+    plain = film()
+    for step in (2, failed, failed + 5):
+        edited = film(edits=[{"step": step, "set": {"victim": "least_work"}}])
+        assert edited.end and not edited.end["error"]
+        reasons = edited.end["summary"]["finish_reasons"]
+        assert sum(reasons.values()) == 12 and ("error" in reasons) == (step > failed)
+        assert edited.num_frames > step
+        assert all(plain.ops(frame) == edited.ops(frame) for frame in range(step))
 
 
-def test_a_long_trace_is_shown_up_to_the_limit(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def failing(step: int, is_async: bool) -> Lines:
+    """The trace of a run in which the executor fails at a step."""
+    record = Recorder(CONFIG, is_async, profile=PROFILE.name)
+    engine = SimulatedEngine(CONFIG, PROFILE, is_async, observers=[record]).engine
+    launch = engine.executor.launch
+
+    class Failing:
+        def launch(self, plan: Plan) -> Any:
+            if plan.step == step:
+                raise RuntimeError("device lost")
+            return launch(plan)
+
+    engine.executor = Failing()
+    for each in parse_synthetic(WORKLOAD).generate():
+        engine.add(each.id, each.prompt(), each.params(), each.arrival)
+    engine.run()
+    return record.lines
+
+
+def test_a_long_trace_is_shown_up_to_the_limit(
+    trace: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.lab.film.run.MAX_FRAMES", 20)
-    lines = [json.loads(line) for line in trace.splitlines()]
-    film = film_of(b"".join(film_of_trace(iter(lines))))
+    film = film_of(b"".join(film_of_journal(parse_journal("t", trace))))
     assert film.end and "at most 20 steps" in film.end["error"]
     assert film.column("step", 19) == 19 and film.num_frames <= 21
 

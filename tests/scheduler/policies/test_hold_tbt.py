@@ -12,12 +12,13 @@ from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.plan import Chunk, Plan, StepReport
+from headway.plan import Chunk, Plan
 from headway.request import Request, RequestParams
 from headway.scheduler.policies.chunk import hold_tbt
 from headway.scheduler.policies.presets import describe, preset
 from headway.step_cost import StepWork, UnitCosts, work_of
 from tests.support.drive import small_driver
+from tests.support.events import Events
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
 WORKLOADS = {
@@ -62,13 +63,9 @@ def test_first_tokens_come_earlier_than_with_a_fixed_budget_of_the_same_stall(
 
 
 def test_a_target_below_the_decodes_still_computes_a_block_in_every_step() -> None:
-    chunks: list[int] = []
-
-    def observe(report: StepReport) -> None:
-        if report.plan.decodes and report.plan.chunks:
-            chunks.append(sum(c.end - c.start for c in report.plan.chunks))
-
-    summary = run(WORKLOADS["chat"], "hold_tbt(0.001)", observers=[observe])
+    events = Events()
+    summary = run(WORKLOADS["chat"], "hold_tbt(0.001)", observers=[events])
+    chunks = [plan.num_prefill for plan in events.plans if plan.decodes and plan.chunks]
     assert summary["completed"] == 60
     assert chunks and max(chunks) == 16
 

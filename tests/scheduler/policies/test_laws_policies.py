@@ -12,8 +12,8 @@ import pytest
 
 from headway import checks
 from headway.errors import PolicyError
-from headway.lab.film.recorder import PolicyRecorder
 from headway.request import Request, RequestParams
+from headway.scheduler import Scheduler
 from headway.scheduler.policies import batching, headroom, victim
 from headway.scheduler.policies.batching import MAX_PREFILL_STEPS
 from headway.scheduler.policies.chunk import at_most, split_any, split_first, whole
@@ -209,8 +209,7 @@ def test_an_error_of_a_policy_names_the_line_in_the_policys_own_file(
     rule: Any, is_recorded: bool
 ) -> None:
     world = Driver("vllm_v1", block_size=4, num_blocks=3, max_num_seqs=4, victim=rule)
-    if is_recorded:
-        PolicyRecorder(world.scheduler)
+    world.scheduler = Scheduler(world.scheduler.config, records_answers=is_recorded)
     for id in "ab":
         world.add(id, 4, 9)
     line = rule.__code__.co_firstlineno + 2

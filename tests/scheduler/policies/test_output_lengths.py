@@ -17,11 +17,12 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import ENDS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.plan import Plan, StepReport
+from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import preset
 from headway.scheduler.policies.lengths import OPEN_ENDED, is_open_ended, survival_curve
 from tests.support.drive import Driver
+from tests.support.events import Events
 
 MAX_MODEL_LEN = 8192
 EOS = 7
@@ -51,16 +52,12 @@ def chats(text: str) -> list[WorkloadRequest]:
 @cache
 def serve(name: str, text: str, num_blocks: int, **changes: Any) -> tuple[Summary, list[Plan]]:
     """The summary of a run on the 8B profile, and all its plans."""
-    plans: list[Plan] = []
-
-    def keep(report: StepReport) -> None:
-        plans.append(report.plan)
-
+    events = Events()
     config = preset(name, num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **changes)
     profile = load_profile("llama3.1-8b-a100-80gb")
-    run = simulate(chats(text), config, profile, observers=[keep])
+    run = simulate(chats(text), config, profile, observers=[events])
     assert not run.rejected
-    return summarize(run.metrics), plans
+    return summarize(run.metrics), events.plans
 
 
 def lone(max_tokens: int | None, num_prompt: int = 10) -> Request:
@@ -151,7 +148,7 @@ def test_a_burst_of_short_chats_that_fits_is_admitted_at_once() -> None:
     """32 chats of 64 + 150 tokens need 448 blocks; at their limits they would need 16,000."""
     _, plans = serve("headway", "requests=32,prompt=64,output=150", num_blocks=600)
     assert len(plans[0].admitted) == 32
-    assert not any(plan.events.preempted for plan in plans)
+    assert not any(plan.preempted for plan in plans)
 
 
 def test_short_outputs_fill_the_batch_within_160_admissions() -> None:
@@ -161,19 +158,19 @@ def test_short_outputs_fill_the_batch_within_160_admissions() -> None:
     num_running, num_admitted = 0, 0
     for plan in plans:
         num_admitted += len(plan.admitted)
-        num_running = max(num_running, plan.events.num_running)
+        num_running = max(num_running, plan.num_running)
         if num_running >= 60:
             break
     assert num_running >= 60
     assert len(plans[0].admitted) < 60 < num_admitted <= 160
-    assert sum(len(plan.events.preempted) for plan in plans) <= 8
+    assert sum(len(plan.preempted) for plan in plans) <= 8
 
 
 def test_long_outputs_are_learned_within_32_requests() -> None:
     _, plans = serve("headway", f"requests=96,{LONG},seed=0", 800)
     num_ended, num_late = 0, 0
     for plan in plans:
-        num_late += len(plan.events.preempted) if num_ended >= 32 else 0
+        num_late += len(plan.preempted) if num_ended >= 32 else 0
         num_ended += len(plan.tokens_kept)
     assert num_ended == 96
     assert num_late <= 64 // 4

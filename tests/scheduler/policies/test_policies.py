@@ -140,7 +140,7 @@ def test_a_waiting_high_priority_preempts_the_lowest_running_one() -> None:
     driver.add("urgent", 4, 2, priority=0)
     plan = driver.step()
     assert driver.table[-1] == Row("urgent", "x", (("urgent", 0, 4),), "y", ())
-    assert plan.events.preempted[0].is_priority
+    assert plan.preempted[0].is_priority
     driver.step()  # urgent has its two tokens
     assert driver.steps(1)[0].admitted == "y"
 
@@ -377,8 +377,8 @@ def preempting_plan(num_host_blocks: int) -> Plan:
 
 
 def test_swap_falls_back_to_recompute_when_the_host_is_full() -> None:
-    assert preempting_plan(3).events.preempted[0].is_swap
-    assert not preempting_plan(2).events.preempted[0].is_swap
+    assert preempting_plan(3).preempted[0].is_swap
+    assert not preempting_plan(2).preempted[0].is_swap
 
 
 class Full:

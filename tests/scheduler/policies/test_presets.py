@@ -171,7 +171,7 @@ def test_vllm_swaps_the_newest_out_and_resumes_it_before_new_prompts() -> None:
     ]
     plan = driver.step()  # both need a block; copying 12 tokens is cheaper than recomputing them
     assert driver.table[-1] == Row("", "a", (), "b", ())
-    assert plan.events.preempted[0].is_swap and len(plan.copies_out) == 3
+    assert plan.preempted[0].is_swap and len(plan.copies_out) == 3
     assert plan.not_considered == NotConsidered(
         "after_preemption", 1
     )  # a step that preempts for blocks admits no request
@@ -333,7 +333,7 @@ def utilisation(name: str, outputs: list[int], max_num_seqs: int) -> float:
     shares = []
     while driver.scheduler.requests:
         plan = driver.plan()
-        shares.append(plan.events.num_running / max_num_seqs)
+        shares.append(plan.num_running / max_num_seqs)
         driver.finish(plan)
         if not driver.scheduler.queue and name != "static":
             break  # the requests that are left cannot fill the batch
@@ -364,8 +364,8 @@ def test_every_waiting_request_has_a_reason_at_every_step(name: str) -> None:
         plan = driver.plan()
         num_reasons = len(plan.blocked)
         num_reasons += plan.not_considered.num_requests if plan.not_considered else 0
-        if num_reasons != plan.events.num_waiting:
-            missing.append((plan.step, plan.events.num_waiting - num_reasons))
+        if num_reasons != plan.num_waiting:
+            missing.append((plan.step, plan.num_waiting - num_reasons))
         driver.finish(plan)
     assert not missing
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from headway.config import Config
-from headway.plan import Plan, StepReport, StepResult
+from headway.events import Completed
+from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
 from tests.scheduler.reference.blocks import Sequence
@@ -158,21 +159,21 @@ class Pair:
             ("preempted", [(s.id, how) for s, how in self.reference.preempted], preempted(plan)),
             ("prompts", tokens_of(batch), planned_tokens(plan)),
             ("decodes", sorted(s.id for s in batch.decode), sorted(r.id for r in plan.decodes)),
-            ("free blocks", self.reference.blocks.num_free, plan.events.num_free),
+            ("free blocks", self.reference.blocks.num_free, plan.num_free),
         ):
             if theirs != ours:
                 return f"{name}: {theirs} in the listing, {ours} here"
-        report = self.ours.complete(plan, self.result(plan))
+        completed = self.ours.complete(plan, self.result(plan))
         finished = self.reference.postprocess(batch, self.sampled(batch))
-        ends = sorted(seq.id for seq in finished), sorted(r.id for r in report.finished)
+        ends = sorted(seq.id for seq in finished), sorted(r.id for r in completed.finished)
         if ends[0] != ends[1]:
             return f"finished: {ends[0]} in the listing, {ends[1]} here"
         self.seen["finished"] += len(finished)
-        return self.compare_outputs(batch, report)
+        return self.compare_outputs(batch, completed)
 
-    def compare_outputs(self, batch: Batch, report: StepReport) -> str | None:
+    def compare_outputs(self, batch: Batch, completed: Completed) -> str | None:
         """All tokens of what has ended, and the lengths of what goes on."""
-        ended = {request.id: request for request in report.finished}
+        ended = {request.id: request for request in completed.finished}
         for seq in [seq for seq, _ in batch.prefill] + batch.decode:
             request = ended.get(seq.id) or self.ours.requests[seq.id]
             if len(seq) != request.num_known or (
@@ -200,7 +201,7 @@ class Pair:
 
     def count(self, batch: Batch, plan: Plan) -> None:
         seen = self.seen
-        for preemption in plan.events.preempted:
+        for preemption in plan.preempted:
             seen["preemptions"] += 1
             seen["discarded outputs"] += preemption.is_discard
             seen["swaps"] += preemption.is_swap
@@ -213,7 +214,7 @@ class Pair:
 
 
 def preempted(plan: Plan) -> list[tuple[str, str]]:
-    return [(p.request.id, "swap" if p.is_swap else "recompute") for p in plan.events.preempted]
+    return [(p.request.id, "swap" if p.is_swap else "recompute") for p in plan.preempted]
 
 
 def tokens_of(batch: Batch) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -10,21 +9,23 @@ from typing import Any
 
 import pytest
 
+from headway.config import Config
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
+from headway.events import Aborted, Completed, Event, preempted_by
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.observe.run_stats import by_prompt_length
-from headway.observe.shared_gaps import MIN_KEPT, SharedGaps
-from headway.observe.timeline import RequestTimeline, Timeline, record_of
-from headway.observe.trace import describe_step
-from headway.observe.trace_reader import TraceReader
-from headway.plan import Plan, StepReport
+from headway.plan import Plan
+from headway.record.reader import EventReader
+from headway.record.shared_gaps import MIN_KEPT, SharedGaps
+from headway.record.stats import by_prompt_length
+from headway.record.timeline import Timeline
+from headway.record.writer import LineMaker, header
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
-from tests.observe.test_timeline import PROFILE
+from tests.support.journals import PROFILE
 
 END = 2
 SMALL = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 24, "max_model_len": 200}
@@ -50,37 +51,37 @@ class Tokens:
         self.times: dict[Request, list[float]] = defaultdict(list)
         self.seen: Counter[str] = Counter()
 
-    def follow(self, report: StepReport) -> None:
-        for request, tokens in report.outputs():
-            self.times[request] += [report.result.ended] * len(tokens)
-        events = report.plan.events
-        self.seen["preempted"] += sum(not p.is_swap for p in events.preempted)
-        self.seen["swapped"] += sum(p.is_swap for p in events.preempted)
-        self.seen["deferred"] += len(report.plan.deferred)
-        self.seen["multi"] += report.plan.num_steps > 1
-        self.seen["aborted"] += len(events.aborted) + len(events.aborted_in_flight)
+    def follow(self, event: Event) -> None:
+        if isinstance(event, Completed):
+            for request, tokens in event.outputs():
+                self.times[request] += [event.result.ended] * len(tokens)
+            self.seen["deferred"] += len(event.plan.deferred)
+            self.seen["multi"] += event.plan.num_steps > 1
+        self.seen["preempted"] += sum(not p.is_swap for p in preempted_by(event))
+        self.seen["swapped"] += sum(p.is_swap for p in preempted_by(event))
+        self.seen["aborted"] += isinstance(event, Aborted)
 
     def longest(self, request: Request) -> float:
         return max((b - a for a, b in pairwise(self.times[request])), default=0.0)
 
 
 class Follower:
-    """Follows an engine live and by trace lines, and compares both with the log of tokens."""
+    """Follows an engine live and by its journal, and compares both with the log of tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config, async_scheduling: bool) -> None:
         self.log, self.num_finished = Tokens(), 0
-        self._live, self._traced = Timeline[Request](), Timeline[RequestTimeline]()
-        self._reader = TraceReader()
+        self._live, self._read = Timeline(), Timeline()
+        self._lines = LineMaker(redact=True)
+        self._reader = EventReader(header(config, async_scheduling, is_redacted=True))
 
-    def __call__(self, report: StepReport) -> None:
-        line = json.loads(json.dumps(describe_step(report, redact=True)))
-        mine = self._live.follow(record_of(report))
-        other = self._traced.follow(self._reader.read(line))
-        self.log.follow(report)
+    def __call__(self, event: Event) -> None:
+        mine = self._live.follow(event)
+        other = self._read.follow(self._reader.event(self._lines.line(event)))
+        self.log.follow(event)
         for (request, one), (_, two) in zip(mine.finished, other.finished, strict=True):
             assert one.longest_stall == two.longest_stall == self.log.longest(request), request.id
             self.num_finished += 1
-        if report.plan.step % 7 == 0:
+        if isinstance(event, Completed) and event.plan.step % 7 == 0:
             self._live.update_stalls()
             for request, times in self._live.open.items():
                 assert times.longest_stall == self.log.longest(request), request.id
@@ -88,8 +89,9 @@ class Follower:
 
 def run_randomly(seed: int, async_scheduling: bool, **changes: Any) -> Follower:
     """Run random requests with steps of random duration; abort some of them at random times."""
-    source, clock, follower = random.Random(seed), VirtualClock(), Follower()
+    source, clock = random.Random(seed), VirtualClock()
     config = preset(**{"name": "vllm_v1", **SMALL, **changes})
+    follower = Follower(config, async_scheduling)
 
     def seconds(plan: Plan) -> float:
         return source.choice((0.01, 0.01, 0.02, 0.3)) * source.random()

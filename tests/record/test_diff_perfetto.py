@@ -1,25 +1,25 @@
-"""The first difference between two traces, and the events of a Perfetto export."""
+"""The first difference between two journals, and the events of a Perfetto export."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
-from headway.lab.cost import load_profile
-from headway.lab.diff import diff
-from headway.lab.simulate import simulate
-from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.explain import sentences_of, waits
-from headway.observe.perfetto import to_perfetto
-from headway.observe.trace import Line, decisions
-from headway.scheduler import PRESETS, preset
+from headway.events import Planned
+from headway.record.diff import TIMES, decisions, diff
+from headway.record.lines import CompletedLine, HeaderLine, PlannedLine
+from headway.record.perfetto import to_perfetto
+from headway.record.reader import events_of
+from headway.record.sentences import decisions_of, waits
+from headway.scheduler import PRESETS
+from tests.support import journals
+from tests.support.journals import Journal, of_kind
 
-PROFILE = load_profile("qwen3-0.6b-h200")
 WORKLOAD = (
     "requests=20,arrivals=poisson(300),prompt=uniform(5,60),output=uniform(1,30),max_tokens=30,"
     "prefix=2x16@0.5,seed=6"
@@ -28,11 +28,23 @@ SMALL = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "max_num_batched_
 NAMES = ("left", "right")
 
 
-def record(name: str = "headway", async_scheduling: int = 0, **changes: Any) -> list[Line]:
-    file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
-    jobs = parse_synthetic(WORKLOAD).generate()
-    simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, trace=file)
-    return [json.loads(line) for line in file.getvalue().splitlines()]
+def record(name: str = "headway", async_scheduling: int = 0, **changes: Any) -> Journal:
+    return journals.record(WORKLOAD, name, async_scheduling, **{**SMALL, **changes})
+
+
+def first_difference(one: Journal, other: Journal) -> int:
+    """The step of the first plan that differs."""
+    pairs = zip(of_kind(PlannedLine, one), of_kind(PlannedLine, other), strict=False)
+    return next(a.step for a, b in pairs if decisions(a) != decisions(b))
+
+
+def waiting(journal: Journal, step: int) -> set[str]:
+    """The sentences about waiting requests in a plan."""
+    head = journal[0]
+    assert isinstance(head, HeaderLine)
+    events = of_kind(Planned, events_of(journal))
+    found = decisions_of(events[step], head.config["max_num_seqs"])
+    return {each.text for each in found if each.kind == "waiting"}
 
 
 # Diff.
@@ -46,10 +58,13 @@ def test_a_trace_does_not_differ_from_itself(name: str) -> None:
 
 def test_times_are_not_compared() -> None:
     lines = record()
-    later = [lines[0]] + [
-        {**line, "t": line["t"] + 1, "start": line["start"] + 2, "end": line["end"] + 3}
-        for line in lines[1:]
+    later = [
+        msgspec.structs.replace(
+            line, **{n: i + 1.0 for i, n in enumerate(TIMES) if hasattr(line, n)}
+        )
+        for line in lines
     ]
+    assert lines[1:] != later[1:]
     assert diff(lines, later, NAMES).step is None
 
 
@@ -59,12 +74,10 @@ def test_times_are_not_compared() -> None:
 def test_the_first_step_that_differs_is_found(left: str, right: str) -> None:
     one, other = record(left), record(right)
     difference = diff(one, other, (left, right))
-    pairs = zip(one[1:], other[1:], strict=False)
-    first = next(a["step"] for a, b in pairs if decisions(a) != decisions(b))
-    assert difference.step == first
+    assert difference.step == first_difference(one, other)
     text = "\n".join(difference.lines)
     assert left in text and right in text
-    batching = (one[0]["config"]["batching"], other[0]["config"]["batching"])
+    batching = [head.config["batching"] for head in of_kind(HeaderLine, [*one, *other])]
     if batching[0] != batching[1]:
         assert f"batching: {left} {batching[0]}, {right} {batching[1]}" in difference.lines
 
@@ -72,12 +85,12 @@ def test_the_first_step_that_differs_is_found(left: str, right: str) -> None:
 def test_a_difference_gives_the_decisions_of_both_runs_in_sentences() -> None:
     one, other = record("vllm_v1", max_num_seqs=30), record("deep_dive", max_num_seqs=30)
     difference = diff(one, other, NAMES)
-    pairs = zip(one[1:], other[1:], strict=False)
-    mine, theirs = next((a, b) for a, b in pairs if decisions(a) != decisions(b))
-    lefts, rights = (set(sentences_of(line, 30)) for line in (mine, theirs))
+    step = first_difference(one, other)
+    lefts, rights = waiting(one, step), waiting(other, step)
     assert {f"left: {text}" for text in lefts - rights} <= set(difference.lines)
     assert {f"right: {text}" for text in rights - lefts} <= set(difference.lines)
-    (blocked,) = [b for b in theirs["blocked"] if b not in mine.get("blocked", [])]
+    mine, theirs = (of_kind(PlannedLine, journal)[step] for journal in (one, other))
+    (blocked,) = [each for each in theirs.blocked if each not in mine.blocked]
     assert blocked[1] == "headroom" and f"right: {waits(*blocked)}" in difference.lines
     assert any(line.startswith("free blocks after the step") for line in difference.lines)
 
@@ -90,9 +103,10 @@ def test_a_difference_names_the_limit_of_running_requests() -> None:
 
 def test_the_shorter_run_is_named() -> None:
     lines = record()
-    cut = lines[:-3]
+    first_cut = of_kind(PlannedLine, lines)[-3]
+    cut = lines[: lines.index(first_cut)]
     step, (line,) = diff(lines, cut, NAMES)
-    assert step == lines[-3]["step"] and line.startswith("right ends")
+    assert step == first_cut.step and line.startswith("right ends")
     assert diff(cut, lines, NAMES).lines[0].startswith("left ends")
 
 
@@ -117,17 +131,17 @@ TRACES: list[tuple[str, int, dict[str, Any]]] = [
 each_trace = pytest.mark.parametrize(("name", "async_scheduling", "changes"), TRACES)
 
 
-def events_of(name: str, async_scheduling: int, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    events = list(to_perfetto(record(name, async_scheduling, **changes)))
-    assert json.loads(json.dumps({"traceEvents": events}))["traceEvents"] == events
-    return events
+def exported(name: str, async_scheduling: int, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events after a round trip through JSON."""
+    events = to_perfetto(record(name, async_scheduling, **changes))
+    return list(json.loads(json.dumps({"traceEvents": list(events)}))["traceEvents"])
 
 
 @each_trace
 def test_every_event_has_the_fields_of_its_kind(
     name: str, async_scheduling: int, changes: dict[str, Any]
 ) -> None:
-    for event in events_of(name, async_scheduling, changes):
+    for event in exported(name, async_scheduling, changes):
         assert event["pid"] == 1 and event["ph"] in "MiXCbe" and event["name"]
         if event["ph"] != "M":
             assert isinstance(event["ts"], int | float) and event["ts"] >= 0
@@ -143,7 +157,7 @@ def test_every_slice_ends_once_and_in_order(
 ) -> None:
     open_: dict[str, list[tuple[str, float]]] = defaultdict(list)
     seen: Counter[str] = Counter()
-    for event in events_of(name, async_scheduling, changes):
+    for event in exported(name, async_scheduling, changes):
         if event["ph"] == "b":
             open_[event["id"]].append((event["name"], event["ts"]))
             seen[event["name"]] += 1
@@ -160,7 +174,7 @@ def test_times_never_decrease_on_a_track(
 ) -> None:
     tracks: dict[Any, list[float]] = defaultdict(list)
     ends: list[tuple[float, float]] = []
-    for event in events_of(name, async_scheduling, changes):
+    for event in exported(name, async_scheduling, changes):
         if event["ph"] == "X":
             ends.append((event["ts"], event["ts"] + event["dur"]))
         if event["ph"] in "XC":
@@ -180,14 +194,15 @@ def test_counters_equal_the_fields_of_the_steps(
 ) -> None:
     lines, events = (
         record(name, async_scheduling, **changes),
-        events_of(name, async_scheduling, changes),
+        exported(name, async_scheduling, changes),
     )
+    plans = {line.step: line for line in of_kind(PlannedLine, lines)}  # without empty ones
     for counter, field in (("running",) * 2, ("waiting",) * 2, ("free blocks", "free")):
         shown = [e["args"][counter] for e in events if e["ph"] == "C" and e["name"] == counter]
-        assert shown == [line[field] for line in lines[1:]]
+        assert shown == [getattr(plans[line.step], field) for line in of_kind(CompletedLine, lines)]
     assert any(e["name"] == "tokens" for e in events if e["ph"] == "C")
 
 
 def test_swapped_requests_have_their_own_phase() -> None:
-    names = {e["name"] for e in events_of(*TRACES[2])}
+    names = {e["name"] for e in exported(*TRACES[2])}
     assert "swapped" in names

@@ -1,4 +1,4 @@
-"""The statistics of a whole run, from live reports or from trace lines: both give equal numbers.
+"""The statistics of a whole run, from the events of an engine or of a journal file.
 
 Memory grows by a few numbers for each request and each step.
 """
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headway.observe.timeline import RequestTimeline, StepRecord, StepStats, Timeline, record_of
-from headway.observe.trace import Line
-from headway.observe.trace_reader import TraceReader
-from headway.plan import StepReport
+from headway.events import Added, Completed, Event, preempted_by
+from headway.record.lines import HeaderLine, Line
+from headway.record.reader import EventReader, split_header
+from headway.record.timeline import RequestTimeline, StepStats, Timeline, reasons_of
 
 PERCENTILES = (50, 90, 99, 99.9)
 STATISTICS = ("mean", *(f"p{p:g}" for p in PERCENTILES), "max")  # keys of a latency
@@ -25,14 +25,15 @@ PER_STEP = ("running", "waiting", "free", "tokens", "prefill", "decodes", "secon
 
 
 class RunStats:
-    """Counts one run. Add live step reports by calling it, or the lines of a trace with `add`.
+    """Counts one run; call it with every event.
 
-    `count` adds steps that a timeline outside has followed. `started` is the time at which a part
-    of a run begins.
+    `count` counts an event that a timeline outside has followed. `started` is the time at which a
+    part of a run begins.
     """
 
-    def __init__(self, header: Line, started: float | None = None) -> None:
-        self.config: dict[str, Any] = header["config"]
+    def __init__(self, header: HeaderLine, started: float | None = None) -> None:
+        self.header = header
+        self.config: dict[str, Any] = header.config
         self.started_at = started  # None: the first arrival
         self.totals: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()  # steps in which a request waited for this reason
@@ -43,15 +44,10 @@ class RunStats:
         # Times between tokens in seconds, and the number of tokens that each was measured for.
         self.gap_seconds, self.gap_counts = array("d"), array("d")
         self.ended_at = 0.0
-        self._timeline = Timeline[Any](started or 0.0)
-        self._reader = TraceReader()
+        self._timeline = Timeline(started or 0.0)
 
-    def __call__(self, report: StepReport) -> None:
-        self._follow(record_of(report))
-
-    def add(self, line: Line) -> None:
-        """Count one line of a trace, which is not its header."""
-        self._follow(self._reader.read(line))
+    def __call__(self, event: Event) -> None:
+        self.count(event, self._timeline.follow(event), self._timeline)
 
     def merge(self, other: RunStats) -> None:
         """Add another part of the same run: later steps, or those of another replica."""
@@ -71,49 +67,45 @@ class RunStats:
         self.gap_seconds.append(seconds)
         self.gap_counts.append(1)
 
-    def _follow(self, record: StepRecord[Any]) -> None:
-        self.count(record, self._timeline.follow(record))
-
-    def count(self, record: StepRecord[Any], stats: StepStats[Any]) -> None:
-        """Count a step and what it changed."""
+    def count(self, event: Event, stats: StepStats, timeline: Timeline) -> None:
+        """Count an event and what it changed."""
         totals = self.totals
-        for _, times in record.added:
-            self.requests.append(times)
-        for _, is_swap, is_priority in record.preempted:
-            totals["swaps" if is_swap else "recomputes"] += 1
-            totals["priority_preemptions"] += is_priority
-        if stats.num_admitted:
-            totals["prompt_tokens"] += stats.num_admitted
-            totals["cached_tokens"] += stats.num_hit
-        if record.step >= 0:
-            self._count_step(record, stats.num_computed)
-        for seconds, count in stats.gaps:
-            self.gap_seconds.append(seconds)
-            self.gap_counts.append(count)
+        if isinstance(event, Completed):
+            self._count_step(event, stats)
+        elif isinstance(event, Added):
+            self.requests += [timeline.open[request] for request in event.requests]
+        for preemption in preempted_by(event):
+            totals["swaps" if preemption.is_swap else "recomputes"] += 1
+            totals["priority_preemptions"] += preemption.is_priority
         if stats.finished:
             self._count_finished(stats)
 
-    def _count_step(self, record: StepRecord[Any], num_computed: int) -> None:
-        prefill, ended, steps, totals = record.num_prefill, record.ended, self.steps, self.totals
-        steps["running"].append(record.num_running)
-        steps["waiting"].append(record.num_waiting)
-        steps["free"].append(record.num_free)
-        steps["tokens"].append(prefill + record.num_decodes)
-        steps["prefill"].append(prefill)
-        steps["decodes"].append(num_computed - prefill)
-        steps["seconds"].append(ended - record.started)
-        totals["computed_tokens"] += num_computed
-        if any(record.copies):
-            totals["blocks_out"] += record.copies[0]
-            totals["blocks_in"] += record.copies[1]
-        if record.swap_in:
-            self.swap_ins.append(record.swap_in)
-        if ended > self.ended_at:
-            self.ended_at = ended
-        for reason in record.reasons:
+    def _count_step(self, event: Completed, stats: StepStats) -> None:
+        plan, result, steps, totals = event.plan, event.result, self.steps, self.totals
+        if stats.num_admitted:
+            totals["prompt_tokens"] += stats.num_admitted
+            totals["cached_tokens"] += stats.num_hit
+        steps["running"].append(plan.num_running)
+        steps["waiting"].append(plan.num_waiting)
+        steps["free"].append(plan.num_free)
+        steps["tokens"].append(stats.num_prefill + len(plan.decodes))
+        steps["prefill"].append(stats.num_prefill)
+        steps["decodes"].append(stats.num_computed - stats.num_prefill)
+        steps["seconds"].append(stats.now - result.started)
+        totals["computed_tokens"] += stats.num_computed
+        if plan.copies_out or plan.copies_in:
+            totals["blocks_out"] += len(plan.copies_out)
+            totals["blocks_in"] += len(plan.copies_in)
+        if result.swap_in:
+            self.swap_ins.append(result.swap_in)
+        self.ended_at = max(self.ended_at, stats.now)
+        for reason in reasons_of(plan):
             self.reasons[reason] += 1
+        for seconds, count in stats.gaps:
+            self.gap_seconds.append(seconds)
+            self.gap_counts.append(count)
 
-    def _count_finished(self, stats: StepStats[Any]) -> None:
+    def _count_finished(self, stats: StepStats) -> None:
         for _, times in stats.finished:
             self.totals["recomputed_tokens"] += times.num_recomputed
             self.totals["output_tokens"] += times.num_output
@@ -135,6 +127,15 @@ class RunStats:
         """The largest time between tokens of each request that has two tokens."""
         self._timeline.update_stalls()
         return stalls_of(self.requests if self.streams is None else self.streams)
+
+
+def stats_of(journal: Iterable[HeaderLine | Line]) -> RunStats:
+    """The statistics of a journal file."""
+    header, lines = split_header(journal)
+    stats, reader = RunStats(header), EventReader(header)
+    for line in lines:
+        stats(reader.event(line))
+    return stats
 
 
 def stalls_of(requests: Iterable[RequestTimeline]) -> list[float]:

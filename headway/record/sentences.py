@@ -1,8 +1,7 @@
 """The wording of every decision: the only module that puts decisions into sentences.
 
 `Engine.why()`, the live page, `headway top`, the view of `headway run`, replay and diff print these
-sentences. The functions take plain values, because a decision comes from a plan or from a trace
-line. Each number in a sentence is a number of the plan.
+sentences. Each number in a sentence is a number of the plan.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from headway.config import Config
-from headway.observe.trace import Line
-from headway.plan import Plan, StepReport
-from headway.record.packing import num_packed
+from headway.events import Added, Completed, Event, Failed, Planned, Reset, ended_by, preempted_by
+from headway.plan import Plan, Preemption
 from headway.request import Request
 from headway.scheduler import Scheduler
 
-Kind = Literal["preempted", "admitted", "waiting", "deferred", "copied", "finished"]
+Kind = Literal[
+    "arrived", "reset", "preempted", "admitted", "waiting", "deferred", "copied", "finished"
+]  # fmt: skip
+NO_BLOCKS = "KV blocks ran out"
 MAX_LISTED = 5  # blocked requests that `explain` lists
 MAX_EACH = 32  # decisions of one kind that the log takes from one step
 NEXT_STEP = "the next step considers it"
@@ -69,32 +69,23 @@ class Alternatives(NamedTuple):
 
 
 def preempted(
-    id: str,
-    is_swap: bool,
-    num_lost: int,
-    is_priority: bool,
-    step: int,
-    short: tuple[int, int] = (0, 0),
+    preemption: Preemption,
     alternatives: Alternatives | None = None,
-    discards: bool = False,
+    cause: str = NO_BLOCKS,
 ) -> str:
-    """A running request goes back to the queue. Step -1 reports preemptions after a failure.
-
-    `short` has the blocks that decodes needed and those that were free.
-    """
-    cause = "a step failed" if step < 0 else "KV blocks ran out"
-    if is_priority:
+    """A running request goes back to the queue."""
+    if preemption.is_priority:
         cause = "a request with a higher priority waits"
-    if short[0]:
-        cause += f" (decodes needed {short[0]}, {short[1]} free)"
-    fate = "swapped out" if is_swap else "to recompute"
-    fate += ", output discarded" if discards else ""
-    text = f"request {id} is preempted because {cause}, {_count(num_lost, 'token')} {fate}"
+    if preemption.num_due:
+        cause += f" (decodes needed {preemption.num_due}, {preemption.num_free} free)"
+    fate = "swapped out" if preemption.is_swap else "to recompute"
+    fate += ", output discarded" if preemption.is_discard else ""
+    lost = _count(preemption.num_lost, "token")
+    text = f"request {preemption.request.id} is preempted because {cause}, {lost} {fate}"
     if alternatives is None:
         return text
-    rule, num_candidates, seconds = alternatives
-    text += f"; chosen by {rule} among {num_candidates}"
-    if seconds:
+    text += f"; chosen by {alternatives.victim_rule} among {alternatives.num_candidates}"
+    if seconds := alternatives.seconds:
         text += (
             f"; swapping takes {_milliseconds(seconds[0])}, recomputing {_milliseconds(seconds[1])}"
         )
@@ -157,12 +148,13 @@ def decoded(num_decodes: int, num_steps: int) -> str:
     return f"{_count(num_decodes, 'request')} {verb}{often}"
 
 
-def finished(id: str, num_output: int, reason: str | None, *, is_pooling: bool = False) -> str:
+def finished(request: Request) -> str:
     """A request ends."""
+    num_output = request.num_generated
     result = _count(num_output, "token")
-    if is_pooling:
+    if request.params.pooling is not None:
         result = "its embedding" if num_output else "no embedding"
-    return f"request {id} finished with {result} ({reason})"
+    return f"request {request.id} finished with {result} ({request.finish_reason})"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -173,105 +165,93 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-# All decisions of a step.
+# All decisions of an event.
 
 
 class Decision(NamedTuple):
-    """One decision of a step, in a sentence."""
+    """One decision, in a sentence."""
 
-    step: int
+    step: int  # -1: not of a plan
     kind: Kind
     text: str
+    request: Request | None = None
 
 
 NO_DECISIONS: list[Decision] = []
+CAUSES: dict[type[Event], str] = {
+    Reset: "the prefix cache was reset",
+    Failed: "a step failed",
+}  # of preemptions
+
+
+def decisions_of(event: Event, max_num_seqs: int) -> Iterator[Decision]:
+    """All decisions of an event."""
+    step = -1
+    if isinstance(event, Planned | Completed):
+        step = event.plan.step
+    elif isinstance(event, Added):
+        for request in event.requests:
+            yield Decision(step, "arrived", arrived(request.id, request.num_prompt), request)
+    elif isinstance(event, Reset | Failed):
+        yield Decision(step, "reset", reset(isinstance(event, Failed)))
+    cause = CAUSES.get(type(event), NO_BLOCKS)
+    for preemption in preempted_by(event)[-MAX_EACH:]:
+        text = preempted(preemption, cause=cause)
+        yield Decision(step, "preempted", text, preemption.request)
+    if isinstance(event, Planned):
+        yield from _planned(event.plan, max_num_seqs)
+    for request in ended_by(event)[-MAX_EACH:]:
+        yield Decision(step, "finished", finished(request), request)
+
+
+def _planned(plan: Plan, max_num_seqs: int) -> Iterator[Decision]:
+    for request, num_cached, num_swapped, is_resume, *_ in plan.admitted[-MAX_EACH:]:
+        text = admitted(request.id, num_cached, num_swapped, is_resume)
+        yield Decision(plan.step, "admitted", text, request)
+    for request, reason, need, have in plan.blocked:
+        text = waits(request.id, reason, need, have)
+        yield Decision(plan.step, "waiting", text, request)
+    if plan.not_considered:
+        yield Decision(plan.step, "waiting", not_considered(*plan.not_considered, max_num_seqs))
+    if plan.deferred:
+        yield Decision(plan.step, "deferred", deferred(len(plan.deferred)))
+    if plan.copies_out or plan.copies_in:
+        text = copied(len(plan.copies_out), len(plan.copies_in))
+        yield Decision(plan.step, "copied", text)
 
 
 class DecisionLog:
-    """Describes the decisions of a live run in sentences. A reason to wait is reported when it changes."""
+    """The decisions of a run in sentences. A reason to wait is given when it changes."""
 
-    def __init__(self, config: Config) -> None:
-        self._max_num_seqs = config.max_num_seqs
-        self._waits: dict[Request | None, str] = {}  # the last reason of each waiting request
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._waits: dict[Request | None, str] = {}  # the latest reason of each waiting request
         self._has_deferred = False
 
-    def follow(self, report: StepReport) -> list[Decision]:
-        """The decisions of the next step, at most 32 of a kind, except reasons to wait."""
-        plan, events = report.plan, report.plan.events
-        changes = plan.admitted or events.preempted or report.finished
-        if changes or plan.deferred or plan.copies_in or self._has_deferred:
-            return list(self._changes(report))
-        if plan.blocked or plan.not_considered or self._waits:
-            return list(self._waiting(plan))
-        return NO_DECISIONS
+    def follow(self, event: Event) -> list[Decision]:
+        """The decisions of the next event, at most 32 of a kind, except reasons to wait."""
+        if isinstance(event, Planned):
+            return self._plan(event)
+        if isinstance(event, Completed) and not event.finished:
+            return NO_DECISIONS
+        return list(decisions_of(event, self._max_num_seqs))
 
-    def _changes(self, report: StepReport) -> Iterator[Decision]:
-        plan, events = report.plan, report.plan.events
-        for event in events.preempted[-MAX_EACH:]:
-            text = preempted(
-                event.request.id, event.is_swap, event.num_lost, event.is_priority, plan.step,
-                discards=event.is_discard,
-            )  # fmt: skip
-            yield Decision(plan.step, "preempted", text)
-        for request, num_cached, num_swapped, is_resume, *_ in plan.admitted[-MAX_EACH:]:
-            text = admitted(request.id, num_cached, num_swapped, is_resume)
-            yield Decision(plan.step, "admitted", text)
-        yield from self._waiting(plan)
-        if plan.deferred and not self._has_deferred:
-            yield Decision(plan.step, "deferred", deferred(len(plan.deferred)))
-        self._has_deferred = bool(plan.deferred)
-        if plan.copies_out or plan.copies_in:
-            text = copied(len(plan.copies_out), len(plan.copies_in))
-            yield Decision(plan.step, "copied", text)
-        for request in report.finished[-MAX_EACH:]:
-            yield Decision(plan.step, "finished", self.finished(request))
-        for request in (*(a.request for a in plan.admitted), *report.finished):
-            self._waits.pop(request, None)
-
-    def finished(self, request: Request) -> str:
-        """The sentence for a request that has finished."""
-        is_pooling = request.params.pooling is not None
-        num_output, reason = request.num_generated, request.finish_reason
-        return finished(request.id, num_output, reason, is_pooling=is_pooling)
-
-    def _waiting(self, plan: Plan) -> Iterator[Decision]:
-        """Requests whose reason to wait has changed."""
-        for request, reason, need, have in plan.blocked:
-            if self._waits.get(request) != reason and not request.is_finished:
-                self._waits[request] = reason
-                yield Decision(plan.step, "waiting", waits(request.id, reason, need, have))
-        rest = plan.not_considered
-        if rest is None:
-            self._waits.pop(None, None)
-        elif self._waits.get(None) != rest.reason:
-            self._waits[None] = rest.reason
-            text = not_considered(*rest, self._max_num_seqs)
-            yield Decision(plan.step, "waiting", text)
-
-
-def sentences_of(line: Line, max_num_seqs: int) -> Iterator[str]:
-    """All decisions of one trace line, in sentences."""
-    for id, how, num_lost, is_priority in line.get("preempted", ()):
-        is_swap, discards = how == "swap", how == "discard"
-        yield preempted(id, is_swap, num_lost, bool(is_priority), line["step"], discards=discards)
-    if line.get("reset"):
-        yield reset(bool(line["reset"][1]))
-    for id, num_cached, num_swapped, is_resume in line.get("admitted", ()):
-        yield admitted(id, num_cached, num_swapped, bool(is_resume))
-    for id, start, end, _ in line.get("chunks", ()):
-        yield computed(id, start, end)
-    yield decoded(line["decodes"], line.get("num_steps", 1))
-    if line.get("deferred"):
-        yield deferred(len(line["deferred"]))
-    if line.get("copied_out") or line.get("copied_in"):
-        yield copied(line.get("copied_out", 0), line.get("copied_in", 0))
-    for id, reason, need, have in line.get("blocked", ()):
-        yield waits(id, reason, need, have)
-    if line.get("not_considered"):
-        reason, count = line["not_considered"]
-        yield not_considered(reason, count, max_num_seqs)
-    for end in line.get("finished", ()):
-        yield finished(end["id"], num_packed(end["output"]), end["finish_reason"])
+    def _plan(self, event: Planned) -> list[Decision]:
+        plan, before = event.plan, self._waits
+        changes = plan.admitted or plan.preempted or plan.deferred or plan.copies_in
+        if not (changes or plan.blocked or plan.not_considered or before or self._has_deferred):
+            return NO_DECISIONS
+        rest = {None: plan.not_considered.reason} if plan.not_considered else {}
+        blocked = {each.request: each.reason for each in plan.blocked}
+        admitted = {each.request for each in plan.admitted}
+        kept = {r: reason for r, reason in before.items() if r is not None and r not in admitted}
+        self._waits = {r: why for r, why in kept.items() if not r.is_finished} | blocked | rest
+        had_deferred, self._has_deferred = self._has_deferred, bool(plan.deferred)
+        return [
+            each for each in decisions_of(event, self._max_num_seqs)
+            if (each.kind != "waiting" or before.get(each.request) != self._waits[each.request])
+            and (each.kind != "deferred" or not had_deferred)
+        ]  # fmt: skip
 
 
 # The present state.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from typing import Any, get_args
@@ -13,13 +12,22 @@ from headway.config import Config
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
+from headway.events import Added, Event, Planned, Reset, ended_by, preempted_by
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe import explain
-from headway.observe.explain import DecisionLog, sentences_of, why_blocked, why_not_considered
 from headway.observe.server_metrics import ServerMetrics
-from headway.observe.trace import describe_step
-from headway.plan import Blocked, Plan, Reason, StepReport
+from headway.plan import Blocked, Plan, Reason
+from headway.record.reader import EventReader
+from headway.record.sentences import (
+    BLOCKED,
+    NOT_CONSIDERED,
+    DecisionLog,
+    Kind,
+    decisions_of,
+    why_blocked,
+    why_not_considered,
+)
+from headway.record.writer import LineMaker, header
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 
@@ -28,6 +36,7 @@ WORKLOAD = (
     "clients=3,priorities=3,n=2,seed={}"
 )
 VIEW_EVERY = 3  # steps
+RESET_AT = 40  # step
 MIXES: list[dict[str, Any]] = [
     {"name": "headway", "queue": "fair", "max_num_seqs": 8, "num_blocks": 200},
     {"name": "vllm_v1", "max_num_seqs": 3, "num_blocks": 60},
@@ -63,8 +72,10 @@ class Checker:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.seen = engine, Counter[str]()
         self.metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
-        self.log = DecisionLog(engine.scheduler.config)
-        engine.observers.append(self.check_report)
+        config = engine.scheduler.config
+        self.log = DecisionLog(config.max_num_seqs)
+        self.reader = EventReader(header(config, engine.async_scheduling))
+        engine.observers.append(self.check_event)
 
     def check_plan(self, plan: Plan) -> None:
         config = self.engine.scheduler.config
@@ -73,7 +84,7 @@ class Checker:
         if rest := plan.not_considered:
             text = why_not_considered(rest.reason, config.max_num_seqs)
             if rest.reason == "max_num_seqs":
-                assert numbers_in(text) == [config.max_num_seqs] == [plan.events.num_running]
+                assert numbers_in(text) == [config.max_num_seqs] == [plan.num_running]
             else:
                 assert not numbers_in(text)
             if rest.reason == "after_preemption":
@@ -94,38 +105,47 @@ class Checker:
         elif blocked.reason == "parent":
             assert blocked.request.parent is not None
         elif blocked.reason == "reserved_rows":
-            assert blocked.have == config.max_num_seqs - plan.events.num_running > 0
+            assert blocked.have == config.max_num_seqs - plan.num_running > 0
         elif blocked.reason == "window_blocks":
             assert "sliding-window" in text
             assert blocked.have <= self.engine.scheduler.kv.num_window_free
         elif blocked.reason != "token_budget":
-            is_later = bool(plan.events.preempted)  # a later preemption may free more blocks
-            assert "block" in text and (is_later or blocked.have >= plan.events.num_free)
+            is_later = bool(plan.preempted)  # a later preemption may free more blocks
+            assert "block" in text and (is_later or blocked.have >= plan.num_free)
         self.seen[f"blocked: {blocked.reason}"] += 1
 
-    def check_report(self, report: StepReport) -> None:
-        """The log and the trace line word the same decisions with the numbers of the plan."""
-        plan, limit = report.plan, self.engine.scheduler.config.max_num_seqs
-        log = self.log.follow(report)
-        line = json.loads(json.dumps(describe_step(report)))
-        sentences = list(sentences_of(line, limit))
-        assert {d.text for d in log if "embedding" not in d.text} <= set(sentences)
-        texts = {kind: [d.text for d in log if d.kind == kind] for kind in get_args(explain.Kind)}
-        for text, preemption in zip(texts["preempted"], plan.events.preempted, strict=True):
-            self.check_numbers(text, preemption.request, [preemption.num_lost])
+    def check_event(self, event: Event) -> None:
+        """The log words the decisions of the event, and of its line, with the event's numbers."""
+        limit, log = self.engine.scheduler.config.max_num_seqs, self.log.follow(event)
+        sentences = [each.text for each in decisions_of(event, limit)]
+        read = self.reader.event(LineMaker().line(event))
+        assert sentences == [each.text for each in decisions_of(read, limit)]
+        assert {each.text for each in log} <= set(sentences)
+        texts = {kind: [d.text for d in log if d.kind == kind] for kind in get_args(Kind)}
+        added = event.requests if isinstance(event, Added) else ()
+        for text, request in zip(texts["arrived"], added, strict=True):
+            self.check_numbers(text, request, [request.num_prompt])
+        for text, preemption in zip(texts["preempted"], preempted_by(event), strict=True):
+            blocks = [preemption.num_due, preemption.num_free] if preemption.num_due else []
+            self.check_numbers(text, preemption.request, [*blocks, preemption.num_lost])
             assert ("priority" in text) == preemption.is_priority
+            assert ("reset" in text) == isinstance(event, Reset)
             assert ("swapped out" in text) == preemption.is_swap
+        for text, request in zip(texts["finished"], ended_by(event), strict=True):
+            self.check_numbers(text, request, [request.num_generated])
+            assert str(request.finish_reason) in text
+        assert len(texts["reset"]) == isinstance(event, Reset)
+        self.check_planned(texts, event.plan if isinstance(event, Planned) else Plan(-1))
+        self.seen.update(d.kind for d in log)
+
+    def check_planned(self, texts: dict[Kind, list[str]], plan: Plan) -> None:
         for text, admission in zip(texts["admitted"], plan.admitted, strict=True):
             expected = [n for n in (admission.num_cached, admission.num_swapped) if n]
             self.check_numbers(text, admission.request, expected)
             assert ("again" in text) == admission.is_resume
-        for text, request in zip(texts["finished"], report.finished, strict=True):
-            self.check_numbers(text, request, [request.num_generated])
-            assert str(request.finish_reason) in text
         copies = [n for n in (len(plan.copies_out), len(plan.copies_in)) if n]
         assert [numbers_in(text) for text in texts["copied"]] == ([copies] if copies else [])
         assert all(numbers_in(text) == [len(plan.deferred)] for text in texts["deferred"])
-        self.seen.update(d.kind for d in log)
 
     def check_numbers(self, text: str, request: Request, expected: list[int]) -> None:
         assert text.startswith(f"request {request.id} ")
@@ -158,11 +178,13 @@ def follow(engine: Engine) -> Counter[str]:
         if not engine.has_work:
             engine.clock.advance_to(jobs[-1].arrival)  # type: ignore[attr-defined]
             continue
+        if engine.scheduler.num_steps == RESET_AT:
+            engine.scheduler.reset_cache(force=True)
         engine.step()
         checker.check_plan(engine.scheduler.last_plan)
         if engine.scheduler.num_steps % VIEW_EVERY == 0:
             checker.check_views()
-    assert engine.fault is None
+    assert engine.fault is None and checker.check_event in engine.observers  # no check failed
     return checker.seen
 
 
@@ -171,15 +193,15 @@ def test_every_sentence_agrees_with_its_plan() -> None:
     for mix in MIXES:
         for async_scheduling in (False, True):
             seen += follow(engine_of(async_scheduling, **mix))
-    blocked = [f"blocked: {reason}" for reason in explain.BLOCKED]
-    rest = [f"not considered: {reason}" for reason in explain.NOT_CONSIDERED]
-    for kind in (*blocked, *rest, *get_args(explain.Kind)):
+    blocked = [f"blocked: {reason}" for reason in BLOCKED]
+    rest = [f"not considered: {reason}" for reason in NOT_CONSIDERED]
+    for kind in (*blocked, *rest, *get_args(Kind)):
         assert seen[kind] > 0, kind
     assert seen["views"] > 1000
 
 
 def test_every_reason_has_a_sentence() -> None:
-    assert {*explain.BLOCKED, *explain.NOT_CONSIDERED} == set(get_args(Reason))
+    assert {*BLOCKED, *NOT_CONSIDERED} == set(get_args(Reason))
 
 
 def test_a_just_preempted_request_does_not_ask_for_blocks() -> None:
@@ -194,7 +216,7 @@ def test_a_just_preempted_request_does_not_ask_for_blocks() -> None:
     plan = engine.scheduler.last_plan
     (blocked,) = plan.blocked
     assert (blocked.request.id, blocked.reason) == ("lower", "just_preempted")
-    assert plan.events.num_free > 0
+    assert plan.num_free > 0
     (line,) = [line for line in engine.why().splitlines() if "request lower waits" in line]
     assert "preempted" in line and "block" not in line
 
@@ -216,8 +238,8 @@ def test_reserved_rows_are_not_worded_as_the_limit() -> None:
 def test_preemptions_after_a_failed_step_name_the_failure() -> None:
     changes = {"max_num_batched_tokens": 2, "max_num_seqs": 4, "chunk": "split_any"}
     engine = engine_of(False, "minivllm", **changes)
-    log, texts = DecisionLog(engine.scheduler.config), list[str]()
-    engine.observers.append(lambda report: texts.extend(d.text for d in log.follow(report)))
+    log, texts = DecisionLog(engine.scheduler.config.max_num_seqs), list[str]()
+    engine.observers.append(lambda event: texts.extend(d.text for d in log.follow(event)))
     for id in "abc":
         engine.add(id, [ord(id)], RequestParams(max_tokens=8, sampling=Script(8, 7, 1)))
     while not engine.scheduler.last_plan.deferred:

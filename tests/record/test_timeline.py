@@ -1,31 +1,38 @@
-"""SimulationResult statistics equal the numbers of a log of every token, from reports and from trace lines."""
+"""The statistics of a run equal those of a log of every token, live and from a journal file."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections import Counter, defaultdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headway.events import Completed, Event, Planned, ended_by, preempted_by
 from headway.lab.cost import load_profile
 from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, fairness, summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.run_stats import PERCENTILES, RunStats, percentiles
-from headway.observe.timeline import RequestTimeline, Timeline, record_of
-from headway.observe.trace import Line, describe_step, read_trace
-from headway.observe.trace_reader import TraceReader
-from headway.plan import StepReport
+from headway.plan import Plan
+from headway.record.lines import (
+    AbortedLine,
+    AddedLine,
+    CompletedLine,
+    EndLine,
+    PlannedLine,
+    RequestLine,
+)
+from headway.record.reader import EventReader
+from headway.record.stats import PERCENTILES, percentiles, stats_of
+from headway.record.timeline import RequestTimeline, Timeline
+from headway.record.writer import LineMaker, header
 from headway.request import Request
 from headway.scheduler import PRESETS, preset
+from tests.support.journals import PROFILE, Lines
 
-PROFILE = load_profile("qwen3-0.6b-h200")
 SMALL = {"block_size": 4, "num_blocks": 44, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 WORKLOAD = (
     "requests=30,arrivals=bursty(250,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
@@ -35,7 +42,7 @@ each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 
 
 class Log:
-    """Records the time of every token and every computed position, straight from the reports."""
+    """Records the time of every token and every computed position, straight from the events."""
 
     def __init__(self) -> None:
         self.times: dict[Request, list[float]] = defaultdict(list)
@@ -44,15 +51,22 @@ class Log:
         self.totals: Counter[str] = Counter()
         self._reached: Counter[Request] = Counter()  # maximum number of tokens in the KV cache
 
-    def __call__(self, report: StepReport) -> None:
-        plan = report.plan
-        for request, tokens in report.outputs():
-            self.times[request] += [report.result.ended] * len(tokens)
-        for request in report.finished:
-            self.ends[request] = report.result.ended
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            self._plan(event.plan)
+        if isinstance(event, Completed):
+            for request, tokens in event.outputs():
+                self.times[request] += [event.result.ended] * len(tokens)
+            plan = event.plan
+            self.totals["dropped"] += sum(not plan.tokens_kept.get(r, 1) for r in plan.decodes)
+        for request in ended_by(event):
+            self.ends[request] = event.time
+        self.totals["preempted"] += len(preempted_by(event))
+
+    def _plan(self, plan: Plan) -> None:
         for request, num_cached, num_swapped, *_ in plan.admitted:
             if request not in self.admitted:
-                self.admitted[request] = plan.events.schedule_ended
+                self.admitted[request] = plan.ended
                 self.totals["prompt"] += request.num_prompt
                 self.totals["cached"] += num_cached
             reached = max(self._reached[request], num_cached + num_swapped)
@@ -65,9 +79,7 @@ class Log:
         for request in plan.decodes:
             self._reached[request] += plan.num_steps
             self.totals["computed"] += plan.num_steps
-        self.totals["preempted"] += len(plan.events.preempted)
         self.totals["deferred"] += len(plan.deferred)
-        self.totals["dropped"] += sum(not plan.tokens_kept.get(r, 1) for r in plan.decodes)
 
     def gaps(self) -> list[float]:
         return sorted(b - a for times in self.times.values() for a, b in pairwise(times))
@@ -225,24 +237,17 @@ def test_a_prompt_that_delays_decodes_raises_the_time_between_tokens() -> None:
     assert summary["time_between_tokens"]["p50"] < stall / 9
 
 
-# Live reports and trace lines.
+# Live events and journal files.
 
 
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm"])
-def test_a_trace_file_gives_the_same_numbers_as_the_live_run(
-    name: str, async_scheduling: int, tmp_path: Path
-) -> None:
-    file = tmp_path / "a.jsonl"
-    with file.open("w", encoding="utf-8") as out:
-        jobs = parse_synthetic(WORKLOAD.format(7)).generate()
-        live = simulate(
-            jobs, preset(name, **SMALL), PROFILE, async_scheduling=async_scheduling, trace=out
-        ).metrics
-    first, *steps = read_trace(file)
-    stats = RunStats(first)
-    for line in steps:
-        stats.add(line)
+def test_a_journal_gives_the_same_numbers_as_the_live_run(name: str, async_scheduling: int) -> None:
+    jobs, lines = parse_synthetic(WORKLOAD.format(7)).generate(), Lines()
+    live = simulate(
+        jobs, preset(name, **SMALL), PROFILE, async_scheduling=async_scheduling, trace=lines
+    ).metrics
+    stats = stats_of(lines.read())
     assert summarize(stats) == summarize(live)
     assert json.loads(json.dumps(summarize(live))) == summarize(live)
     assert stats.config == live.config
@@ -250,13 +255,16 @@ def test_a_trace_file_gives_the_same_numbers_as_the_live_run(
 
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm"])
-def test_reports_and_lines_give_the_same_step_statistics(name: str, async_scheduling: int) -> None:
-    live, from_trace, reader = Timeline[Request](), Timeline[RequestTimeline](), TraceReader()
-    phases: Counter[str] = Counter()
+def test_live_and_read_events_give_the_same_step_statistics(
+    name: str, async_scheduling: int
+) -> None:
+    tight = {"num_blocks": 30, "num_host_blocks": 20, "swap": "swap", "headroom": "watermark(0.0)"}
+    config = preset(name, **{**SMALL, **tight})
+    live, read, lines = Timeline(), Timeline(), LineMaker()
+    reader, phases = EventReader(header(config, bool(async_scheduling))), Counter[str]()
 
-    def compare(report: StepReport) -> None:
-        line: Line = json.loads(json.dumps(describe_step(report)))
-        mine, other = live.follow(record_of(report)), from_trace.follow(reader.read(line))
+    def compare(event: Event) -> None:
+        mine, other = live.follow(event), read.follow(reader.event(lines.line(event)))
         for field in ("now", "num_computed", "num_prompt", "num_output", "num_admitted", "num_hit"):
             assert getattr(mine, field) == getattr(other, field), field
         assert mine.first_tokens == other.first_tokens and sorted(mine.gaps) == sorted(other.gaps)
@@ -266,28 +274,35 @@ def test_reports_and_lines_give_the_same_step_statistics(name: str, async_schedu
             assert [phase.start for phase in one.phases] == sorted(p.start for p in one.phases)
             phases.update(phase.name for phase in one.phases)
 
-    tight = {"num_blocks": 30, "num_host_blocks": 20, "swap": "swap", "headroom": "watermark(0.0)"}
-    config = preset(name, **{**SMALL, **tight})
     jobs = parse_synthetic(WORKLOAD.format(3)).generate()
     simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[compare])
-    assert not live.open and not from_trace.open
+    assert not live.open and not read.open
     assert set(phases) >= {"queued", "prefill", "decode", "swapped"}
 
 
-def test_an_id_reused_in_the_line_that_reports_its_abort_is_two_requests() -> None:
-    step = {"start": 0.0, "running": 1, "waiting": 0, "free": 9, "decodes": 0}
-    request = {"id": "a", "arrival": 0.0, "prompt": [1, 2], "max_tokens": 4}
-    chunk = {"admitted": [["a", 0, 0, 0]], "chunks": [["a", 0, 2, 1]]}
-    abort = {"id": "a", "finish_reason": "abort", "output": [5]}
-    stop = {"id": "a", "finish_reason": "stop", "output": [6, 7]}
-    stats = RunStats({"config": {}})
-    stats.add({**step, "step": 0, "t": 0.0, "end": 1.0, "added": [request], **chunk})
-    later = {"added": [{**request, "arrival": 1.0}], "aborted": [["a", 0]], "finished": [abort]}
-    stats.add({**step, "step": 1, "t": 1.0, "end": 2.0, **later, **chunk})
-    stats.add({**step, "step": 2, "t": 2.0, "end": 3.0, "decodes": 1, "finished": [stop]})
+def test_an_id_reused_while_its_aborted_request_is_in_flight_is_two_requests() -> None:
+    def planned(step: int, **work: Any) -> PlannedLine:
+        return PlannedLine(step=step, t=float(step), running=1, waiting=0, free=9, **work)
+
+    def completed(step: int, *ends: EndLine) -> CompletedLine:
+        return CompletedLine(step=step, start=step, end=step + 1.0, finished=list(ends))
+
+    def added(arrival: float) -> AddedLine:
+        asked = RequestLine(id="a", arrival=arrival, prompt=[1, 2], max_tokens=4, limit=6)
+        return AddedLine(arrival, [asked])
+
+    prefill: dict[str, Any] = {"admitted": [("a", 0, 0, False)], "chunks": [("a", 0, 2, True)]}
+    abort = EndLine(id="a", finish_reason="abort", output=[5])
+    stop = EndLine(id="a", finish_reason="stop", output=[6, 7])
+    stats = stats_of([
+        header(preset(), True),
+        added(0.0), planned(0, **prefill), completed(0), planned(1, decodes=1),
+        AbortedLine(1.25, abort), added(1.5), completed(1),
+        planned(2, **prefill), completed(2), planned(3, decodes=1), completed(3, stop),
+    ])  # fmt: skip
     first, second = stats.requests
-    assert (first.finish_reason, first.finished, first.num_output) == ("abort", 2.0, 1)
-    assert (second.finish_reason, second.first_token, second.num_output) == ("stop", 2.0, 2)
+    assert (first.finish_reason, first.finished, first.num_output) == ("abort", 1.25, 1)
+    assert (second.finish_reason, second.first_token, second.num_output) == ("stop", 3.0, 2)
 
 
 # Fairness, deadlines, percentiles.
@@ -376,6 +391,6 @@ def test_percentiles_have_the_expected_values() -> None:
 
 
 def test_a_run_without_requests_gives_zeros() -> None:
-    summary = summarize(simulate([], preset(), PROFILE, trace=io.StringIO()).metrics)
+    summary = summarize(simulate([], preset(), PROFILE, trace=Lines()).metrics)
     assert summary["requests"] == summary["steps"] == summary["seconds"] == 0
     assert summary["fairness"] == 1.0 and summary["time_between_tokens"]["p99"] == 0.0
