@@ -171,7 +171,7 @@ class Engine:
 
         Then the observers get all events since the previous step.
         """
-        if not (self.scheduler.requests or self._flight):
+        if self.scheduler.is_idle and not self._flight:
             self.tell()
             return None
         self.step_began = self.clock.now()
@@ -230,6 +230,7 @@ class Engine:
     def restart(self) -> None:
         """Start over without requests and cache, after a step was interrupted in the middle."""
         self._flight.clear()
+        self._events.clear()
         self.scheduler = Scheduler(self.scheduler.config)
         self.scheduler.observe(self._note)
 

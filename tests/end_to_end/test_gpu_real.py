@@ -7,8 +7,6 @@ machine that cannot download it.
 
 from __future__ import annotations
 
-import io
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from headway.lab.replay import check_replay
-from headway.observe.trace import TraceWriter, read_trace
 
 from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
 from headway.loading import fit
@@ -27,7 +24,11 @@ from headway.model.loader import open_checkpoint
 from headway.model.precision import ATTENTIONS, choose_backend
 from headway.model.registry import BUNDLED, resolve
 from headway.options import EngineOptions
+from headway.record.lines import CompletedLine, PlannedLine
+from headway.record.reader import read_journal, split_header
+from headway.record.replay import check_replay
 from tests.support import real
+from tests.support.journals import Recorder, of_kind
 from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference
 
 MODEL = "smollm2-135m"
@@ -68,8 +69,8 @@ class GpuTrial(Trial):
             model.config, itemsize, EngineOptions(preset=preset, kv_memory="400MiB", **settings)
         )
         executor = GpuExecutor(model, self.config)
-        self.seen, self._record = Seen(), io.StringIO()
-        observers = [self.seen, TraceWriter(self._record, self.config, async_scheduling)]
+        self.seen, self._recorder = Seen(), Recorder(self.config, bool(async_scheduling))
+        observers = [self.seen, self._recorder]
         self.engine = Engine(
             Scheduler(self.config), executor, async_scheduling=async_scheduling, observers=observers
         )
@@ -78,8 +79,8 @@ class GpuTrial(Trial):
     def check_empty(self) -> None:
         """Also check that the trace replays."""
         super().check_empty()
-        lines = [json.loads(line) for line in self._record.getvalue().splitlines()]
-        assert check_replay(lines) == len(lines) - 1 > 0
+        journal = self._recorder.lines.read()
+        assert check_replay(journal) == len(of_kind(CompletedLine, journal)) > 0
 
 
 def how_far(prompt: str, place: int, right: int, wrong: int) -> float:
@@ -222,6 +223,8 @@ def test_the_offline_api_generates_the_reference_and_its_trace_replays(tmp_path:
     check({n: r.outputs[0].token_ids for n, r in zip(FEW, results, strict=True)})
     for name, result in zip(FEW, results, strict=True):
         assert result.outputs[0].text == real.tokenizer().decode(real.reference()[name])
-    lines = list(read_trace(path))
-    assert lines[0]["async_scheduling"] == 1 and check_replay(lines) == len(lines) - 1 > NUM_TOKENS
-    assert any(kind == "swap" for line in lines for _, kind, *_ in line.get("preempted", ()))
+    journal = list(read_journal(path))
+    assert split_header(journal)[0].async_scheduling
+    assert check_replay(journal) == len(of_kind(CompletedLine, journal)) > NUM_TOKENS
+    plans = of_kind(PlannedLine, journal)
+    assert any(each.kind == "swap" for plan in plans for each in plan.preempted)

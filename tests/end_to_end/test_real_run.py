@@ -19,16 +19,20 @@ from typing import Any
 import pytest
 import torch
 from headway.lab.replay import check_replay
-from headway.observe.trace import read_trace
 from torch import Tensor
 
-from headway import LLM, PRESETS, Request, SamplingParams, StepReport
+from headway import LLM, PRESETS, Request, SamplingParams
 from headway.engine.outputs import OutputBuilder, RequestOutput
 from headway.errors import ConfigError, FormatError, InvalidRequest, RequestError, RequestTooLong
+from headway.events import Completed, Event
 from headway.loading import parse_size
 from headway.model.backends.base import PassOutput
 from headway.model.decoder import Decoder
+from headway.record.lines import AddedLine, CompletedLine, PlannedLine
+from headway.record.reader import read_journal
+from headway.record.replay import check_replay
 from tests.support import real
+from tests.support.journals import all_ends, of_kind
 
 PROMPTS = [
     "Marta", "The harbour master", real.STORY, "1. Item number", real.CODE, "crème brûlée",
@@ -113,13 +117,14 @@ def test_a_recorded_run_replays_with_the_same_decisions(
                 break
         llm.generate(PROMPTS[:3], sampled(3))
         check_idle(llm)
-    lines = list(read_trace(path))
-    preempted = [kind for line in lines for _, kind, *_ in line.get("preempted", ())]
-    ends = Counter(end["finish_reason"] for line in lines for end in line.get("finished", ()))
+    journal = list(read_journal(path))
+    plans = of_kind(PlannedLine, journal)
+    preempted = [each.kind for plan in plans for each in plan.preempted]
+    ends = Counter(end.finish_reason for end in all_ends(journal))
     assert set(preempted) >= {swap} and len(preempted) >= 5
     assert ends["stop"] >= 4 and ends["abort"] >= 7 and ends["length"] >= 4
-    assert any(line.get("num_steps", 1) > 1 for line in lines) == (steps > 1)
-    assert check_replay(lines) == len(lines) - 1 > 30
+    assert any(plan.num_steps > 1 for plan in plans) == (steps > 1)
+    assert check_replay(journal) == len(of_kind(CompletedLine, journal)) > 30
 
 
 @MODES
@@ -137,8 +142,10 @@ def test_a_run_is_recorded_to_its_end_however_it_ends(
             assert {sample[2] for sample in outcome(results)} == {"stop"}
             check_idle(llm)
         assert llm.reset_cache()
-    lines = list(read_trace(path))
-    assert check_replay(lines) == len(lines) - 1
+    journal = list(read_journal(path))
+    assert check_replay(journal) == len(of_kind(CompletedLine, journal))
+    num_added = sum(len(line.requests) for line in of_kind(AddedLine, journal))
+    assert len(all_ends(journal)) == num_added
 
 
 # Interrupts and failures.
@@ -212,9 +219,9 @@ def test_an_interrupt_between_steps_leaves_nothing_behind(
         if armed:
             armed.append(0)
 
-    def observe(report: StepReport) -> None:
-        if place == "observer" and report.plan.step >= 3:
-            interrupt(report)
+    def observe(event: Event) -> None:
+        if place == "observer" and isinstance(event, Completed) and event.plan.step >= 3:
+            interrupt(event)
 
     with open_llm(tiny, async_scheduling=async_scheduling, observers=[observe], **CRAMPED) as llm:
         assert outcome(llm.generate(PROMPTS, sampled())) == expected
@@ -447,8 +454,9 @@ def test_a_stop_string_ends_the_text_at_its_position(
 ) -> None:
     made: list[int] = []  # tokens of each step
 
-    def count(report: StepReport) -> None:
-        made.extend(len(tokens) for _, tokens in report.outputs())
+    def count(event: Event) -> None:
+        if isinstance(event, Completed):
+            made.extend(len(tokens) for _, tokens in event.outputs())
 
     with open_llm(
         tiny,

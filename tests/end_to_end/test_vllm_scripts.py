@@ -14,9 +14,10 @@ import pytest
 from headway import LLM, AsyncEngine, SamplingParams
 from headway.engine.input_processor import RESERVED_VARIABLES
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
-from headway.plan import StepReport
+from headway.events import Event, ended_by
 from headway.sampling_params import StructuredOutputsParams
 from tests.support import real
+from tests.support.events import Events
 from tests.support.held import Held, Hold
 from tests.support.waiting import LIMIT
 
@@ -157,11 +158,10 @@ def test_omitted_sampling_params_are_the_default_ones(model: str) -> None:
 
 
 def test_a_refused_prompt_raises_before_anything_runs(llm: LLM) -> None:
-    steps: list[object] = []
-    llm.engine.observers.append(lambda report: steps.append(report.plan.step >= 0))
+    llm.engine.observers.append(events := Events())
     with pytest.raises(RequestTooLong, match=r"prompts\[1\]") as caught:
         llm.generate(["Marta", [3] * 300])
-    assert caught.value.need > caught.value.limit and not any(steps)
+    assert caught.value.need > caught.value.limit and not events.plans
     with pytest.raises(InvalidRequest, match=r"prompts\[2\]"):
         llm.generate(["Marta", "Marta", ""])
     llm.engine.observers.pop()
@@ -203,14 +203,11 @@ def test_an_unknown_or_unsupported_argument_is_named(
 
 
 def test_priorities_are_one_for_each_prompt(llm: LLM) -> None:
-    seen: list[int] = []
-    llm.engine.observers.append(
-        lambda report: seen.extend(r.params.priority for r in report.plan.events.added)
-    )
+    llm.engine.observers.append(events := Events())
     greedy = SamplingParams(temperature=0, max_tokens=2)
     assert len(llm.generate(["Marta", "Marta"], greedy, lora_request=None, priority=[3, 1])) == 2
     llm.engine.observers.pop()
-    assert seen == [3, 1]
+    assert [request.params.priority for request in events.added] == [3, 1]
     with pytest.raises(InvalidRequest, match="2 prompts but 1 priorities"):
         llm.generate(["Marta", "Marta"], greedy, priority=[3])
     with pytest.raises(InvalidRequest, match="2 prompts but 3 request ids"):
@@ -283,8 +280,8 @@ def test_calls_may_be_interleaved_on_one_thread(llm: LLM) -> None:
 def test_no_prompt_stays_open_after_the_error_of_an_observer(
     model: str, async_scheduling: bool
 ) -> None:
-    def full_disk(report: StepReport) -> None:
-        if report.finished:
+    def full_disk(event: Event) -> None:
+        if ended_by(event):
             raise OSError(28, "No space left on device")
 
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 6)]

@@ -109,8 +109,8 @@ class FilmWriter:
         # Free blocks and time, at the latest frame.
         self._num_free, self._ended = self._num_blocks, 0.0
         self._pending: deque[_Frame] = deque()  # in flight
-        self._texts_before: list[tuple[str, int, str]] = []  # of the next frame
-        self._marks_before = Mark(0)
+        self._texts_before: list[tuple[str, int, str]]  # of the next frame
+        self._start_frame()
         self._start()
 
     def load(self, scheduler: Scheduler) -> None:
@@ -148,6 +148,8 @@ class FilmWriter:
             (d.kind, numbers.get(d.request, r) if r < 0 else r, d.text) for d, r in texts  # type: ignore[arg-type]
         ]  # fmt: skip
         self._marks_before |= _mark_of(event)
+        self._num_before["finished"] += len(ended_by(event))
+        self._num_before["preempted"] += len(preempted_by(event))
         if isinstance(event, Planned) and not event.plan.is_empty:
             self._plan(event.plan)
         elif isinstance(event, Failed):
@@ -165,21 +167,21 @@ class FilmWriter:
             "step": plan.step, "running": plan.num_running, "waiting": plan.num_waiting,
             "swapped": self.builder.state.num_swapped, "free": plan.num_free,
             "decodes": len(plan.decodes), "prefill": plan.num_prefill, "num_steps": plan.num_steps,
-            "preempted": len(plan.preempted), "admitted": len(admitted),
-            "blocked": len(plan.blocked), "cached": num_cached,
+            "admitted": len(admitted), "blocked": len(plan.blocked), "cached": num_cached,
+            **self._num_before,
         }  # fmt: skip
         mark = self._marks_before
         for each, happened in marks.items():
             mark |= each if happened else Mark(0)
         frame = _Frame(plan, ops, entries, columns, mark, self._texts_before)
         self._pending.append(frame)
-        self._texts_before, self._marks_before = [], Mark(0)
+        self._start_frame()
 
     def _complete(self, event: Completed, texts: list[tuple[str, int, str]]) -> bytes:
         if self._pending and self._pending[0].plan is event.plan:
             frame = self._pending.popleft()
             frame.texts += texts
-            frame.columns["finished"] = len(event.finished)
+            frame.columns["finished"] += len(event.finished)
             if event.finished:
                 frame.marks |= Mark.END
             result = event.result
@@ -214,13 +216,18 @@ class FilmWriter:
             is_unknown = running and not state.refs  # a trace without block numbers
             columns = {
                 "step": -1, "running": running, "waiting": len(state.requests) - running,
-                "swapped": state.num_swapped,
+                "swapped": state.num_swapped, **self._num_before,
                 "free": self._num_free if is_unknown else self._num_blocks - len(state.refs),
             }  # fmt: skip
             plan = Plan(-1, num_free=columns["free"])
             frame = _Frame(plan, ops, entries, columns, self._marks_before, self._texts_before)
             self._add_frame(frame, (last, last, last))
-            self._texts_before, self._marks_before = [], Mark(0)
+            self._start_frame()
+
+    def _start_frame(self) -> None:
+        """What happens from now on belongs to the frame after the latest one."""
+        self._texts_before, self._marks_before = [], Mark(0)
+        self._num_before = {"finished": 0, "preempted": 0}
 
     def flush(self) -> bytes:
         """The frames since the last chunk, as a chunk; nothing if there are none."""

@@ -155,6 +155,10 @@ def check(film: Film, world: World) -> None:
             assert holdings(by_play[-1]) == holdings(next(between)), f"frame {frame}"
         assert film.column("free", frame) == SIZES["num_blocks"] - len(played.refs), f"step {step}"
         assert film.column("swapped", frame) == played.num_swapped
+    num_ended = sum(film.column("finished", frame) for frame in range(film.num_frames))
+    assert num_ended == played.num_finished == len(film.requests)
+    num_preempted = sum(film.column("preempted", frame) for frame in range(film.num_frames))
+    assert num_preempted == sum(len(preempted_by(event)) for event in world.events)
     assert not played.requests and not played.refs and len(list(between)) <= 1
     rng = random.Random(film.num_frames)
     for _ in range(NUM_SEEKS):
