@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from headway.lab.replay import check_replay
 
 from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
 from headway.loading import fit

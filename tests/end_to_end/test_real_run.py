@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from headway.lab.replay import check_replay
 from torch import Tensor
 
 from headway import LLM, PRESETS, Request, SamplingParams
