@@ -37,7 +37,7 @@ from headway.engine.queries import (
 )
 from headway.engine.queue_limits import QueueLimiter, QueueLimits
 from headway.errors import ExecutorError, PolicyError, RequestError
-from headway.events import Completed, Event
+from headway.events import Added, Event, Planned
 from headway.request import Request
 
 Deliver = Callable[[list[FromLoop]], None]
@@ -265,7 +265,7 @@ class EngineLoop:
     def _observe(self, event: Event) -> None:
         """Deliver the updates of a step before anything else reacts to them."""
         self._outbox += self._updates.of(event)
-        if isinstance(event, Completed):
+        if not isinstance(event, Added | Planned):
             if self._report_load:
                 self._outbox.append(self._load_reporter.report(self.engine.scheduler))
             self._flush()
