@@ -31,7 +31,8 @@ import torch
 from cpu_compare import NUM_SCORED, nll, run_headway
 from cpu_peers import Rates
 
-from headway import LLM, StepReport
+from headway import LLM
+from headway.events import Completed, Event
 from headway.executor.cpu import CpuExecutor
 from headway.model.backends.native.backend import PARTS, NativeBackend
 
@@ -58,12 +59,14 @@ class Subject:
         self._spent: dict[str, Counter[str]] = {}
         self._last, self.rounds = 0.0, list[Rates]()
 
-    def _observe(self, report: StepReport) -> None:
+    def _observe(self, event: Event) -> None:
         """Add the time since the last step to the steps with or without prompts."""
-        plan, now = report.plan, perf_counter()
+        if not isinstance(event, Completed):
+            return
+        plan, now = event.plan, perf_counter()
         inside = dict(zip(PARTS, (self._times / 1e6).tolist(), strict=True))
         self._times.zero_()
-        num_tokens = sum(c.end - c.start for c in plan.chunks) or len(plan.decodes)
+        num_tokens = plan.num_prefill or len(plan.decodes)
         figures = {"steps": 1, "tokens": num_tokens, "seconds": now - self._last, **inside}
         self._spent.setdefault("prefill" if plan.chunks else "decode", Counter()).update(figures)
         self._last = now

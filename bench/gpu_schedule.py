@@ -14,7 +14,7 @@ which is less; and which the rule `swap_if_cheaper` picks with the costs measure
 loaded.
 For another --max-num-batched-tokens than the model's, the costs are measured again.
 
-profile: `headway profile`, and its error by kind of step; --log writes all steps.
+profile: `headway profile`, and its error by kind of step; --log writes all events.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from profiled import profiled
 from headway import LLM
 from headway.engine.engine import Engine
 from headway.engine.gc_freeze import gc_freeze
+from headway.events import Completed, Event
 from headway.executor.gpu.swap_cost import measured, recompute_seconds, resume_seconds, swap_seconds
 from headway.lab.loadgen.requests import random_prompt
-from headway.plan import StepReport
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
 from headway.scheduler.policies.swap import swap_if_cheaper
@@ -82,9 +82,11 @@ class Watch:
         self.gaps: list[float] = []  # of all decoding requests, including long ones
         self._latest: dict[Request, float] = {}
 
-    def __call__(self, report: StepReport) -> None:
-        now, latest = report.result.ended, self._latest
-        for request, _ in report.outputs():
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, Completed):
+            return
+        now, latest = event.result.ended, self._latest
+        for request, _ in event.outputs():
             if request in latest:
                 self.gaps.append(now - latest[request])
             else:
@@ -225,7 +227,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="make a shorter profile")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument(
-        "--log", type=Path, help="write the profile's steps here, one JSON per line"
+        "--log", type=Path, help="write the profile's events here, one JSON per line"
     )
     asked = parser.parse_args()
     begun = time.perf_counter()

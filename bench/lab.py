@@ -38,11 +38,11 @@ sys.path.insert(0, str(ROOT))
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from headway.events import Completed, Event
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.trace import TraceWriter
-from headway.plan import StepReport
+from headway.record.writer import JournalWriter, header
 from headway.scheduler import preset
 
 WORKLOAD = (
@@ -179,23 +179,28 @@ def page_bytes() -> dict[str, int]:
 
 
 def recording_us(max_num_seqs: int) -> dict[str, float]:
-    """Both writers get every step of one run; which one is first alternates."""
+    """Per step. Both writers get every event of one run; which one is first alternates."""
     config = preset("vllm_v1", num_blocks=20_000, max_num_seqs=max_num_seqs)
-    writers = [TraceWriter(io.StringIO(), config, False, has_blocks=each) for each in (False, True)]
-    times: list[list[float]] = [[], []]
+    writers = [
+        JournalWriter(io.BytesIO(), header(config, False, has_blocks=each))
+        for each in (False, True)
+    ]
+    times, num_steps = [0.0, 0.0], 0
 
-    def observe(report: StepReport) -> None:
-        for place in (0, 1) if report.plan.step % 2 else (1, 0):
+    def observe(event: Event) -> None:
+        nonlocal num_steps
+        num_steps += isinstance(event, Completed)
+        for place in (0, 1) if num_steps % 2 else (1, 0):
             start = thread_time()
-            writers[place](report)
-            times[place].append((thread_time() - start) * 1e6)
+            writers[place](event)
+            times[place] += (thread_time() - start) * 1e6
 
     workload = RECORDED.format(requests=5 * max_num_seqs, rate=max_num_seqs / 4)
     requests = parse_synthetic(workload).generate()
     gc.disable()
     simulate(requests, config, load_profile(PROFILE), observers=[observe])
     gc.enable()
-    plain, with_blocks = (statistics.mean(each) for each in times)
+    plain, with_blocks = (each / num_steps for each in times)
     return {"trace": round(plain, 1), "more_with_blocks": round(with_blocks - plain, 1)}
 
 

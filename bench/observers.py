@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
+from headway.events import Event
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.doctor.live import RecentTrace
 from headway.observe.server_metrics import ServerMetrics
-from headway.record.timeline import Timeline, record_of
-from headway.plan import StepReport
-from headway.request import Request, RequestParams
+from headway.record.timeline import Timeline
+from headway.request import RequestParams
 from headway.scheduler import Scheduler, preset
 
 SIZES, NUM_STEPS, NUM_ROUNDS = (64, 256, 1024), 500, 7
@@ -36,13 +36,13 @@ SIZES, NUM_STEPS, NUM_ROUNDS = (64, 256, 1024), 500, 7
 class TimedObserver:
     """Calls an observer and sums the time that it takes."""
 
-    def __init__(self, observer: Callable[[StepReport], object]) -> None:
+    def __init__(self, observer: Callable[[Event], object]) -> None:
         self._observer = observer
         self.seconds = 0.0
 
-    def __call__(self, report: StepReport) -> None:
+    def __call__(self, event: Event) -> None:
         start = perf_counter()
-        self._observer(report)
+        self._observer(event)
         self.seconds += perf_counter() - start
 
 
@@ -55,9 +55,9 @@ def measure(num_running: int) -> dict[str, float]:
     )  # fmt: skip
     clock = VirtualClock()
     engine = Engine(Scheduler(config), SimulatedExecutor(clock, lambda _: 0.01), clock)
-    metrics, timeline = ServerMetrics(EngineLoop(engine, lambda _: None), "m"), Timeline[Request]()
+    metrics, timeline = ServerMetrics(EngineLoop(engine, lambda _: None), "m"), Timeline()
     timed = {
-        "timeline_us": TimedObserver(lambda report: timeline.follow(record_of(report))),
+        "timeline_us": TimedObserver(timeline.follow),
         "metrics_us": TimedObserver(metrics),
         "recent_trace_us": TimedObserver(RecentTrace(engine)),
     }

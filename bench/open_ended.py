@@ -33,13 +33,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from headway.config import SchedulerView
+from headway.events import Event, ended_by
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.files import adjust, read_workload
 from headway.lab.workload.request import ENDS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.plan import StepReport
 from headway.request import RequestParams
 from headway.scheduler import preset
 from headway.scheduler.policies.headroom import NUM_MOMENTS, PRIOR, Forecast, future_peak
@@ -136,8 +136,8 @@ class shares_only:
         return max(0, int(peak - np.ceil(batch.held / view.block_size).sum()))
 
 
-def remember_shares(report: StepReport) -> None:
-    for request in report.finished:
+def remember_shares(event: Event) -> None:
+    for request in ended_by(event):
         SHARES.append(request.num_generated / (request.limit - request.num_prompt))
 
 

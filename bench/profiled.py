@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 
 from headway import LLM
 from headway.cli.commands.profile import CALIBRATIONS, Logs, copy_blocks, fit_profile, run
@@ -17,7 +18,7 @@ from headway.lab.profiling.fit import observations, predict
 
 
 def profiled(llm: LLM, *, is_quick: bool, log: Path | None) -> dict[str, Any]:
-    """Measure, fit and compare; writes all steps to the file `log` as JSON lines."""
+    """Measure, fit and compare; writes all events to the file `log` as JSON lines."""
     kv_tokens = llm.config.num_blocks * llm.config.block_size
     spec = CALIBRATIONS[llm.loaded.is_on_gpu, is_quick]
     logs = run(llm, make_calibration(min(llm.config.max_model_len, kv_tokens), spec))
@@ -25,7 +26,7 @@ def profiled(llm: LLM, *, is_quick: bool, log: Path | None) -> dict[str, Any]:
     if log:
         kinds = {**logs._asdict(), "copies": copies}
         log.write_text("".join(
-            json.dumps({"kind": kind, **line}) + "\n" for kind, lines in kinds.items() for line in lines
+            json.dumps({"kind": kind, **to_builtins(line)}) + "\n" for kind, lines in kinds.items() for line in lines
         ))  # fmt: skip
     found, error, warnings = fit_profile(llm, "bench", logs, copies)
     return {

@@ -26,7 +26,7 @@ from server_process import ServerProcess
 
 from headway.errors import FormatError
 from headway.lab.loadgen.http_client import Client
-from headway.observe.trace import read_trace
+from headway.record.reader import read_journal
 
 Check = Callable[[bool], Awaitable[dict[str, Any]]]
 NUM_SLOW = 12
@@ -301,7 +301,7 @@ async def full_disk(is_quick: bool) -> dict[str, Any]:
         trace = Path(folder) / "trace.jsonl"
         found = {"trace": await _served(["--trace-out", str(trace)], max_file_bytes=FILE_LIMIT)}
         try:
-            num_lines: int | str = sum(1 for _ in read_trace(trace))
+            num_lines: int | str = sum(1 for _ in read_journal(trace))
         except FormatError as error:
             num_lines = str(error)
         found["trace"] |= {"bytes": trace.stat().st_size, "lines": num_lines}

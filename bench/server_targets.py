@@ -31,12 +31,13 @@ from headway.engine.clock import RealClock
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
+from headway.events import Completed, Event
 from headway.lab.loadgen.requests import RequestFormat
 from headway.lab.workload.request import WorkloadRequest
 from headway.loading import find_tokenizer
 from headway.model.registry import resolve
 from headway.observe.server_metrics import ServerMetrics
-from headway.plan import Column, Plan, StepReport, StepResult
+from headway.plan import Column, Plan, StepResult
 from headway.scheduler import Scheduler, preset
 from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_single_process
 from headway.server.process.workers import Supervisor
@@ -77,9 +78,10 @@ class StepTimes:
             self._times = mmap(file.fileno(), 0)
         self._place = 0
 
-    def __call__(self, report: StepReport) -> None:
-        TIME.pack_into(self._times, self._place, time.perf_counter())
-        self._place += TIME.size
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Completed):
+            TIME.pack_into(self._times, self._place, time.perf_counter())
+            self._place += TIME.size
 
 
 class SleepingExecutor:
@@ -148,8 +150,9 @@ def run_offline(llm: LLM, jobs: list[WorkloadRequest], seed: int) -> dict[str, f
     wording = RequestFormat(model=MODEL, vocab_size=VOCAB, seed=seed)
     steps: list[tuple[float, int]] = []  # end time and number of decoding requests of each step
 
-    def record(report: StepReport) -> None:
-        steps.append((report.result.ended, len(report.plan.decodes)))
+    def record(event: Event) -> None:
+        if isinstance(event, Completed):
+            steps.append((event.result.ended, len(event.plan.decodes)))
 
     llm.engine.observers.append(record)
     begun = time.perf_counter()
