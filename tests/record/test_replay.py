@@ -16,14 +16,8 @@ from headway.record.reader import events_of, parse_journal
 from headway.record.replay import replay
 from headway.record.writer import JournalWriter, header
 from headway.scheduler.policies import victim
+from tests.support.journals import Lines
 from tests.support.scenarios import ScenarioRun, random_scenario
-
-
-class Lines(list[bytes]):
-    """A file in memory."""
-
-    def write(self, data: bytes) -> None:
-        self.append(data)
 
 
 def journal_of(config: Config, events: list[Event], **more: Any) -> list[bytes]:
