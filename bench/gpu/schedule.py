@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 
 from bench.harness import SHAPES, Bench, Figures
 from headway import LLM
@@ -201,7 +202,7 @@ def profiled(llm: LLM, *, is_quick: bool, log: Path | None) -> Figures:
     if log:
         kinds = {**logs._asdict(), "copies": copies}
         log.write_text("".join(
-            json.dumps({"kind": kind, **line}) + "\n" for kind, lines in kinds.items() for line in lines
+            json.dumps({"kind": kind, **to_builtins(line)}) + "\n" for kind, lines in kinds.items() for line in lines
         ))  # fmt: skip
     found, error, warnings = fit_profile(llm, "bench", logs, copies)
     return {

@@ -22,16 +22,21 @@ WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
     """A recorded run."""
-    file, profile = io.StringIO(), load_profile("llama3.1-8b-a100-80gb")
+    file, profile = io.BytesIO(), load_profile("llama3.1-8b-a100-80gb")
     config = preset("vllm_v1", num_blocks=24)
     simulate(parse_synthetic(WORKLOAD).generate(), config, profile, trace=file, trace_blocks=True)
-    return file.getvalue().splitlines(keepends=True)
+    return file.getvalue().decode().splitlines(keepends=True)
 
 
 def trace_with(lines: list[str], folder: Path) -> Path:
     path = folder / "run.trace.jsonl"
     path.write_text("".join(lines))
     return path
+
+
+def place_of(lines: list[str], step: int) -> int:
+    """The place of the line that has the plan of a step."""
+    return next(i for i, line in enumerate(lines) if f'"planned","step":{step},' in line)
 
 
 def stepped(monkeypatch: pytest.MonkeyPatch, path: Path, commands: str) -> Done:
@@ -69,20 +74,22 @@ def test_a_trace_of_another_version_is_refused(
 def test_a_truncated_trace_is_shown_up_to_its_last_line(
     lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = trace_with([*lines[:20], lines[20][:40]], tmp_path)
+    cut = place_of(lines, 19)
+    path = trace_with([*lines[:cut], lines[cut][:40]], tmp_path)
     done = stepped(monkeypatch, path, "j 18\nq\n")
     assert done.code == 0 and "step 18 of" in done.out
-    assert ":21:" in done.err and "ends within this line" in done.err
+    assert f":{cut + 1}:" in done.err and "ends within this line" in done.err
 
 
 def test_a_trace_with_lost_lines_is_shown_up_to_them(
     lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps after them would be wrong."""
-    path = trace_with([*lines[:9], *lines[13:]], tmp_path)
+    first, last = place_of(lines, 8), place_of(lines, 12)
+    path = trace_with([*lines[:first], *lines[last:]], tmp_path)
     done = stepped(monkeypatch, path, "j 7\nq\n")
-    assert done.code == 0 and "step 7 of 8" in done.out
-    assert "line 10 is step 12, not 8" in done.err
+    assert done.code == 0 and "step 7 of" in done.out
+    assert f"line {first + 1}" in done.err
     film = read_film(film_of_file(path))
     whole = read_film(film_of_file(trace_with(lines, tmp_path)))
     assert all(film.ops(frame) == whole.ops(frame) for frame in range(8))

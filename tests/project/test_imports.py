@@ -61,7 +61,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
         "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab", "record",
     ),
-    "lab.real": (*TYPES, "engine", "scheduler", "executor", "observe", "lab", "llm"),
+    "lab.real": (*TYPES, "engine", "scheduler", "executor", "record", "lab", "llm"),
     "on_ray": (*TYPES, "engine", "remote", "fleet", "server", "on_ray"),
     "server": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "remote", "observe",
