@@ -37,7 +37,7 @@ from headway.engine.queries import (
 )
 from headway.engine.queue_limits import QueueLimiter, QueueLimits
 from headway.errors import ExecutorError, PolicyError, RequestError
-from headway.events import Completed, Event
+from headway.events import Added, Completed, Event, Planned
 from headway.request import Request
 
 Deliver = Callable[[list[FromLoop]], None]
@@ -97,6 +97,7 @@ class EngineLoop:
         self.handle(ResetPrefixCache, lambda _: engine.scheduler.reset_cache())
         self.handle(ReportCache, lambda _: self._start_cache_report())
         self._report_load = report_load
+        self._has_new_load = False  # an event changed the load since the latest report
         self.report_cache = False  # send a CacheDelta with the updates of a step
         self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
         self.begin: Callable[[], None] = lambda: None  # called first on the loop's thread
@@ -249,6 +250,9 @@ class EngineLoop:
     def _flush(self) -> None:
         if self.report_cache:
             self._add_cache_delta()
+        if self._report_load and self._has_new_load:
+            self._outbox.append(self._load_reporter.report(self.engine.scheduler))
+        self._has_new_load = False
         if self._outbox:
             messages, self._outbox = self._outbox, []
             self._deliver(messages)
@@ -264,7 +268,6 @@ class EngineLoop:
     def _observe(self, event: Event) -> None:
         """Deliver the updates of a step before anything else reacts to them."""
         self._outbox += self._updates.of(event)
+        self._has_new_load |= not isinstance(event, Added | Planned)
         if isinstance(event, Completed):
-            if self._report_load:
-                self._outbox.append(self._load_reporter.report(self.engine.scheduler))
             self._flush()
