@@ -425,11 +425,11 @@ BAD_TRACES = {
     "not json": "hello\n",
     "no header": '{"step":0}\n',
     "old": '{"headway_trace":0}\n',
-    "cut off": '{"headway_trace":1,"config":{},"async_scheduling":0}\n{"step":\n',
+    "cut off": '{"headway_trace":3,"config":{},"async_scheduling":false}\n{"event":\n',
     "empty": "",
-    "no config": '{"headway_trace":1}\n',
-    "no fields": '{"headway_trace":1,"config":{"max_num_seqs":1,"max_num_batched_tokens":1},"async_scheduling":0}\n'
-    '{"step":0}\n',
+    "no config": '{"headway_trace":3}\n',
+    "no numbers": '{"headway_trace":3,"config":{"max_num_seqs":1},"async_scheduling":false}\n',
+    "no fields": '{"headway_trace":3,"config":{},"async_scheduling":false}\n{"event":"added"}\n',
 }
 
 
@@ -444,7 +444,8 @@ def test_an_invalid_trace_is_reported(tmp_path: Path, kind: str, more: tuple[str
 
 def test_a_changed_trace_is_reported_with_its_step(traces: dict[str, Path], tmp_path: Path) -> None:
     lines = traces["headway"].read_text().splitlines()
-    lines[4] = lines[4].replace('"free":', '"free":9')
+    place = next(place for place, line in enumerate(lines) if '"planned","step":3,' in line)
+    lines[place] = lines[place].replace('"free":', '"free":9')
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(lines) + "\n")
     assert "step 3" in sentence("trace", file, "--replay")
