@@ -307,9 +307,11 @@ def documented_fields() -> dict[str, dict[str, bool]]:
     for section in re.split(r"^##+ ", read("docs/trace.md"), flags=re.MULTILINE):
         name = section.split("\n")[0].strip("`")
         for row in re.findall(r"^\| (?!field|event)(.*) \|$", section, re.MULTILINE):
-            event, cell = row.split(" | ")[:2] if row.count(" | ") > 1 else ("", row.split(" | ")[0])
+            event, cell = (
+                row.split(" | ")[:2] if row.count(" | ") > 1 else ("", row.split(" | ")[0])
+            )
             name = event.strip("`| ") or name
-            found[name] |= {field: "*" in cell for field in re.findall(r"`(\w+)`", cell)}
+            found[name] |= dict.fromkeys(re.findall(r"`(\w+)`", cell), "*" in cell)
     return found
 
 
