@@ -436,8 +436,8 @@ BAD_TRACES = {
     "cut off": '{"headway_trace":3,"config":{},"async_scheduling":false}\n{"event":\n',
     "empty": "",
     "no config": '{"headway_trace":3}\n',
-    "no fields": '{"headway_trace":3,"config":{"max_num_seqs":1,"block_size":16},'
-    '"async_scheduling":false}\n{"event":"planned","step":0}\n',
+    "no numbers": '{"headway_trace":3,"config":{"max_num_seqs":1},"async_scheduling":false}\n',
+    "no fields": '{"headway_trace":3,"config":{},"async_scheduling":false}\n{"event":"added"}\n',
 }
 
 
@@ -452,7 +452,7 @@ def test_an_invalid_trace_is_reported(tmp_path: Path, kind: str, more: tuple[str
 
 def test_a_changed_trace_is_reported_with_its_step(traces: dict[str, Path], tmp_path: Path) -> None:
     lines = traces["headway"].read_text().splitlines()
-    place = next(i for i, line in enumerate(lines) if '"planned","step":3,' in line)
+    place = next(place for place, line in enumerate(lines) if '"planned","step":3,' in line)
     lines[place] = lines[place].replace('"free":', '"free":9')
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(lines) + "\n")

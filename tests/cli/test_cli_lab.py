@@ -13,30 +13,34 @@ from headway.lab.film.reader import read_film
 from headway.lab.film.run import film_of_file
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import parse_synthetic
+from headway.record.lines import CompletedLine, PlannedLine
 from headway.scheduler import preset
 from tests.cli.test_cli import Done, headway, refused
+from tests.support.journals import Lines, of_kind
 
 WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[str]:
+def lines() -> Lines:
     """A recorded run."""
-    file, profile = io.BytesIO(), load_profile("llama3.1-8b-a100-80gb")
+    file, profile = Lines(), load_profile("llama3.1-8b-a100-80gb")
     config = preset("vllm_v1", num_blocks=24)
     simulate(parse_synthetic(WORKLOAD).generate(), config, profile, trace=file, trace_blocks=True)
-    return file.getvalue().decode().splitlines(keepends=True)
+    return file
 
 
-def trace_with(lines: list[str], folder: Path) -> Path:
+def place(lines: Lines, kind: type[PlannedLine] | type[CompletedLine], step: int) -> int:
+    """The place of a plan or of its end among the lines."""
+    journal = lines.read()
+    found = (line for line in of_kind(kind, journal) if line.step == step)
+    return journal.index(next(found))
+
+
+def trace_with(lines: list[bytes], folder: Path) -> Path:
     path = folder / "run.trace.jsonl"
-    path.write_text("".join(lines))
+    path.write_bytes(b"".join(lines))
     return path
-
-
-def place_of(lines: list[str], step: int) -> int:
-    """The place of the line that has the plan of a step."""
-    return next(i for i, line in enumerate(lines) if f'"planned","step":{step},' in line)
 
 
 def stepped(monkeypatch: pytest.MonkeyPatch, path: Path, commands: str) -> Done:
@@ -64,17 +68,17 @@ def test_a_run_that_does_not_exist_is_refused_at_once(
 
 @pytest.mark.parametrize("where", [[], ["--terminal"]])
 def test_a_trace_of_another_version_is_refused(
-    where: list[str], lines: list[str], tmp_path: Path
+    where: list[str], lines: Lines, tmp_path: Path
 ) -> None:
-    head = json.dumps({**json.loads(lines[0]), "headway_trace": 1})
-    error = refused("lab", *where, trace_with([f"{head}\n", *lines[1:]], tmp_path))
-    assert "version 1" in error and "record the run again" in error
+    head = json.dumps({**json.loads(lines[0]), "headway_trace": 2})
+    error = refused("lab", *where, trace_with([f"{head}\n".encode(), *lines[1:]], tmp_path))
+    assert "version 2" in error and "record the run again" in error
 
 
 def test_a_truncated_trace_is_shown_up_to_its_last_line(
-    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut = place_of(lines, 19)
+    cut = place(lines, PlannedLine, 19)
     path = trace_with([*lines[:cut], lines[cut][:40]], tmp_path)
     done = stepped(monkeypatch, path, "j 18\nq\n")
     assert done.code == 0 and "step 18 of" in done.out
@@ -82,35 +86,35 @@ def test_a_truncated_trace_is_shown_up_to_its_last_line(
 
 
 def test_a_trace_with_lost_lines_is_shown_up_to_them(
-    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps after them would be wrong."""
-    first, last = place_of(lines, 8), place_of(lines, 12)
-    path = trace_with([*lines[:first], *lines[last:]], tmp_path)
+    lost, found = (place(lines, PlannedLine, step) for step in (8, 12))
+    path = trace_with([*lines[:lost], *lines[found:]], tmp_path)
     done = stepped(monkeypatch, path, "j 7\nq\n")
-    assert done.code == 0 and "step 7 of" in done.out
-    assert f"line {first + 1}" in done.err
+    assert done.code == 0 and "step 7 of 8" in done.out
+    assert f"line {lost + 1} is step 12, not 8" in done.err
     film = read_film(film_of_file(path))
     whole = read_film(film_of_file(trace_with(lines, tmp_path)))
     assert all(film.ops(frame) == whole.ops(frame) for frame in range(8))
 
 
 def test_a_complete_trace_with_blocks_has_no_warning(
-    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = stepped(monkeypatch, trace_with(lines, tmp_path), "e\nq\n")
     assert done.code == 0 and not done.err
     assert "24 blocks free" in done.out and "finished: 12" in done.out
 
 
-def test_an_export_says_what_is_missing(lines: list[str], tmp_path: Path) -> None:
-    path = trace_with([*lines[:20], lines[20][:40]], tmp_path)
+def test_an_export_says_what_is_missing(lines: Lines, tmp_path: Path) -> None:
+    path = trace_with([*lines[:40], lines[40][:40]], tmp_path)
     done = headway("lab", path, "--export", tmp_path / "run.html")
     assert done.code == 0 and "ends within this line" in done.err
     assert (tmp_path / "run.html").stat().st_size > 100_000
 
 
-def test_a_trace_without_steps_is_refused(lines: list[str], tmp_path: Path) -> None:
+def test_a_trace_without_steps_is_refused(lines: Lines, tmp_path: Path) -> None:
     assert "no steps" in refused("lab", "--terminal", trace_with(lines[:1], tmp_path))
 
 

@@ -20,7 +20,7 @@ from headway.errors import (
     ReplayMismatch,
     RequestError,
 )
-from headway.events import Event
+from headway.events import Event, Planned
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.film.format import FilmWriter, header_record
 from headway.lab.film.metrics import RunMetrics
@@ -29,7 +29,7 @@ from headway.lab.simulate import with_profile
 from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.record.lines import HeaderLine, Line
+from headway.record.lines import HeaderLine, Line, PlannedLine
 from headway.record.reader import (
     MALFORMED,
     EventReader,
@@ -153,10 +153,13 @@ def film_of_journal(journal: Iterable[HeaderLine | Line], **more: Any) -> Iterat
     head, lines = split_header(journal)
     stats, writer, reader = RunStats(head), FilmWriter(head.config), EventReader(head)
     yield header_record(head, source="trace", **more)
-    error, number = "", 1
+    error, number, num_plans = "", 1, 0
     try:
         for number, line in enumerate(lines, start=2):
+            if isinstance(line, PlannedLine) and line.step != num_plans:
+                raise HeadwayError(f"line {number} is step {line.step}, not {num_plans}")
             event = reader.event(line)
+            num_plans += isinstance(event, Planned) and not event.plan.is_empty
             stats(event)
             yield writer.follow(event)
             if writer.num_frames >= MAX_FRAMES:
