@@ -35,7 +35,8 @@ def opened(context: Any, url: str) -> Iterator[Any]:
     try:
         yield page
         # The browser itself logs a refused description; the page shows the reason.
-        assert not [problem for problem in problems if "status of 400" not in problem]
+        found = [problem for problem in problems if "status of 400" not in problem]
+        assert not found, found
     finally:
         page.close()
 
