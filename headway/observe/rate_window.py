@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from headway.events import Completed, Event, preempted_by
+from headway.events import Completed, Event, Planned, preempted_by
 from headway.record.timeline import StepStats
 
 Counts = Counter[str]
@@ -29,6 +29,8 @@ class RateWindow:
 
     def follow(self, event: Event, stats: StepStats) -> None:
         """Count an event."""
+        if isinstance(event, Planned) and not event.plan.preempted:
+            return  # its work is counted when it is complete
         second, num_preempted = int(stats.now or event.time), len(preempted_by(event))
         if not self._seconds or self._seconds[-1][0] < second:
             self._seconds.append((second, Counter()))

@@ -52,7 +52,8 @@ class ServerMetrics:
             with self._engine.lock:
                 stats = self._timeline.follow(event)
                 self._count(event, stats)
-                self._recent.count(event, stats, self._timeline)
+                if not isinstance(event, Planned) or event.plan.preempted:
+                    self._recent.count(event, stats, self._timeline)
                 self._builder.follow(event, stats)
         except Exception:  # a failure in the metrics must not stop the engine
             log.exception("the metrics of a step were lost")
