@@ -10,12 +10,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
 
 import msgspec
 
-from headway.errors import FormatError
+from headway.errors import FormatError, HeadwayError
 from headway.events import (
     Aborted,
     Added,
@@ -61,6 +62,7 @@ HIDDEN = -1  # in place of each token id of a redacted journal
 UNKNOWN = Request("", [], RequestParams())  # a decode that began before the first line
 NO_BLOCK = -1  # in place of the numbers of blocks that were not recorded
 # Raised for lines that do not continue the run of the lines before them.
+NUMBERS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_model_len")
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
@@ -271,6 +273,18 @@ def parse_journal(name: object, texts: Iterable[bytes]) -> Iterator[HeaderLine |
         raise FormatError(name, 1, "not a Headway trace: the file is empty")
 
 
+@contextmanager
+def complete(name: object) -> Iterator[None]:
+    """Raise FormatError with this name in place of an error of MALFORMED."""
+    try:
+        yield
+    except HeadwayError:
+        raise
+    except MALFORMED as error:
+        problem = f"not a complete Headway trace: {type(error).__name__} {error}"
+        raise FormatError(name, None, problem) from None
+
+
 def _header(name: object, text: bytes) -> HeaderLine:
     try:
         head = msgspec.json.decode(text)
@@ -283,9 +297,13 @@ def _header(name: object, text: bytes) -> HeaderLine:
                 "record the run again"
             )
             raise FormatError(name, 1, problem)
-        return msgspec.convert(head, HeaderLine)
+        header = msgspec.convert(head, HeaderLine)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(name, 1, f"not a Headway trace: {error}") from None
+    for number in NUMBERS:
+        if not isinstance(header.config.get(number), int):
+            raise FormatError(name, 1, f"the header needs the whole number {number!r} in 'config'")
+    return header
 
 
 def split_header(journal: Iterable[HeaderLine | Line]) -> tuple[HeaderLine, Iterator[Line]]:

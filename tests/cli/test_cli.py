@@ -450,6 +450,31 @@ def test_an_invalid_trace_is_reported(tmp_path: Path, kind: str, more: tuple[str
     assert "bad.jsonl" in sentence("trace", file, *arguments)
 
 
+SIZES = (
+    '"max_num_seqs":4,"max_num_batched_tokens":64,"block_size":16,"num_blocks":9,"max_model_len":99'
+)
+ENDS = '{"event":"completed","step":0,"start":0,"end":0}\n'  # of a step that no line has begun
+UNREADABLE = {
+    "no plan": f'{{"headway_trace":3,"config":{{{SIZES}}},"async_scheduling":false}}\n{ENDS}',
+    "no number": f'{{"headway_trace":3,"config":{{"block_size":16}},"async_scheduling":false}}\n{ENDS}',
+    "a text": '{"headway_trace":3,"config":'
+    f'{{{SIZES.replace("16", chr(34) + "x" + chr(34))}}},"async_scheduling":false}}\n{ENDS}',
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize(
+    "command",
+    [("trace",), ("trace", "--replay"), ("doctor",), ("simulate",), ("lab", "--terminal")],
+)
+def test_a_trace_that_does_not_continue_its_run_is_refused_in_a_sentence(
+    tmp_path: Path, kind: str, command: tuple[str, ...]
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(UNREADABLE[kind])
+    assert sentence(command[0], file, *command[1:])
+
+
 def test_a_changed_trace_is_reported_with_its_step(traces: dict[str, Path], tmp_path: Path) -> None:
     lines = traces["headway"].read_text().splitlines()
     place = next(place for place, line in enumerate(lines) if '"planned","step":3,' in line)

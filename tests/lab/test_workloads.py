@@ -249,7 +249,10 @@ TRACED = (
 )
 TRACE_HEADER = {
     "headway_trace": 3, "async_scheduling": False,
-    "config": {"max_model_len": 100, "num_blocks": 3, "block_size": 8},
+    "config": {
+        "max_model_len": 100, "num_blocks": 3, "block_size": 8, "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+    },
 }  # fmt: skip
 ENTRY = {"id": "a", "arrival": 0.0, "prompt": [5, 6], "max_tokens": None, "limit": 25}
 

@@ -143,7 +143,10 @@ def test_the_reader_returns_what_the_writer_wrote(tmp_path: Path) -> None:
     assert lines == [LineMaker().line(event) for event in events]
 
 
-HEADER = '{"headway_trace":3,"config":{},"async_scheduling":false}\n'
+SIZES = (
+    '"max_num_seqs":4,"max_num_batched_tokens":64,"block_size":16,"num_blocks":9,"max_model_len":99'
+)
+HEADER = f'{{"headway_trace":3,"config":{{{SIZES}}},"async_scheduling":false}}\n'
 STEP = '{"event":"completed","step":0,"start":0,"end":0}\n'
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,8 @@ from headway.lab.doctor.live import TRIAL_SECONDS
 from headway.lab.doctor.text import diagnosis_text, findings_text, trial_text
 from headway.lab.doctor.trial import Recording, try_changes
 from headway.lab.summary import summarize
-from headway.record.reader import read_journal, split_header
+from headway.record.lines import HeaderLine, Line
+from headway.record.reader import complete, read_journal, split_header
 from headway.record.stats import stats_of
 from headway.scheduler.policies.presets import own_policies
 from headway.scheduler.policies.text import ANY
@@ -95,6 +96,17 @@ def _of_trace(
     path: Path, changes: dict[str, str], profile: str | None, own: Container[str]
 ) -> dict[str, Any]:
     header, lines = split_header(read_journal(path))
+    with complete(path):
+        return _diagnosis(header, lines, changes, profile, own)
+
+
+def _diagnosis(
+    header: HeaderLine,
+    lines: Iterator[Line],
+    changes: dict[str, str],
+    profile: str | None,
+    own: Container[str],
+) -> dict[str, Any]:
     if changes:
         recording = Recording(header=header, lines=list(lines))
         recorded: str | None = header.profile

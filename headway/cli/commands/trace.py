@@ -12,11 +12,11 @@ from rich.markup import escape
 
 from headway.cli.options.common import AllowOwnPolicies, import_from_working_directory, written
 from headway.cli.view import render
-from headway.errors import ConfigError, FormatError, HeadwayError
+from headway.errors import ConfigError
 from headway.lab.summary import summarize
 from headway.record.diff import Difference, diff
 from headway.record.perfetto import to_perfetto
-from headway.record.reader import read_journal
+from headway.record.reader import complete, read_journal
 from headway.record.replay import check_replay
 from headway.record.stats import stats_of
 from headway.scheduler.policies.text import ANY, READY_MADE
@@ -45,7 +45,7 @@ def trace_command(
     if sum(map(bool, (perfetto, diff_with, replay))) > 1:
         raise ConfigError("--perfetto, --diff and --replay cannot be combined; give one of them")
     import_from_working_directory()  # the recorded policies may be there
-    try:
+    with complete(file):
         if perfetto:
             _export(file, perfetto, json_)
         elif diff_with:
@@ -57,11 +57,6 @@ def trace_command(
             print(json.dumps({"equal_steps": num_steps}) if json_ else text)
         else:
             _summarize(file, json_)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        if isinstance(error, HeadwayError):
-            raise
-        problem = f"not a complete Headway trace: {type(error).__name__} {error}"
-        raise FormatError(file, None, problem) from None
 
 
 def _export(file: Path, target: Path, as_json: bool) -> None:

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.errors import FormatError
 from headway.lab.workload.request import MAX_TOKENS
 from headway.lab.workload.rows import Row
 from headway.record.lines import AddedLine, Line, Packed, RequestLine, ends_of
 from headway.record.packing import num_packed
-from headway.record.reader import read_journal, split_header
+from headway.record.reader import complete, read_journal, split_header
 
 OPTIONAL = ("client", "priority", "deadline")
 
@@ -34,11 +33,8 @@ def is_trace(path: Path) -> bool:
 def trace_rows(path: Path) -> Iterator[Row]:
     """One row for each prompt of a trace, in the order of arrival."""
     header, lines = split_header(read_journal(path))
-    try:
+    with complete(path):
         yield from map(Row, prompts(header.config, list(lines)))
-    except (KeyError, TypeError, AttributeError) as error:
-        problem = f"not a complete Headway trace: {type(error).__name__} {error}"
-        raise FormatError(path, None, problem) from None
 
 
 def added_in(lines: Iterable[Line]) -> Iterator[RequestLine]:
