@@ -20,7 +20,6 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 
 from headway.config import Config
@@ -138,47 +137,33 @@ class LLM:
             hidden_size=self.loaded.decoder.config.hidden_size, eos_ids=self.loaded.eos_ids,
             new_seed=_seeds(options.seed),
         )  # fmt: skip
-        self.config = self.loaded.config
-        self.executor = self._make_executor(progress, enforce_eager=options.enforce_eager)
+        clock, is_on_gpu = RealClock(), self.loaded.is_on_gpu
+        self.executor = _make_executor(self.loaded, clock.now, progress, options.enforce_eager)
+        self.config = with_measured_costs(self.loaded.config, self.executor, has_swap=is_on_gpu)
         matchers = self.executor.sampler.grammars.matchers
         matchers.use(self.tokenizer, self.loaded.eos_ids)
-        clock = RealClock()
-        self.executor.now = clock.now
-        self.config = with_measured_costs(
-            self.config, self.executor, has_swap=self.loaded.is_on_gpu
-        )
-        async_scheduling = options.async_scheduling
-        if async_scheduling is None:
-            async_scheduling = self.loaded.is_on_gpu
+        is_async = is_on_gpu if options.async_scheduling is None else options.async_scheduling
         self.engine = Engine(
-            Scheduler(self.config), self.executor, clock, async_scheduling=async_scheduling
-        )
-        self.engine.preparation = matchers
-        self._trace: BinaryIO | None = None
-        if (path := options.trace_out) is not None:
-            self._trace = open_journal(Path(path))
-            head = header(
-                self.config, async_scheduling, has_blocks=options.trace_blocks,
-                is_redacted=options.trace_redact,
-            )  # fmt: skip
-            self.engine.observers.append(JournalWriter(self._trace, head, name=str(path)))
-        self._runner = OfflineRunner(self.engine, self.tokenizer)
+            Scheduler(self.config), self.executor, clock, async_scheduling=is_async,
+            preparation=matchers,
+        )  # fmt: skip
+        self._trace = self._open_trace(options)
+        self._runner = OfflineRunner(self.engine)
         self._is_closed = False
         self.engine.observers += observers
         self._numbers = count()
 
-    def _make_executor(
-        self, progress: Progress | None, *, enforce_eager: bool
-    ) -> CpuExecutor | GpuExecutor | ParallelExecutor:
-        config, ranks = self.config, self.loaded.ranks
-        make = partial(
-            make_executor, self.loaded.decoder, config, progress, enforce_eager=enforce_eager
-        )
-        if ranks is None:
-            return make()
-        with ended_on_error(ranks):
-            own = ranks.start(config, make, enforce_eager=enforce_eager)
-            return ParallelExecutor(own, ranks, config.max_num_seqs)
+    def _open_trace(self, options: EngineOptions) -> BinaryIO | None:
+        """Record the engine's events in the file that the options name."""
+        if options.trace_out is None:
+            return None
+        file = open_journal(Path(options.trace_out))
+        head = header(
+            self.config, self.engine.async_scheduling, has_blocks=options.trace_blocks,
+            is_redacted=options.trace_redact,
+        )  # fmt: skip
+        self.engine.observers.append(JournalWriter(file, head, name=str(options.trace_out)))
+        return file
 
     def generate(
         self,
@@ -205,9 +190,9 @@ class LLM:
         its outputs have finish_reason "error", and `error` says why.
         """
         _check_lora(lora_request)
-        with self._runner.interruptible():
-            batch = self._submit(prompts, sampling_params, priority=priority, ids=request_ids)
-            self._raise_refusal(batch, prompts)
+        with self._runner.batch() as batch:
+            self._submit(batch, prompts, sampling_params, priority=priority, ids=request_ids)
+            _raise_refusal(batch, prompts)
             outputs = self._run(batch, use_tqdm, on_finish)
         return [outputs[position] for position in range(len(batch.results))]
 
@@ -223,8 +208,8 @@ class LLM:
 
         Shows no progress bar. `on_finish` is not called for refused prompts.
         """
-        with self._runner.interruptible():
-            batch = self._submit(prompts, sampling_params, ids=request_ids)
+        with self._runner.batch() as batch:
+            self._submit(batch, prompts, sampling_params, ids=request_ids)
             outputs = self._run(batch, False, on_finish)
         return [
             each if isinstance(each, HeadwayError) else outputs[position]
@@ -271,9 +256,9 @@ class LLM:
         `pooling` is "mean" (over all prompt tokens) or "last" (the last token). Raises the
         RequestError or PolicyError of a refused prompt, and ExecutorError if a step fails.
         """
-        with self._runner.interruptible():
-            batch = self._submit(prompts, None, fixed=embedding_params(pooling))
-            self._raise_refusal(batch, prompts)
+        with self._runner.batch() as batch:
+            self._submit(batch, prompts, None, fixed=embedding_params(pooling))
+            _raise_refusal(batch, prompts)
             outputs = self._run(batch, use_tqdm)
         return [
             embedding_output(outputs[position], builder.embedding)
@@ -286,11 +271,15 @@ class LLM:
 
     def stream(self, prompts: Prompts, sampling_params: AllParams = None) -> Iterator[Delta]:
         """Yield text as it is generated. Leaving the loop early aborts the requests."""
-        with self._runner.interruptible():
-            batch = self._submit(prompts, sampling_params, is_streamed=True)
-            self._raise_refusal(batch, prompts)
-            for _ in self._runner.run(batch):
-                yield from batch.take_deltas()
+        with self._runner.batch(is_streamed=True) as batch:
+            self._submit(batch, prompts, sampling_params)
+            _raise_refusal(batch, prompts)
+            while batch.num_open or batch.deltas:
+                if not batch.deltas:
+                    self._runner.check_work()
+                    self.engine.step()
+                while batch.deltas:
+                    yield batch.deltas.popleft()
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The tokens of a conversation, rendered with the model's chat template."""
@@ -315,61 +304,47 @@ class LLM:
             self.loaded.ranks.close()
         if self._trace is not None:
             self._trace.close()
-            self._trace = None
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _submit(
         self,
+        batch: PromptBatch,
         prompts: Prompts,
         params: AllParams,
         *,
-        is_streamed: bool = False,
         fixed: RequestParams | None = None,
         priority: Sequence[int] | None = None,
         ids: Sequence[str] | None = None,
-    ) -> PromptBatch:
-        """Add every prompt to the engine; a refused one has its error in the batch.
+    ) -> None:
+        """Add every prompt to the engine and to the batch, which gets the error of a refused one.
 
         `fixed` are the engine's params of every request, in place of `params`.
         """
         if self._is_closed:
             raise ExecutorError("this LLM has been closed; create a new one")
-        listed: list[PromptInput] = _listed(prompts)
-        default = SamplingParams() if params is None else params
-        each = default if isinstance(default, Sequence) else [default] * len(listed)
-        if len(each) != len(listed):
-            raise InvalidRequest(
-                f"{len(listed)} prompts but {len(each)} sampling parameters; give one "
-                "SamplingParams or one for each prompt"
-            )
-        _check_count("request ids", ids, listed)
-        _check_count("priorities", priority, listed)
-        if priority is not None:
-            each = [replace(own, priority=p) for own, p in zip(each, priority, strict=True)]
-        batch = PromptBatch(is_streamed=is_streamed)
-        try:
-            for position, (prompt, sampling_params) in enumerate(zip(listed, each, strict=True)):
-                id = str(next(self._numbers)) if ids is None else ids[position]
-                try:
-                    tokens = self.input_processor.read_prompt(prompt)
-                    engine_params = fixed or self.input_processor.params(sampling_params, id)
-                    self._runner.add(batch, id, tokens, sampling_params, engine_params)
-                except (RequestError, PolicyError) as error:
-                    batch.results.append(self._with_advice(error))
-        except Exception:  # the prompts before this one must not stay in the engine
-            self._runner.close(batch)
-            raise
-        return batch
+        listed: list[Any] = [prompts] if is_single(prompts) else list(prompts)
+        each = _params_of_each(params, priority, len(listed))
+        _check_count("request ids", ids, len(listed))
+        names = map(str, self._numbers) if ids is None else ids
+        for prompt, sampling_params, id in zip(listed, each, names, strict=False):
+            try:
+                text, tokens = self.input_processor.read_prompt(prompt)
+                engine_params = fixed or self.input_processor.params(sampling_params, id)
+                added = self.engine.add(id, tokens, engine_params)
+            except (RequestError, PolicyError) as error:
+                batch.results.append(self._with_advice(error))
+                continue
+            builder = OutputBuilder(
+                id, tokens, sampling_params, self.tokenizer, partial(self.engine.stop_sample, id),
+                hidden=engine_params.stops, is_live=batch.is_streamed, prompt_text=text,
+                first_choice=batch.num_choices,
+            )  # fmt: skip
+            self._runner.watch(batch, builder, added)
 
     def _with_advice(self, error: RequestError | PolicyError) -> RequestError | PolicyError:
         """The error; advises to raise max_model_len if the model allows it."""
@@ -378,31 +353,37 @@ class LLM:
             error.args = (f"{error}, or raise max_model_len, up to {limit}",)
         return error
 
-    def _raise_refusal(self, batch: PromptBatch, prompts: Prompts) -> None:
-        """Abort the batch and raise the error of its first refused prompt, if there is one."""
-        if batch.refusal is None:
-            return
-        self._runner.close(batch)
-        position, error = batch.refusal
-        if not is_single(prompts):
-            error.args = (f"prompts[{position}]: {error}",)
-        raise error
-
     def _run(
         self, batch: PromptBatch, use_tqdm: bool, on_finish: OnFinish | None = None
     ) -> dict[int, RequestOutput]:
         """Run the batch to its end; returns the outputs by position."""
-        outputs: dict[int, RequestOutput] = {}
-        with _progress_bar(len(batch.builders), use_tqdm) as advance:
-            for _ in self._runner.run(batch):
-                for position in batch.take_finished():  # while the device runs the next step
-                    builder = batch.results[position]
-                    assert isinstance(builder, OutputBuilder), "a refused prompt does not finish"
+        outputs, num_prompts = dict[int, RequestOutput](), len(batch.builders)
+        with _progress_bar(num_prompts, use_tqdm) as advance:
+            while len(outputs) < num_prompts:
+                if not batch.finished:
+                    self._runner.check_work()
+                    self.engine.step()
+                while batch.finished:  # while the device runs the next step
+                    position, builder = batch.finished.popleft()
                     outputs[position] = builder.output()
                     if on_finish is not None:
                         on_finish(position, outputs[position])
                     advance()
         return outputs
+
+
+def _make_executor(
+    loaded: Loaded, now: Callable[[], float], progress: Progress | None, enforce_eager: bool
+) -> CpuExecutor | GpuExecutor | ParallelExecutor:
+    config, ranks = loaded.config, loaded.ranks
+    make = partial(
+        make_executor, loaded.decoder, config, progress, now=now, enforce_eager=enforce_eager
+    )
+    if ranks is None:
+        return make()
+    with ended_on_error(ranks):
+        own = ranks.start(config, make, enforce_eager=enforce_eager)
+        return ParallelExecutor(own, ranks, config.max_num_seqs)
 
 
 def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = True) -> Config:
@@ -434,11 +415,35 @@ def _read_options(model: str, keywords: Mapping[str, Any]) -> EngineOptions:
     return EngineOptions(model=model, **keywords)
 
 
-def _check_count(what: str, given: Sequence[object] | None, prompts: list[Any]) -> None:
-    if given is not None and len(given) != len(prompts):
+def _params_of_each(
+    params: AllParams, priority: Sequence[int] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    default = SamplingParams() if params is None else params
+    each = default if isinstance(default, Sequence) else [default] * num_prompts
+    if len(each) != num_prompts:
         raise InvalidRequest(
-            f"{len(prompts)} prompts but {len(given)} {what}; give one for each prompt"
+            f"{num_prompts} prompts but {len(each)} sampling parameters; give one SamplingParams "
+            "or one for each prompt"
         )
+    if priority is None:
+        return each
+    _check_count("priorities", priority, num_prompts)
+    return [replace(own, priority=p) for own, p in zip(each, priority, strict=True)]
+
+
+def _check_count(what: str, given: Sequence[object] | None, num_prompts: int) -> None:
+    if given is not None and len(given) != num_prompts:
+        problem = f"{num_prompts} prompts but {len(given)} {what}"
+        raise InvalidRequest(f"{problem}; give one for each prompt")
+
+
+def _raise_refusal(batch: PromptBatch, prompts: Prompts) -> None:
+    """Raise the error of the first refused prompt, if there is one."""
+    for position, error in enumerate(batch.results):
+        if isinstance(error, HeadwayError):
+            if not is_single(prompts):
+                error.args = (f"prompts[{position}]: {error}",)
+            raise error
 
 
 def _check_lora(lora_request: object) -> None:
@@ -461,11 +466,6 @@ def _progress_bar(num_prompts: int, is_shown: bool) -> Iterator[Callable[[], Non
     from rich.progress import Progress as ProgressBar
 
     console = Console(stderr=True)
-    is_hidden = not (console.is_terminal and num_prompts)
-    with ProgressBar(console=console, disable=is_hidden) as bar:
+    with ProgressBar(console=console, disable=not (console.is_terminal and num_prompts)) as bar:
         task = bar.add_task("Processed prompts", total=num_prompts)
         yield lambda: bar.advance(task)
-
-
-def _listed(prompts: Prompts) -> list[Any]:
-    return [prompts] if is_single(prompts) else list(prompts)

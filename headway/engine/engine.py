@@ -46,8 +46,12 @@ class Engine:
         async_scheduling: bool = False,
         observers: Iterable[Observer] = (),
         in_flight: Iterable[tuple[Plan, Handle]] = (),
+        preparation: Preparation | None = None,
     ) -> None:
-        """`in_flight` are plans that the scheduler has made before, oldest first."""
+        """`in_flight` are plans that the scheduler has made before, oldest first.
+
+        `preparation` prepares requests before a server adds them.
+        """
         if async_scheduling not in (False, True):
             raise ConfigError(f"async_scheduling must be True or False, not {async_scheduling!r}")
         self.scheduler = scheduler
@@ -57,7 +61,7 @@ class Engine:
         self.observers = list(observers)
         # Called if an observer raises; None: the first error is raised after the last observer.
         self.on_observer_error: OnObserverError | None = None
-        self.preparation: Preparation | None = None  # of requests, before they are added
+        self.preparation = preparation
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
         self.lock = threading.RLock()  # held while scheduler state changes, never while a plan runs
         self.step_began: float | None = None  # clock time; None between two steps
@@ -130,15 +134,15 @@ class Engine:
         now = self.clock.now()
         arrival = now if arrival is None else arrival
         known = _open_outputs(id, params.n, outputs)
-        (first, output), *others = known.items()
-        parent = Request(id, prompt, params, arrival=arrival, sample=first, output=output)
-        samples = [parent] + [
-            Request(
-                f"{id}/{i}", parent.prompt, params, arrival=arrival, parent=parent, sample=i,
-                output=output,
+        samples = list[Request]()
+        parent: Request | None = None
+        for number, output in known.items():
+            name, tokens = (f"{id}/{number}", parent.prompt) if parent else (id, prompt)
+            sample = Request(
+                name, tokens, params, arrival=arrival, parent=parent, sample=number, output=output
             )
-            for i, output in others
-        ]  # fmt: skip
+            parent = parent or sample
+            samples.append(sample)
         if not self.has_work:  # before there is work, for other threads that look at both
             self._last_progress = now
         self.scheduler.add(*samples)
@@ -175,43 +179,44 @@ class Engine:
             self.tell()
             return None
         self.step_began = self.clock.now()
+        refused: PolicyError | None = None
         try:  # an error in a policy or the executor ends requests, not the engine
-            plan, error = self._make_plan()
+            try:
+                with self.lock:
+                    plan = self.scheduler.schedule()
+            except PolicyError as error:
+                if error.request_id not in self.scheduler.requests:
+                    raise
+                plan, refused = Plan(-1), error  # the policy failed for one request
             is_empty = plan.is_empty
             if not is_empty:
                 self._flight.append((plan, self.executor.launch(plan)))
             is_due = self._flight and (is_empty or len(self._flight) > self.async_scheduling)
             completed = self._complete_oldest() if is_due else None
-            if error is not None:
-                self._end_request(error)
+            if refused is not None:
+                self._end_request(refused)
         except ReplayMismatch:
             raise  # no step failed: the recorded run ends here
         except Exception as failure:
             self._fail(failure)
             return None
-        except BaseException:  # interrupted: leave no request half done
-            self._flight.clear()
-            try:
-                self.scheduler.fail("interrupted")
-            except Exception:  # interrupted in the middle of a change
-                self.restart()
+        except BaseException:
+            self._interrupt()
             raise
         finally:
             self.step_began = None
         self.tell()
-        if error is not None:
-            self.fault = _text_of(error)
+        if refused is not None:
+            self.fault = _text_of(refused)
         return completed
 
-    def _make_plan(self) -> tuple[Plan, PolicyError | None]:
-        """The next plan; an empty one and the error if a policy failed for one request."""
-        with self.lock:
-            try:
-                return self.scheduler.schedule(), None
-            except PolicyError as error:
-                if error.request_id not in self.scheduler.requests:
-                    raise
-                return Plan(-1), error
+    def _interrupt(self) -> None:
+        """Leave no request half done."""
+        self._flight.clear()
+        try:
+            self.scheduler.fail("interrupted")
+        except Exception:  # interrupted in the middle of a change
+            self.restart()
 
     def _complete_oldest(self) -> Completed:
         """Wait for the oldest plan in flight, without the lock, and apply its result."""
@@ -240,7 +245,6 @@ class Engine:
 
     def tell(self) -> None:
         """Give the observers all events that they have not had; every step does."""
-        """Give the observers all events that they have not had."""
         errors: list[Exception] = []
         while self._events:
             event = self._events.popleft()

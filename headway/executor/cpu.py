@@ -40,9 +40,10 @@ class CompletedStep:
 class CpuExecutor:
     """A decoder, its KV blocks on device and host, and the rows of the running requests."""
 
-    def __init__(self, decoder: Decoder, config: Config) -> None:
-        size = config.block_size
-        self.decoder = decoder
+    def __init__(
+        self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.decoder, self.now, size = decoder, now, config.block_size
         model, window = decoder.config, config.sliding_window or None
         wanted = model.sliding_window if model.windowed_layers else None
         assert window == wanted, f"sliding_window is {window}, that of the model {wanted}"
@@ -61,7 +62,6 @@ class CpuExecutor:
         )
         self.pooler = Pooler()
         self.model_seconds = 0.0  # total time in forward passes and logits
-        self.now: Callable[[], float] = time.monotonic  # LLM sets that of its clock
         self._batch: ForwardBatch | None = None  # of the latest pass
         self._forward: Callable[[], PassOutput] | None = None
         self._inference = torch.inference_mode()

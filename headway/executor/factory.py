@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,19 +22,20 @@ def make_executor(
     config: Config,
     progress: Progress | None = None,
     *,
+    now: Callable[[], float] = time.monotonic,
     enforce_eager: bool = False,
 ) -> CpuExecutor | GpuExecutor:
     """Create the executor for the device of the decoder's weights, warmed up."""
     if not decoder.norm.is_cuda:
         from headway.executor.cpu import CpuExecutor
 
-        return CpuExecutor(decoder, config)
+        return CpuExecutor(decoder, config, now)
     from headway.executor.gpu.executor import GpuExecutor  # needs triton
     from headway.executor.gpu.memory import ADVICE
     from headway.model.devices import explain_out_of_memory
 
     with explain_out_of_memory("the KV cache does not fit in GPU memory", ADVICE):
-        executor = GpuExecutor(decoder, config)
+        executor = GpuExecutor(decoder, config, now)
         if enforce_eager:
             executor.graphs.disable()
             executor.mixed.graphs.disable()

@@ -56,10 +56,6 @@ class ParallelExecutor:
     def now(self) -> Callable[[], float]:
         return self.own.now
 
-    @now.setter
-    def now(self, now: Callable[[], float]) -> None:
-        self.own.now = now
-
     @property
     def swapper(self) -> Swapper | None:
         return getattr(self.own, "swapper", None)
