@@ -65,7 +65,7 @@ class PassInputs(NamedTuple):
         return PassInputs(self.longs[:, :num_tokens], self.ints[:, : num_sequences + 1])
 
 
-class PassOutput(NamedTuple):
+class HiddenStates(NamedTuple):
     """Hidden states of a pass: decodes, padding, then chunks."""
 
     hidden: Tensor
@@ -123,7 +123,7 @@ class MixedPass:
                 self.graphs.run(size)
                 progress(num_done, len(sizes))
 
-    def run(self, rows: Rows, chunks: list[Chunk]) -> PassOutput:
+    def run(self, rows: Rows, chunks: list[Chunk]) -> HiddenStates:
         """Run all decodes and chunks, and advance the rows' lengths on the device."""
         size, is_small = self._size(rows, chunks)
         inputs = (
@@ -133,9 +133,9 @@ class MixedPass:
         )
         sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
-            return PassOutput(self._forward(size, inputs), sampled, size.decodes)
+            return HiddenStates(self._forward(size, inputs), sampled, size.decodes)
         self.graphs.run(size)
-        return PassOutput(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
+        return HiddenStates(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
 
     def _size(self, rows: Rows, chunks: list[Chunk]) -> tuple[PassSize, bool]:
         """The size to run, and whether it is one of the captured ones."""
