@@ -150,9 +150,7 @@ class AsyncEngine:
         self.stop_reason: str | None = None  # why the engine has stopped; None while it runs
         self.is_closing = False  # new requests are refused
         self._streams: dict[str, RequestStream] = {}
-        self._abandoned: dict[
-            str, int
-        ] = {}  # open samples of requests that have no reader any more
+        self._abandoned: dict[str, int] = {}  # open samples of requests without a reader
         self._pending_queries: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
 
@@ -273,7 +271,10 @@ class AsyncEngine:
         is_late = sum(isinstance(message, TokenBatch) for message in messages) > 1
         for message in messages:
             if isinstance(message, TokenBatch):
-                self._put_tokens(message, is_late)
+                for id, tokens in zip(message.ids, message.tokens, strict=True):
+                    if stream := self._streams.get(id):
+                        take = stream.keep if is_late else stream.put
+                        take(SampleUpdate(id, 0, tokens))
             elif isinstance(message, SampleUpdate):
                 self._put(message)
             elif isinstance(message, Refusal):
@@ -284,14 +285,6 @@ class AsyncEngine:
                 self._set_result(message)
             elif isinstance(message, EngineStopped):
                 self._end(message)
-
-    def _put_tokens(self, gained: TokenBatch, is_late: bool) -> None:
-        for id, tokens in zip(gained.ids, gained.tokens, strict=True):
-            if stream := self._streams.get(id):
-                if is_late:
-                    stream.keep(SampleUpdate(id, 0, tokens))
-                else:
-                    stream.put(SampleUpdate(id, 0, tokens))
 
     def _put(self, update: SampleUpdate) -> None:
         """Pass an update to its stream; without one, free the id once the last sample has ended."""

@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from headway.engine.engine import Engine, Observer
-from headway.engine.load_reporter import LoadReporter
 from headway.engine.messages import (
     CacheDelta,
     EngineStopped,
     FromLoop,
+    LoadReport,
     Query,
     QueryResult,
     StepUpdates,
@@ -39,12 +39,16 @@ from headway.engine.queue_limits import QueueLimiter, QueueLimits
 from headway.errors import ExecutorError, PolicyError, RequestError
 from headway.events import Added, Event, Planned
 from headway.request import Request
+from headway.scheduler import Scheduler
 
 Deliver = Callable[[list[FromLoop]], None]
 OnSubmit = Callable[[Submit, list[Request]], None]
 Value = TypeVar("Value")
 READ_SECONDS = 0.05  # a batch of thousands of requests must not delay the next step for longer
 LOCK_SECONDS = 0.05  # how long a reader waits for the scheduler to release the engine's lock
+HEARTBEAT_SECONDS = 0.25  # the longest time without a load report
+MAX_COUNTED = 64  # requests; a longer queue is counted at most every COUNT_SECONDS
+COUNT_SECONDS = 0.05
 log = logging.getLogger(__name__)
 
 
@@ -73,6 +77,47 @@ class CachedReader(Generic[Value]):
             finally:
                 engine.lock.release()
         return self._value, max(0.0, engine.clock.now() - self._as_of)
+
+
+class LoadReporter:
+    """Tells a fleet how busy an engine is, and that its process is alive.
+
+    A report follows every step. While the engine is idle or a step takes long, a thread repeats the
+    latest report. `deliver` must accept calls from any thread.
+    """
+
+    def __init__(self, deliver: Deliver) -> None:
+        self.is_stopped = threading.Event()
+        self._deliver = deliver
+        self._latest: LoadReport | None = None
+        self._is_quiet = True  # no report since the latest heartbeat
+        self._waiting_tokens, self._counted_at = 0, -COUNT_SECONDS
+
+    def start(self, scheduler: Scheduler) -> None:
+        """Send the first report, and heartbeats from now on."""
+        self._deliver([self.report(scheduler)])
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def report(self, scheduler: Scheduler) -> LoadReport:
+        """The present load; called on the loop's thread after every step."""
+        queue, now = scheduler.queue, time.monotonic()
+        if len(queue) <= MAX_COUNTED or now - self._counted_at > COUNT_SECONDS:
+            # A waiting request has no tokens outside these two lists.
+            self._waiting_tokens = sum([r.num_prompt + len(r.flushed_tokens) for r in queue])
+            self._counted_at = now
+        left = [r.prefill_end - r.num_computed for r in scheduler.state.prefilling]
+        self._is_quiet = False
+        self._latest = LoadReport(
+            scheduler.num_steps, len(scheduler.running), len(queue),
+            self._waiting_tokens + sum(left), scheduler.num_free, scheduler.config.num_blocks,
+        )  # fmt: skip
+        return self._latest
+
+    def _beat(self) -> None:
+        while not self.is_stopped.wait(HEARTBEAT_SECONDS):
+            if self._is_quiet and self._latest is not None:
+                self._deliver([self._latest])
+            self._is_quiet = True
 
 
 class EngineLoop:
@@ -108,7 +153,8 @@ class EngineLoop:
         self._updates = StepUpdates(engine.clock)
         self._load_reporter = LoadReporter(deliver)
         self._outbox: list[FromLoop] = []
-        self._join_engine()
+        engine.observers.append(self._observe)
+        engine.on_observer_error = self._remove_observer
 
     def handle(self, kind: type[Query[Value]], answer: Callable[[Any], Value]) -> None:
         """Register what answers the queries of a type; replaces what did before.
@@ -153,7 +199,6 @@ class EngineLoop:
 
     def run(self) -> None:
         """Run until `stop`. Raises any error that the engine itself cannot handle."""
-        self._join_engine()
         try:
             for each in self.on_begin:
                 each()
@@ -169,22 +214,12 @@ class EngineLoop:
             self.ended = f"{type(error).__name__}: {error}; restart the process"
             raise
         finally:
-            self._load_reporter.stop()
-            self._leave_engine()
+            self._load_reporter.is_stopped.set()
+            self.engine.observers.remove(self._observe)  # another loop may run the engine
+            if self.engine.on_observer_error == self._remove_observer:
+                self.engine.on_observer_error = None
             self._outbox.append(EngineStopped(self.ended or ""))
             self._flush()
-
-    def _join_engine(self) -> None:
-        """Observe the engine, if this loop does not do so already."""
-        if self._observe not in self.engine.observers:
-            self.engine.observers.append(self._observe)
-            self.engine.on_observer_error = self._remove_observer
-
-    def _leave_engine(self) -> None:
-        """Observe the engine no longer; another loop may run it."""
-        self.engine.observers.remove(self._observe)
-        if self.engine.on_observer_error == self._remove_observer:
-            self.engine.on_observer_error = None
 
     def _wait_for_work(self) -> bool:
         """Wait until there is work; False if the loop must end."""
@@ -197,23 +232,20 @@ class EngineLoop:
 
     def _read(self) -> None:
         """Process messages in order, for at most READ_SECONDS; the rest waits for the next step."""
-        self._limiter.begin_step()
+        self._limiter.waiting_tokens = None
         ends_at = time.perf_counter() + READ_SECONDS
         while self._inbox and time.perf_counter() < ends_at:
             with self._wake:
                 message = self._inbox.popleft()
             with self.engine.lock:
-                self._take(message)
-
-    def _take(self, message: ToLoop) -> None:
-        if isinstance(message, Submit):
-            self._submit(message)
-        elif isinstance(message, Query):
-            self._outbox.append(self.reply(message))
-        elif message.sample is None:
-            self.engine.abort(message.id)
-        else:
-            self.engine.stop_sample(message.id, message.sample)
+                if isinstance(message, Submit):
+                    self._submit(message)
+                elif isinstance(message, Query):
+                    self._outbox.append(self.reply(message))
+                elif message.sample is None:
+                    self.engine.abort(message.id)
+                else:
+                    self.engine.stop_sample(message.id, message.sample)
 
     def _submit(self, message: Submit) -> None:
         try:
@@ -241,15 +273,12 @@ class EngineLoop:
         self.engine.scheduler.kv.pool.index.start_journal()
         self.report_cache = True
 
-    def _add_cache_delta(self) -> None:
-        index = self.engine.scheduler.kv.pool.index
-        journal = index.journal or index.start_journal()  # an engine that restarts has a new index
-        if journal.has_changes:
-            self._outbox.append(CacheDelta(*journal.drain()))
-
     def _flush(self) -> None:
         if self.report_cache:
-            self._add_cache_delta()
+            index = self.engine.scheduler.kv.pool.index
+            journal = index.journal or index.start_journal()  # a restarted engine has a new index
+            if journal.has_changes:
+                self._outbox.append(CacheDelta(*journal.drain()))
         if self._outbox:
             messages, self._outbox = self._outbox, []
             self._deliver(messages)

@@ -7,7 +7,6 @@ import threading
 import pytest
 from msgspec.structs import replace
 
-from headway.engine import load_reporter
 from headway.engine import loop as engine_loop
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import FromLoop, LoadReport, Submit
@@ -18,7 +17,7 @@ from tests.support.waiting import LIMIT, wait_until
 def test_reports_follow_steps_and_heartbeats_fill_long_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load_reporter, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(engine_loop, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(engine_loop, "READ_SECONDS", LIMIT)  # both requests run in the first step
     engine, gate = gated_engine()
     before = set(threading.enumerate())

@@ -46,6 +46,8 @@ class Follower:
         """Run until all requests have ended."""
         self.num_open += sum(isinstance(message, Submit) for message in messages)
         self.loop._is_stopping = False
+        if self.loop._observe not in self.engine.observers:  # a loop runs only once elsewhere
+            self.engine.observers.append(self.loop._observe)
         self.loop.post(messages)
         self.loop.run()
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from headway import Engine, Scheduler, preset
-from headway.engine import load_reporter
 from headway.engine import loop as engine_loop
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.fleet import discovery
@@ -149,7 +148,7 @@ async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
 async def test_the_number_of_messages_does_not_depend_on_the_number_of_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load_reporter, "HEARTBEAT_SECONDS", LIMIT)
+    monkeypatch.setattr(engine_loop, "HEARTBEAT_SECONDS", LIMIT)
     monkeypatch.setattr(engine_loop, "READ_SECONDS", LIMIT)  # all run from the first step on
     directory, executor = Announced(), Counted()
     server = await start("a", directory, executor)
