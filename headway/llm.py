@@ -56,7 +56,7 @@ from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.chunk_cost import measured_step
 from headway.executor.gpu.swap_cost import Timed, measured
 from headway.loading import Loaded, Progress, load
-from headway.options import EngineOptions
+from headway.options import EngineOptions, unsupported
 from headway.parallel.executor import ParallelExecutor
 from headway.parallel.ranks import ended_on_error
 from headway.record.writer import JournalWriter, header, open_journal
@@ -66,7 +66,6 @@ from headway.scheduler import Scheduler
 from headway.scheduler.policies.chunk import hold_tbt
 from headway.scheduler.policies.swap import swap_if_cheaper
 from headway.text.tokenizer import Tokenizer
-from headway.unsupported import unsupported
 
 if TYPE_CHECKING:
     from headway.executor.cpu import CpuExecutor
@@ -144,9 +143,12 @@ class LLM:
         matchers.use(self.tokenizer, self.loaded.eos_ids)
         is_async = is_on_gpu if options.async_scheduling is None else options.async_scheduling
         self.engine = Engine(
-            Scheduler(self.config), self.executor, clock, async_scheduling=is_async,
+            Scheduler(self.config),
+            self.executor,
+            clock,
+            async_scheduling=is_async,
             preparation=matchers,
-        )  # fmt: skip
+        )
         self._trace = self._open_trace(options)
         self._runner = OfflineRunner(self.engine)
         self._is_closed = False

@@ -25,7 +25,6 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "errors": (),
     "checks": ("errors",),
     "version": (),
-    "unsupported": (),
     "request": ("errors", "checks"),
     "grammar": ("errors", "grammar"),
     "grammar.sandbox": (),
@@ -50,7 +49,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "loading": (*TYPES, "kv", "scheduler", "model", "text", "engine", "parallel", "options"),
     "llm": (
         *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "record", "loading",
-        "parallel", "options", "unsupported",
+        "parallel", "options",
     ),
     "remote": (*TYPES, "executor.simulated", "engine", "remote"),
     "fleet": (*TYPES, "kv", "scheduler", "engine", "remote", "fleet"),
@@ -74,7 +73,6 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "cli": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "record",
         "loading", "llm", "fleet", "on_ray", "lab", "server", "cli", "options", "version",
-        "unsupported",
     ),
     "__main__": ("cli",),
 }  # fmt: skip

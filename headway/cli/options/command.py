@@ -8,7 +8,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from headway.errors import ConfigError
-from headway.unsupported import unsupported
+from headway.options import unsupported
 
 
 def first_paragraph(help: str | None) -> str:
