@@ -156,16 +156,6 @@ class Tokenizer:
         other.chat_template = template
         return other
 
-    def save(self, folder: str | Path) -> None:
-        """Write the tokenizer as a Hugging Face folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(folder / "tokenizer.json"))
-        named = {"bos_token": self.bos or None, "eos_token": self.eos or None}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
-        _write(folder, "tokenizer_config.json", config | {"chat_template": self.chat_template})
-        _write(folder, "generation_config.json", {"eos_token_id": sorted(self.eos_ids)})
-
 
 def _check_text(text: str) -> None:
     """InvalidRequest if a text contains half of a surrogate pair."""
@@ -254,11 +244,6 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{path} contains a {type(found).__name__}, not an object")
     return found
-
-
-def _write(folder: Path, name: str, value: Mapping[str, Any]) -> None:
-    text = json.dumps({key: each for key, each in value.items() if each is not None}, indent=2)
-    (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def _content(token: Any) -> str:

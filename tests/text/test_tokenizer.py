@@ -475,24 +475,6 @@ def test_a_folder_is_read_as_in_transformers(tmp_path: Path) -> None:
     assert ours.id_of("<extra>") == theirs.convert_tokens_to_ids("<extra>")
 
 
-def test_a_saved_tokenizer_is_read_equally_here_and_in_transformers(
-    smollm2: Path, tmp_path: Path
-) -> None:
-    ours = bundled(smollm2)
-    ours.save(tmp_path / "new" / "folder")
-    again = load_tokenizer(tmp_path / "new" / "folder")
-    for name in ("bos", "eos", "eos_ids", "special_ids", "chat_template", "vocab_size"):
-        assert getattr(again, name) == getattr(ours, name), name
-    auto = pytest.importorskip("transformers").AutoTokenizer
-    theirs = auto.from_pretrained(str(tmp_path / "new" / "folder"))
-    assert theirs.chat_template == ours.chat_template
-    for text in CORPUS:
-        assert again.encode(text) == theirs.encode(text) == ours.encode(text)
-        assert theirs.decode(ours.encode(text)) == ours.decode(
-            ours.encode(text), skip_special=False
-        )
-
-
 def test_prompts_are_neither_truncated_nor_padded(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save(tmp_path, folder_backend(), tokenizer_config=CONFIG))
     assert len(tokenizer.encode("h" * 50)) == 51
