@@ -168,12 +168,13 @@ class SamplingParams:
         for name in ("stop_token_ids", "bad_words"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, ())
-        _check_texts("stop", self.stop_strings)
-        _check_texts("bad_words", self.bad_words)
-        _check_ids("stop_token_ids", self.stop_token_ids)
+        _check_list("stop", self.stop_strings, "non-empty texts", _is_text)
+        _check_list("bad_words", self.bad_words, "non-empty texts", _is_text)
+        _check_list("stop_token_ids", self.stop_token_ids, IDS, TOKEN_ID.has)
         if self.allowed_token_ids is not None:
-            _check_ids("allowed_token_ids", self.allowed_token_ids)
-        _check_bias(self.logit_bias)
+            _check_list("allowed_token_ids", self.allowed_token_ids, IDS, TOKEN_ID.has)
+        if self.logit_bias is not None:
+            _check_bias(self.logit_bias)
         _set_grammar(self)
         _check_grammar(self)
 
@@ -214,12 +215,12 @@ class Range(NamedTuple):
         kinds = int if self.is_whole else int | float
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
-        is_open_end = self.is_open and value == self.low
-        return self.low <= value <= self.high and not is_open_end  # NaN is not
+        return self.low <= value <= self.high and not (self.is_open and value == self.low)
 
 
 HUGE = sys.float_info.max  # excludes infinity
 TOKEN_ID = Range(0, HUGE, is_whole=True)
+IDS = "token ids, whole numbers of at least 0"
 BIAS = Range(-100, 100)
 RANGES = {
     "n": Range(1, 1024, is_whole=True),
@@ -259,21 +260,14 @@ def _check_list(name: str, values: object, wanted: str, is_fine: Callable[[objec
             raise InvalidRequest(f"{name} must be a list of {wanted}; it contains {value!r}")
 
 
-def _check_texts(name: str, texts: object) -> None:
-    wanted = "non-empty texts"
-    _check_list(name, texts, wanted, lambda text: isinstance(text, str) and text != "")
-
-
-def _check_ids(name: str, ids: object) -> None:
-    _check_list(name, ids, "token ids, whole numbers of at least 0", TOKEN_ID.has)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _check_bias(bias: object) -> None:
-    if bias is None:
-        return
     if not isinstance(bias, Mapping):
         raise _wrong("logit_bias", f"a mapping from token ids to {BIAS}", bias)
-    _check_ids("logit_bias", list(bias))
+    _check_list("logit_bias", list(bias), IDS, TOKEN_ID.has)
     for token, value in bias.items():
         BIAS.check(f"logit_bias of token {token}", value)
 
@@ -284,10 +278,8 @@ def _set_grammar(params: SamplingParams) -> None:
     if wanted is None:
         return
     if isinstance(wanted, Mapping):
-        unknown = sorted(
-            map(str, wanted.keys() - {f.name for f in fields(StructuredOutputsParams)})
-        )
-        if unknown:
+        known = {field.name for field in fields(StructuredOutputsParams)}
+        if unknown := sorted(map(str, wanted.keys() - known)):
             raise InvalidRequest(f"structured_outputs has unknown fields: {', '.join(unknown)}")
         wanted = StructuredOutputsParams(**wanted)
     if not isinstance(wanted, StructuredOutputsParams):
@@ -305,8 +297,7 @@ def _check_grammar(params: SamplingParams) -> None:
     if not isinstance(params.grammar, Grammar):
         raise _wrong("grammar", "a Grammar or None", params.grammar)
     for name in ("ignore_eos", "min_tokens"):
-        if getattr(params, name):
-            value = getattr(params, name)
+        if value := getattr(params, name):
             raise InvalidRequest(f"{name} is {value!r}; it cannot be set together with a grammar")
 
 
@@ -318,22 +309,21 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
             f"allowed_token_ids is empty; allow at least one of the {vocab_size} tokens, or use "
             "None to allow all"
         )
-    named = {
-        "logit_bias": params.logit_bias or (),
-        "allowed_token_ids": allowed or (),
-        "stop_token_ids": params.stop_token_ids,
-    }
-    for name, ids in named.items():
-        for token in ids:
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        for token in getattr(params, name) or ():
             if token >= vocab_size:
                 raise InvalidRequest(
                     f"{name} has token {token}; the model's tokens are 0 to {vocab_size - 1}"
                 )
     for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(params, name) or 0) > vocab_size:
-            raise _wrong(
-                name, f"at most {vocab_size}, the size of the vocabulary", getattr(params, name)
-            )
+        if (value := getattr(params, name) or 0) > vocab_size:
+            raise _wrong(name, f"at most {vocab_size}, the size of the vocabulary", value)
+
+
+SHARED = [  # fields that are the same in both
+    *("temperature", "top_k", "top_p", "min_p", "logprobs", "prompt_logprobs", "grammar"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+]
 
 
 def token_level(
@@ -344,18 +334,9 @@ def token_level(
         raise InvalidRequest(f"bad_words contains a text that has no tokens: {params.bad_words!r}")
     allowed = params.allowed_token_ids
     return Sampling(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
+        **{name: getattr(params, name) for name in SHARED},
         logit_bias=dict(params.logit_bias or {}),
         seed=seed,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
         bad_words=bad_words,
         allowed_tokens=None if allowed is None else frozenset(allowed),
-        grammar=params.grammar,
     )

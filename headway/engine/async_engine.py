@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -86,22 +87,20 @@ class ThreadClient:
         self.loop = EngineLoop(engine, self._deliver, limits, report_load=report_load)
         self._preparation = PreparationQueue(self.loop.post, engine.preparation, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._bridge: EventLoopBridge | None = None
-        self._on_messages: OnMessages | None = None
+        self._bridge: EventLoopBridge | None = None  # once opened
         # With async scheduling the next step is already running, and the device must not wait.
         self._yields = not engine.async_scheduling
 
     async def open(self, on_messages: OnMessages) -> None:
         self._bridge = EventLoopBridge(asyncio.get_running_loop(), on_messages)
-        self._on_messages = on_messages
         self._thread.start()
 
     def send(self, messages: list[ToLoop]) -> None:
         """Send messages to the loop; queries may be answered here, even during a step."""
-        rest, on_messages = list[ToLoop](), self._on_messages
+        rest = list[ToLoop]()
         for message in messages:
-            if isinstance(message, Query) and not message.between_steps and on_messages:
-                on_messages([self.loop.reply(message)])
+            if isinstance(message, Query) and not message.between_steps and self._bridge:
+                self._bridge.receive([self.loop.reply(message)])
             else:
                 rest.append(message)
         self._preparation.send(rest)
@@ -112,10 +111,8 @@ class ThreadClient:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
-        try:
+        with suppress(Exception):  # callers learn it from the EngineStopped message
             self.loop.run()
-        except Exception:  # callers learn it from the EngineStopped message
-            return
 
     def _refuse(self, refusal: Refusal) -> None:
         """Deliver a refusal from the preparation queue."""
@@ -191,8 +188,8 @@ class AsyncEngine:
         text, tokens = processor.read_prompt(prompt)
         params = processor.params(sampling_params, id)
         builder = OutputBuilder(
-            id, tokens, sampling_params, processor.tokenizer,
-            lambda sample: self.stop_sample(id, sample), hidden=params.stops, is_live=True, prompt_text=text,
+            id, tokens, sampling_params, processor.tokenizer, partial(self.stop_sample, id),
+            hidden=params.stops, is_live=True, prompt_text=text,
         )  # fmt: skip
         with self.submitted(id, builder.prompt_token_ids, params) as stream:
             while stream.num_open:

@@ -20,7 +20,7 @@ class EventLoopBridge:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receive: Callable[[list[FromLoop]], None]):
-        self._loop, self._receive = loop, receive
+        self._loop, self.receive = loop, receive
         self._messages: list[FromLoop] = []  # not empty: a callback is scheduled
         self._lock = threading.Lock()
         self._is_received = threading.Event()
@@ -47,7 +47,7 @@ class EventLoopBridge:
     def _receive_all(self) -> None:
         with self._lock:
             messages, self._messages = self._messages, []
-        self._receive(messages)
+        self.receive(messages)
         self._is_received.set()
 
 

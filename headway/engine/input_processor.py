@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
@@ -85,20 +86,17 @@ class InputProcessor:
             )
         check_num_tokens(len(prompt), max_tokens, is_exact=True)
         given: list[Any] = list(prompt)
-        try:  # all at once: a check of each token took longer than scheduling a step
+        # All at once: a check of each token took longer than scheduling a step.
+        with suppress(TypeError, OverflowError):
             tokens = array("i", given)  # converts numpy integers to Python's
-        except (TypeError, OverflowError):
-            are_known = False
-        else:
             seen = np.frombuffer(tokens, dtype=np.intc)
-            are_known = not len(seen) or (seen.min() >= 0 and seen.max() < self.vocab_size)
-        if not are_known:
-            wrong = next(token for token in given if not _is_below(token, self.vocab_size))
-            raise InvalidRequest(
-                f"prompt: token id {shorten(wrong)} is not a whole number of at least 0 and below "
-                f"{self.vocab_size}"
-            )
-        return tokens
+            if not len(seen) or (seen.min() >= 0 and seen.max() < self.vocab_size):
+                return tokens
+        wrong = next(token for token in given if not _is_below(token, self.vocab_size))
+        raise InvalidRequest(
+            f"prompt: token id {shorten(wrong)} is not a whole number of at least 0 and below "
+            f"{self.vocab_size}"
+        )
 
     def chat_tokens(
         self,

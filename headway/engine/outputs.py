@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from headway.engine.messages import FinishInfo, SampleUpdate
+from headway.engine.messages import NO_TOKENS, FinishInfo, SampleUpdate
 from headway.errors import ExecutorError
 from headway.plan import Embedding
 from headway.sampling_params import SamplingParams, TokenLogprobs
@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # needs the packages for text, which the simulator does witho
     from headway.text.tokenizer import Tokenizer
 
 NO_LOGPROBS: list[TokenLogprobs] = []
-NO_TOKENS: list[int] = []
 
 
 class Logprob(NamedTuple):
@@ -113,8 +112,10 @@ class Delta(NamedTuple):
 class SampleBuilder:
     """One text as it grows, up to a stop string, and the tokens that belong to it."""
 
-    __slots__ = ("_has_stops", "_hidden", "_is_live", "_skips", "_text", "_tokenizer", "end",
-                 "logprobs", "stream", "tokens")  # fmt: skip
+    __slots__ = (
+        "_has_stops", "_hidden", "_skips", "_text", "_tokenizer", "end", "logprobs", "stream",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -124,11 +125,10 @@ class SampleBuilder:
         is_live: bool,
     ) -> None:
         self._has_stops = bool(params.stop_strings)
-        self._is_live = is_live or self._has_stops  # else the text is made at the end
         self._skips, self._hidden = params.skip_special_tokens, hidden
         self._tokenizer, self._text = tokenizer, ""
-        self.stream: TextStream | None = None
-        if tokenizer is not None and self._is_live:
+        self.stream: TextStream | None = None  # else the text is made at the end
+        if tokenizer is not None and (is_live or self._has_stops):
             self.stream = TextStream(
                 tokenizer, params.stop_strings, params.include_stop_str_in_output,
                 params.skip_special_tokens, hidden_ids=hidden, min_tokens=params.min_tokens,
@@ -205,7 +205,7 @@ class OutputBuilder:
         prompt: Sequence[int],
         sampling_params: SamplingParams,
         tokenizer: Tokenizer | None,
-        stop_sample: Callable[[int], None],
+        stop_sample: Callable[[int], object],
         *,
         hidden: frozenset[int],
         is_live: bool,
@@ -277,13 +277,11 @@ class OutputBuilder:
     def output(self) -> RequestOutput:
         """Everything so far."""
         ends = [sample.end for sample in self.samples if sample.end is not None]
-        metrics = RequestMetrics()
-        if ends:
-            metrics = RequestMetrics(
-                queue=min(end.queue for end in ends),
-                first_token=min(end.first_token for end in ends),
-                total=max(end.total for end in ends),
-            )
+        metrics = RequestMetrics(
+            queue=min((end.queue for end in ends), default=0.0),
+            first_token=min((end.first_token for end in ends), default=0.0),
+            total=max((end.total for end in ends), default=0.0),
+        )
         prompt_logprobs: list[Logprobs | None] | None = None
         if self.sampling_params.prompt_logprobs is not None:
             logprobs = map(self.prompt_logprobs.get, range(len(self.prompt)))

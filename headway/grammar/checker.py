@@ -17,28 +17,18 @@ import threading
 import weakref
 from collections import OrderedDict
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from headway.errors import Overloaded
 from headway.grammar import sandbox as grammar_sandbox
 from headway.grammar.sandbox import GrammarVocabulary
 
+if TYPE_CHECKING:
+    from headway.grammar.grammar import Grammar
+
 MAX_VERDICTS = 256
 MAX_WAIT = 60.0  # seconds for a verdict, even on a busy machine
 LOST = (EOFError, OSError, pickle.UnpicklingError)
-
-
-class CheckableGrammar(Protocol):
-    """The attributes of a grammar that a checker uses."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def limits(self) -> dict[str, Any]: ...
 
 
 class GrammarChecker:
@@ -51,11 +41,11 @@ class GrammarChecker:
         self._owner = 0  # the process that started it; a fork must not share the pipes
         self._lock = threading.Lock()  # held during a check
 
-    def knows(self, grammar: CheckableGrammar) -> bool:
+    def knows(self, grammar: Grammar) -> bool:
         """Whether the verdict is cached, so that `problem` returns at once."""
         return _digest(grammar) in self._problems
 
-    def problem(self, grammar: CheckableGrammar) -> str:
+    def problem(self, grammar: Grammar) -> str:
         """What is wrong with a grammar, "" if nothing; Overloaded if no process can be started."""
         digest = _digest(grammar)
         found = self._problems.get(digest)
@@ -75,7 +65,7 @@ class GrammarChecker:
         with self._lock:
             self._stop()
 
-    def _check(self, grammar: CheckableGrammar) -> str:
+    def _check(self, grammar: Grammar) -> str:
         trial = (grammar.source, grammar.limits, self._num_steps)
         with self._lock:
             for is_last in (False, True):  # restart the process once if it was killed
@@ -101,7 +91,7 @@ class GrammarChecker:
             _stop_process(process, self._owner)
 
 
-def _digest(grammar: CheckableGrammar) -> bytes:
+def _digest(grammar: Grammar) -> bytes:
     text = f"{grammar.kind} {grammar.text}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

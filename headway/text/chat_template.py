@@ -45,12 +45,11 @@ def render_chat(
         messages = [_with_plain_content(message) for message in messages]
     if continue_final_message and add_generation_prompt:
         raise InvalidRequest("add_generation_prompt and continue_final_message cannot both be true")
-    is_answered = not continue_final_message if add_generation_prompt is None else (
-        add_generation_prompt
-    )  # fmt: skip
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
     variables = {
-        "documents": None, **more, "tools": tools, "add_generation_prompt": is_answered,
-        "bos_token": bos, "eos_token": eos,
+        "documents": None, **more, "tools": tools, "bos_token": bos, "eos_token": eos,
+        "add_generation_prompt": add_generation_prompt,
     }  # fmt: skip
     text = _render_messages(template, messages, variables)
     return _up_to_content(text, messages[-1]) if continue_final_message else text
@@ -60,17 +59,16 @@ def _render_messages(
     template: str, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> str:
     """Render; if the template fails on messages without content, give them empty content."""
+    given = [dict(message) for message in messages]
     try:
-        given = [dict(message) for message in messages]
         return _render(template, {**variables, "messages": given})
     except InvalidRequest:
-        filled = [
-            {**message, "content": ""} if message.get("content") is None else dict(message)
-            for message in messages
-        ]
-        if filled == given:
+        empty = [message for message in given if message.get("content") is None]
+        if not empty:
             raise
-        return _render(template, {**variables, "messages": filled})
+        for message in empty:
+            message["content"] = ""
+        return _render(template, {**variables, "messages": given})
 
 
 def _up_to_content(text: str, message: Message) -> str:
@@ -106,9 +104,8 @@ def _check(messages: Sequence[Message]) -> None:
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise InvalidRequest(
-                f"{where} is {message!r}; it must be an object with role and content"
-            )
+            wanted = "an object with role and content"
+            raise InvalidRequest(f"{where} is {message!r}; it must be {wanted}")
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise InvalidRequest(f"{where}.role is {message.get('role')!r}; it must be a string")
         _check_content(message.get("content"), where, is_optional=bool(message.get("tool_calls")))
@@ -118,9 +115,8 @@ def _check_content(content: Any, where: str, is_optional: bool) -> None:
     if isinstance(content, str) or (content is None and is_optional):
         return
     if content is None:
-        raise InvalidRequest(
-            f"{where}.content is missing; only messages with tool_calls may omit it"
-        )
+        problem = "is missing; only messages with tool_calls may omit it"
+        raise InvalidRequest(f"{where}.content {problem}")
     if not isinstance(content, list | tuple):
         raise InvalidRequest(f"{where}.content is {content!r}; it must be a string or text parts")
     for number, part in enumerate(content):
@@ -143,10 +139,10 @@ def _with_plain_content(message: Message) -> Message:
 @lru_cache(maxsize=32)
 def _reads_parts(template: str) -> bool:
     """True if a template handles content in parts; others print the list, or fail."""
-    parts = [{"type": "text", "text": PROBE}]
-    variables = {"messages": [{"role": "user", "content": parts}], "tools": None}
+    message = {"role": "user", "content": [{"type": "text", "text": PROBE}]}
+    variables = {"messages": [message], "tools": None, "bos_token": "", "eos_token": ""}
     try:
-        found = _render(template, {**variables, "bos_token": "", "eos_token": ""})
+        found = _render(template, variables)
     except (InvalidRequest, ModelError):
         return False
     return PROBE in found and f"{PROBE}'" not in found
@@ -170,13 +166,12 @@ def _compile(template: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     try:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise ModelError(
-            f"the chat template has a syntax error in line {error.lineno}: {error}"
-        ) from error
+        problem = f"a syntax error in line {error.lineno}: {error}"
+        raise ModelError(f"the chat template has {problem}") from error
 
 
 def read_template(path: str | Path) -> str:
@@ -204,7 +199,3 @@ def _to_json(
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
