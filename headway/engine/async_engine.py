@@ -85,7 +85,9 @@ class ThreadClient:
         self, engine: Engine, limits: QueueLimits | None = None, *, report_load: bool = False
     ) -> None:
         self.loop = EngineLoop(engine, self._deliver, limits, report_load=report_load)
-        self._preparation = PreparationQueue(self.loop.post, engine.preparation, self._refuse)
+        self._preparation: PreparationQueue | None = None
+        if engine.preparation is not None:
+            self._preparation = PreparationQueue(self.loop.post, engine.preparation, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._bridge: EventLoopBridge | None = None  # once opened
         # With async scheduling the next step is already running, and the device must not wait.
@@ -103,10 +105,12 @@ class ThreadClient:
                 self._bridge.receive([self.loop.reply(message)])
             else:
                 rest.append(message)
-        self._preparation.send(rest)
+        if rest:
+            (self._preparation.send if self._preparation else self.loop.post)(rest)
 
     async def close(self) -> None:
-        self._preparation.close()
+        if self._preparation is not None:
+            self._preparation.close()
         self.loop.stop()
         await asyncio.to_thread(self._thread.join)
 

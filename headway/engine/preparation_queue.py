@@ -30,33 +30,28 @@ class PreparationQueue:
     `refuse` is called on the thread that prepares params, or after `close` on that of `send`.
     """
 
-    def __init__(self, post: Post, preparation: Preparation | None, refuse: Refuse) -> None:
+    def __init__(self, post: Post, preparation: Preparation, refuse: Refuse) -> None:
         self._post, self._preparation, self._refuse = post, preparation, refuse
         # By id of a waiting request: later messages about it.
         self._held: dict[str, list[ToLoop]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         # One thread, so that preparation takes at most one core from the engine.
-        self._thread = ThreadPoolExecutor(1, "preparation_queue") if preparation else None
+        self._thread = ThreadPoolExecutor(1, "preparation_queue")
 
     def send(self, messages: list[ToLoop]) -> None:
         """Pass messages on; requests that are not ready are prepared first."""
-        if self._preparation is not None:
-            messages = [passed for each in messages if (passed := self._passed(each)) is not None]
-        if messages:
-            self._post(messages)
+        ready = [passed for each in messages if (passed := self._passed(each)) is not None]
+        if ready:
+            self._post(ready)
 
     def close(self) -> None:
         """Prepare nothing more; waiting requests are dropped, later ones are refused."""
         self._is_closed = True
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _passed(self, message: ToLoop) -> ToLoop | None:
         """The message to pass on; None if it has to wait here."""
-        assert self._preparation is not None and self._thread is not None, (
-            "without them every message passes"
-        )
         if isinstance(message, Submit):
             params = self._preparation.ready(message.params)
             if params is not None:
@@ -76,7 +71,6 @@ class PreparationQueue:
         return message
 
     def _make_ready(self, message: Submit) -> None:
-        assert self._preparation is not None, "without one nothing waits"
         try:
             message = replace(message, params=self._preparation.make_ready(message.params))
         except RequestError as error:

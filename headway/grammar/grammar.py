@@ -38,8 +38,7 @@ class Grammar:
             raise InvalidRequest(f"{self.kind} must be a string, not {shorten(self.text)}")
         _check_characters(self.kind, self.text)
         limit = MAX_CHOICE_CHARACTERS if self.kind == "choice" else MAX_CHARACTERS
-        if len(self.text) > limit:
-            size = len(self.text)
+        if (size := len(self.text)) > limit:
             raise InvalidRequest(f"{self.kind} must have at most {limit} characters, not {size}")
 
     @classmethod
@@ -122,8 +121,8 @@ class Grammar:
 
 def with_bounded_whitespace(schema: Mapping[str, Any], **options: bool) -> dict[str, Any]:
     """The schema with bounded whitespace, unless its own `x-guidance` says otherwise."""
-    own = _guidance(schema)
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **options, **own}}
+    guidance = {"whitespace_pattern": WHITESPACE, **options, **_guidance(schema)}
+    return {**schema, "x-guidance": guidance}
 
 
 def is_checked(grammar: Grammar) -> bool:
@@ -150,7 +149,7 @@ def raise_if_invalid(grammar: Grammar, problem: str) -> None:
 CHECKER = GrammarChecker()
 
 
-def _parse_schema(schema: object) -> dict[str, Any]:
+def _parse_schema(schema: object) -> Mapping[str, Any]:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -171,8 +170,7 @@ def _guidance(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_characters(name: str, text: str) -> None:
-    place = find_lone_surrogate(text)
-    if place is not None:
+    if (place := find_lone_surrogate(text)) is not None:
         problem = f"contains the lone surrogate {text[place]!r} at character {place}"
         raise InvalidRequest(f"{name} {problem}; use complete characters")
 

@@ -43,6 +43,10 @@ BY_SIGNAL = {
 }
 
 
+# A grammar in llguidance's format, the limits of its matcher, and the steps to probe it.
+Trial = tuple[str, dict[str, Any], int]
+
+
 def seconds() -> tuple[float, ...]:
     """The limits of CPU time."""
     return MAX_COMPILE_SECONDS, MAX_MASK_SECONDS, MAX_PROBE_SECONDS
@@ -67,10 +71,11 @@ def problem_of(matcher: LLMatcher) -> str:
     return "no text satisfies it" if error.startswith("NoExtension") else error
 
 
-def try_grammar(tokenizer: LLTokenizer, source: str, limits: dict[str, Any], num_steps: int) -> str:
+def try_grammar(tokenizer: LLTokenizer, trial: Trial) -> str:
     """Compile a grammar, compute its first mask and probe it; return its problem or ""."""
     from llguidance import LLMatcher, LLParserLimits
 
+    source, limits, num_steps = trial
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**limits))
     if matcher.is_error():
         return one_line(matcher.get_error())
@@ -150,7 +155,7 @@ def main() -> None:
             verdicts.flush()
 
 
-def _try_in_child(tokenizer: LLTokenizer, trial: tuple[str, dict[str, Any], int]) -> str:
+def _try_in_child(tokenizer: LLTokenizer, trial: Trial) -> str:
     """Return the verdict of a forked child, or the reason why the child was killed."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -171,11 +176,9 @@ def _try_in_child(tokenizer: LLTokenizer, trial: tuple[str, dict[str, Any], int]
     return verdict.decode()
 
 
-def _write_verdict(
-    writer: int, tokenizer: LLTokenizer, trial: tuple[str, dict[str, Any], int]
-) -> None:
+def _write_verdict(writer: int, tokenizer: LLTokenizer, trial: Trial) -> None:
     try:
-        verdict = try_grammar(tokenizer, *trial)
+        verdict = try_grammar(tokenizer, trial)
     except MemoryError:
         verdict = TOO_LARGE
     except BaseException as error:  # a panic in llguidance is not an Exception

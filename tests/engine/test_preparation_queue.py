@@ -56,7 +56,6 @@ def passed(
     )
     through(queue)
     preparation.gate.set()
-    assert queue._thread is not None
     queue._thread.shutdown()  # waits for running preparations
     assert not queue._held
     return seen
@@ -113,7 +112,7 @@ def test_ready_requests_pass_while_another_is_prepared() -> None:
     queue.send([Submit("a", [], SLOW), ready, GetTime(), Cancel("a"), Cancel("b")])
     assert seen == [ready, GetTime(), Cancel("b")]
     preparation.gate.set()
-    queue._thread.shutdown()  # type: ignore[union-attr]
+    queue._thread.shutdown()
     assert seen[3:] == [Submit("a", [], RequestParams(salt="prepared")), Cancel("a")]
 
 
