@@ -86,17 +86,14 @@ class Loaded:
     def execution(self) -> str:
         """Precision and device, and the type of the KV cache if it has 8 bits."""
         has_bytes = self.kv_dtype in ("int8", "float8_e4m3fn")
-        kv = f" with {self.kv_dtype} KV cache" if has_bytes else ""
-        return f"{self.precision} on {self.device}{kv}"
+        text = f"{self.precision} on {self.device}"
+        return f"{text} with {self.kv_dtype} KV cache" if has_bytes else text
 
     @property
     def kv_cache(self) -> str:
         """The number, type and size of the KV blocks."""
-        config = self.config
-        return (
-            f"{config.num_blocks:,} KV blocks of {config.block_size} tokens in {self.kv_dtype}, "
-            f"{size(self.kv_bytes)}"
-        )
+        blocks = f"{self.config.num_blocks:,} KV blocks of {self.config.block_size} tokens"
+        return f"{blocks} in {self.kv_dtype}, {size(self.kv_bytes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +190,9 @@ def find_tokenizer(path: Path) -> Tokenizer | None:
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if (path / "tokenizer.json").exists() or not found:
-            has_any = any(path.glob("tokenizer*"))
-            return load_tokenizer(path) if has_any else None
+            return load_tokenizer(path) if any(path.glob("tokenizer*")) else None
         path = found[0]
-    if path.suffix != ".gguf":
-        return None
-    return tokenizer_from_gguf(read_metadata(path), str(path))
+    return tokenizer_from_gguf(read_metadata(path), str(path)) if path.suffix == ".gguf" else None
 
 
 def fit(
@@ -237,9 +231,8 @@ def fit(
 def _block_bytes(model: ModelConfig, config: Config, itemsize: int | Fraction) -> tuple[int, int]:
     """Bytes of a KV block of the layers that see all tokens, and of the sliding-window layers."""
     full, windowed = (model.layers_of_kind(windowed=kind) for kind in (False, True))
-    return config.block_size * full.kv_bytes(itemsize), config.block_size * windowed.kv_bytes(
-        itemsize
-    )
+    length = config.block_size
+    return length * full.kv_bytes(itemsize), length * windowed.kv_bytes(itemsize)
 
 
 def _fit_windowed(
@@ -273,12 +266,11 @@ def _fit_windowed(
 
 def _max_model_len(model: ModelConfig, given: int | None) -> int:
     """The given value or the model's limit; ConfigError if it is above that limit."""
-    if isinstance(given, int) and given > model.max_model_len:
-        raise ConfigError(
-            f"max_model_len must be at most {model.max_model_len}, the limit of this model, not "
-            f"{given}"
-        )
-    return model.max_model_len if given is None else given
+    limit = model.max_model_len
+    if isinstance(given, int) and given > limit:
+        wanted = f"at most {limit}, the limit of this model"
+        raise ConfigError(f"max_model_len must be {wanted}, not {given}")
+    return limit if given is None else given
 
 
 def _set_limits(changes: dict[str, Any], preset_name: str, *, is_gpu: bool) -> None:
@@ -295,10 +287,9 @@ def _set_limits(changes: dict[str, Any], preset_name: str, *, is_gpu: bool) -> N
     if "max_num_batched_tokens" not in changes:
         budget = max(num_tokens, changes["max_num_seqs"])
         chunk = preset(preset_name, **changes, max_num_batched_tokens=budget).chunk
-        can_split = chunk(changes["max_model_len"], budget, True) > 0
-        changes["max_num_batched_tokens"] = (
-            budget if can_split else max(budget, changes["max_model_len"])
-        )
+        if chunk(changes["max_model_len"], budget, True) <= 0:  # prompts are not split
+            budget = max(budget, changes["max_model_len"])
+        changes["max_num_batched_tokens"] = budget
 
 
 def _num_blocks(
@@ -322,10 +313,9 @@ def _num_blocks(
 def _check_memory(on_device: int, on_host: int, room: GpuRoom | None) -> None:
     """ConfigError if blocks of these sizes, in bytes, do not fit into the free memory."""
     if room is None:
-        copies = (
-            f" ({size(on_device)}, and {size(on_host)} for swapped requests)" if on_host else ""
-        )
-        needs = [(f"the KV cache{copies}", on_device + on_host, free_memory(), "memory")]
+        parts = f" ({size(on_device)}, and {size(on_host)} for swapped requests)"
+        what = f"the KV cache{parts if on_host else ''}"
+        needs = [(what, on_device + on_host, free_memory(), "memory")]
     else:
         needs = [
             ("the KV cache", on_device, room.free, "GPU memory"),

@@ -27,6 +27,7 @@ Prompt = str | Sequence[int]
 PromptInput = Prompt | Mapping[str, Any]  # or {"prompt": text}, or {"prompt_token_ids": ids}
 Message = Mapping[str, Any]
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+PROMPT_TYPES = (Sequence, np.ndarray, Mapping)
 RESERVED_VARIABLES = ("template", "messages", "tools", "bos", "eos", "special")
 
 
@@ -227,9 +228,7 @@ def is_single(prompts: object) -> bool:
     """True for one prompt: a text, a dict or token ids. False for a list of prompts."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return not isinstance(prompts, np.ndarray) or prompts.ndim == 1
-    return len(prompts) > 0 and not any(
-        isinstance(prompt, Sequence | np.ndarray | Mapping) for prompt in prompts
-    )
+    return len(prompts) > 0 and not any(isinstance(p, PROMPT_TYPES) for p in prompts)
 
 
 def _with_seed(params: RequestParams, seed: int) -> RequestParams:

@@ -242,7 +242,10 @@ class StepUpdates:
         now, extra = event.time, None
         if isinstance(event, Completed):
             now, extra = event.result.ended or now, event.result.extra
-            self._note_first_tokens(event, now)
+            for chunk in event.plan.chunks:
+                times = self.times.get(chunk.request)
+                if times and times.first_token is None and chunk.is_last:
+                    times.first_token = now
         finished = ended_by(event)
         gained = self._gained(event, finished)
         ended = {request: self._end(request, now) for request in finished}
@@ -273,17 +276,10 @@ class StepUpdates:
         gained = dict(event.outputs()) if has_live and isinstance(event, Completed) else {}
         if self._at_end:
             gained = {r: tokens for r, tokens in gained.items() if r not in self._at_end}
-            for request in finished:
-                if request in self._at_end:
-                    self._at_end.discard(request)
-                    gained[request] = list(request.output)
+            for request in self._at_end.intersection(finished):
+                gained[request] = list(request.output)
+            self._at_end.difference_update(finished)
         return gained
-
-    def _note_first_tokens(self, event: Completed, now: float) -> None:
-        for chunk in event.plan.chunks:
-            times = self.times.get(chunk.request)
-            if times and times.first_token is None and chunk.is_last:
-                times.first_token = now
 
     def _end(self, request: Request, now: float) -> FinishInfo:
         times = self.times.pop(request, None) or RequestTimes(request.arrival)
