@@ -320,10 +320,8 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
             raise _wrong(name, f"at most {vocab_size}, the size of the vocabulary", value)
 
 
-SHARED = [  # fields that are the same in both
-    *("temperature", "top_k", "top_p", "min_p", "logprobs", "prompt_logprobs", "grammar"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-]
+CONVERTED = {"logit_bias", "seed", "bad_words"}  # the others have the same value in both classes
+SHARED = {f.name for f in fields(Sampling)} & {f.name for f in fields(SamplingParams)} - CONVERTED
 
 
 def token_level(

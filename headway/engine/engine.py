@@ -134,15 +134,15 @@ class Engine:
         now = self.clock.now()
         arrival = now if arrival is None else arrival
         known = _open_outputs(id, params.n, outputs)
-        samples = list[Request]()
-        parent: Request | None = None
-        for number, output in known.items():
-            name, tokens = (f"{id}/{number}", parent.prompt) if parent else (id, prompt)
-            sample = Request(
-                name, tokens, params, arrival=arrival, parent=parent, sample=number, output=output
+        (first, output), *others = known.items()
+        parent = Request(id, prompt, params, arrival=arrival, sample=first, output=output)
+        samples = [parent] + [
+            Request(
+                f"{id}/{i}", parent.prompt, params, arrival=arrival, parent=parent, sample=i,
+                output=output,
             )
-            parent = parent or sample
-            samples.append(sample)
+            for i, output in others
+        ]  # fmt: skip
         if not self.has_work:  # before there is work, for other threads that look at both
             self._last_progress = now
         self.scheduler.add(*samples)
