@@ -11,13 +11,13 @@ step can be observed and recorded.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
+from inspect import Parameter, Signature, signature
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
@@ -79,16 +79,13 @@ OnFinish = Callable[[int, RequestOutput], None]  # (position of the prompt, its 
 
 def _with_options(init: Init) -> Init:
     """Show every field of EngineOptions in the signature of LLM."""
-    kind, (self, _, *own, _) = inspect.Parameter, inspect.signature(init).parameters.values()
-    kinds = {"model": kind.POSITIONAL_OR_KEYWORD}
+    self, model, *own, _ = signature(init).parameters.values()
     shown = [
-        kind(
-            each.name, kinds.get(each.name, kind.KEYWORD_ONLY), default=each.default,
-            annotation=each.type,
-        )
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
         for each in fields(EngineOptions)
-    ]  # fmt: skip
-    init.__signature__ = inspect.Signature([self, *shown, *own])  # type: ignore[attr-defined]
+        if each.name != model.name
+    ]
+    init.__signature__ = Signature([self, model, *shown, *own])  # type: ignore[attr-defined]
     return init
 
 
@@ -404,7 +401,7 @@ def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = Tru
 
 def _read_options(model: str, keywords: Mapping[str, Any]) -> EngineOptions:
     """The options of an LLM; ConfigError names unknown keywords and the closest known ones."""
-    known = inspect.signature(LLM).parameters
+    known = signature(LLM).parameters
     problems = []
     for name in keywords:
         if name not in known:

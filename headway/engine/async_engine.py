@@ -67,15 +67,12 @@ class EngineClient(Protocol):
         An EngineStopped message is the last one: the engine has stopped, or the connection is lost.
         Raises ExecutorError if the engine cannot be reached.
         """
-        ...
 
     def send(self, messages: list[ToLoop]) -> None:
         """Send messages in order; never blocks, and drops them if the connection is lost."""
-        ...
 
     async def close(self) -> None:
         """Disconnect; the requests of this client end."""
-        ...
 
 
 class ThreadClient:
