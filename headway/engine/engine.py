@@ -48,10 +48,7 @@ class Engine:
         in_flight: Iterable[tuple[Plan, Handle]] = (),
         preparation: Preparation | None = None,
     ) -> None:
-        """`in_flight` are plans that the scheduler has made before, oldest first.
-
-        `preparation` prepares requests before a server adds them.
-        """
+        """`in_flight` are plans that the scheduler has made before, oldest first."""
         if async_scheduling not in (False, True):
             raise ConfigError(f"async_scheduling must be True or False, not {async_scheduling!r}")
         self.scheduler = scheduler
@@ -61,7 +58,7 @@ class Engine:
         self.observers = list(observers)
         # Called if an observer raises; None: the first error is raised after the last observer.
         self.on_observer_error: OnObserverError | None = None
-        self.preparation = preparation
+        self.preparation = preparation  # of requests, before a server adds them
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
         self.lock = threading.RLock()  # held while scheduler state changes, never while a plan runs
         self.step_began: float | None = None  # clock time; None between two steps

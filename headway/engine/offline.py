@@ -114,19 +114,18 @@ class OfflineRunner:
             return  # the engine may have other users, such as a server
         for message in self._updates.of(event):
             if isinstance(message, TokenBatch):
-                for id, tokens in zip(message.ids, message.tokens, strict=True):
-                    self._add(SampleUpdate(id, 0, tokens))
+                gained = zip(message.ids, message.tokens, strict=True)
+                updates = [SampleUpdate(id, 0, tokens) for id, tokens in gained]
             else:
-                self._add(message)
-
-    def _add(self, update: SampleUpdate) -> None:
-        if update.id not in self.open:
-            return
-        batch, position, builder = self.open[update.id]
-        delta = builder.add_one(update)
-        if batch.is_streamed:
-            batch.deltas.append(delta)
-        if not builder.num_open:
-            del self.open[update.id]
-            batch.num_open -= 1
-            batch.finished.append((position, builder))
+                updates = [message]
+            for update in updates:
+                if update.id not in self.open:
+                    continue
+                batch, position, builder = self.open[update.id]
+                delta = builder.add_one(update)
+                if batch.is_streamed:
+                    batch.deltas.append(delta)
+                if not builder.num_open:
+                    del self.open[update.id]
+                    batch.num_open -= 1
+                    batch.finished.append((position, builder))
