@@ -112,14 +112,12 @@ class Checked:
 
 
 def text(name: str, value: Any) -> str:
-    """A str."""
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be a string, not {value!r}")
     return value
 
 
 def one_of(name: str, value: str, known: Collection[str]) -> str:
-    """One of the known values."""
     if value not in known:
         raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}")
     return value

@@ -91,7 +91,6 @@ class Loaded:
 
     @property
     def kv_cache(self) -> str:
-        """The number, type and size of the KV blocks."""
         blocks = f"{self.config.num_blocks:,} KV blocks of {self.config.block_size} tokens"
         return f"{blocks} in {self.kv_dtype}, {size(self.kv_bytes)}"
 

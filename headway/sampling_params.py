@@ -211,7 +211,6 @@ class Range(NamedTuple):
             raise _wrong(name, str(self), value)
 
     def has(self, value: object) -> bool:
-        """True if the value is in the range."""
         kinds = int if self.is_whole else int | float
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False

@@ -116,7 +116,6 @@ class ThreadClient:
             self.loop.run()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Deliver a refusal from the preparation queue."""
         assert self._bridge is not None, "opened before anything is sent"
         self._bridge.deliver([refusal])
 

@@ -104,7 +104,6 @@ class Engine:
 
     @property
     def stop_message(self) -> str:
-        """The error for requests that arrive after the engine has given up."""
         return (
             f"the engine has stopped after {self._num_faults} consecutive failed steps; the latest "
             f"error: {self.fault}; restart the process"

@@ -32,7 +32,6 @@ RESERVED_VARIABLES = ("template", "messages", "tools", "bos", "eos", "special")
 
 
 def draw_seed() -> int:
-    """A random seed for a request that has none."""
     return random.getrandbits(63)
 
 

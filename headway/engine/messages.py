@@ -227,7 +227,6 @@ class StepUpdates:
                 self._at_end.add(request)
 
     def clear(self) -> None:
-        """Forget all open requests."""
         self.times.clear()
         self._at_end.clear()
 

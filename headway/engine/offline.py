@@ -86,7 +86,6 @@ class OfflineRunner:
             self.engine.step()  # also a plan in flight whose requests have ended
 
     def close_all(self) -> None:
-        """Abort everything that is open."""
         for batch in dict.fromkeys(batch for batch, *_ in self.open.values()):
             self.close(batch)
 

@@ -89,8 +89,6 @@ class EmbeddingOutput:
 
 @dataclass(slots=True, kw_only=True)
 class EmbeddingRequestOutput:
-    """A prompt and its embedding."""
-
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -143,7 +141,6 @@ class SampleBuilder:
 
     @property
     def is_stopped(self) -> bool:
-        """True if a stop string has ended the text."""
         return self._has_stops and self.stream is not None and self.stream.hit is not None
 
     @property
@@ -154,7 +151,6 @@ class SampleBuilder:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text."""
         return None if self.stream is None else self.stream.hit
 
     @property

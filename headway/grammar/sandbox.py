@@ -48,7 +48,6 @@ Trial = tuple[str, dict[str, Any], int]
 
 
 def seconds() -> tuple[float, ...]:
-    """The limits of CPU time."""
     return MAX_COMPILE_SECONDS, MAX_MASK_SECONDS, MAX_PROBE_SECONDS
 
 
@@ -66,7 +65,6 @@ def one_line(error: str) -> str:
 
 
 def problem_of(matcher: LLMatcher) -> str:
-    """The error of a matcher."""
     error = one_line(matcher.get_error())
     return "no text satisfies it" if error.startswith("NoExtension") else error
 

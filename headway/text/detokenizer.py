@@ -169,12 +169,10 @@ class TextStream:
 
     @property
     def hit(self) -> str | None:
-        """The stop string that ended the text."""
         return self._scanner.hit
 
     @property
     def text(self) -> str:
-        """All text returned so far."""
         return "".join(self._parts)
 
     def push(self, ids: Sequence[int]) -> str:

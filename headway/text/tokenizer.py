@@ -39,8 +39,6 @@ SENTENCEPIECE = [  # the decoder of Llama 2 and similar models, without its Stri
 
 
 class Piece(NamedTuple):
-    """What one token spells."""
-
     spelled: bytes
     is_fallback: bool  # a byte-fallback token: a run of them is decoded as a whole, or not at all
 
