@@ -13,9 +13,8 @@ an iteration early aborts its request. One AsyncEngine belongs to one event loop
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -24,9 +23,7 @@ from msgspec import structs
 
 from headway import errors
 from headway.checks import token_array
-from headway.engine.asyncio_bridge import EventLoopBridge, RequestStream
 from headway.engine.engine import Engine
-from headway.engine.loop import EngineLoop
 from headway.engine.messages import (
     Cancel,
     EngineStopped,
@@ -40,8 +37,8 @@ from headway.engine.messages import (
     ToLoop,
 )
 from headway.engine.outputs import OutputBuilder, RequestOutput
-from headway.engine.preparation_queue import PreparationQueue
 from headway.engine.queue_limits import QueueLimits
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded
 from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
@@ -49,8 +46,6 @@ from headway.sampling_params import SamplingParams
 if TYPE_CHECKING:  # needs the packages for text, which the simulator does without
     from headway.engine.input_processor import InputProcessor, PromptInput
 
-YIELD_SECONDS = 0.002  # longest delay of the next step in favour of the event loop
-MAX_YIELD_TOKENS = 64  # a step with more tokens is not delayed
 OnMessages = Callable[[list[FromLoop]], None]
 Value = TypeVar("Value")
 
@@ -75,59 +70,58 @@ class EngineClient(Protocol):
         """Disconnect; the requests of this client end."""
 
 
-class ThreadClient:
-    """Runs an engine on a thread of this process."""
+class RequestStream:
+    """Updates of one request that its reader has not taken yet.
 
-    def __init__(
-        self, engine: Engine, limits: QueueLimits | None = None, *, report_load: bool = False
-    ) -> None:
-        self.loop = EngineLoop(engine, self._deliver, limits, report_load=report_load)
-        self._preparation: PreparationQueue | None = None
-        if engine.preparation is not None:
-            self._preparation = PreparationQueue(self.loop.post, engine.preparation, self._refuse)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._bridge: EventLoopBridge | None = None  # once opened
-        # With async scheduling the next step is already running, and the device must not wait.
-        self._yields = not engine.async_scheduling
+    While the reader waits, a `sink` may consume updates directly. This avoids waking the reader's
+    task, which is most of the cost of a streamed token. Sink and reader share one event loop.
+    """
 
-    async def open(self, on_messages: OnMessages) -> None:
-        self._bridge = EventLoopBridge(asyncio.get_running_loop(), on_messages)
-        self._thread.start()
+    __slots__ = ("_reader", "num_open", "pending", "refusal", "sink")
 
-    def send(self, messages: list[ToLoop]) -> None:
-        """Send messages to the loop; queries may be answered here, even during a step."""
-        rest = list[ToLoop]()
-        for message in messages:
-            if isinstance(message, Query) and not message.between_steps and self._bridge:
-                self._bridge.receive([self.loop.reply(message)])
-            else:
-                rest.append(message)
-        if rest:
-            (self._preparation.send if self._preparation else self.loop.post)(rest)
+    def __init__(self, num_samples: int) -> None:
+        self.num_open = num_samples  # samples whose end the reader has not taken
+        self.pending: list[SampleUpdate] = []
+        self.refusal: Exception | None = None
+        # Takes updates directly; returns False if the reader must take one.
+        self.sink: Callable[[SampleUpdate], bool] | None = None
+        self._reader: asyncio.Future[None] | None = None  # of a waiting reader
 
-    async def close(self) -> None:
-        if self._preparation is not None:
-            self._preparation.close()
-        self.loop.stop()
-        await asyncio.to_thread(self._thread.join)
+    def put(self, update: SampleUpdate) -> None:
+        """Give an update to the sink if the reader waits with nothing pending, else keep it."""
+        if self._reader is None or self.sink is None or not self.sink(update):
+            self.keep(update)
 
-    def _run(self) -> None:
-        with suppress(Exception):  # callers learn it from the EngineStopped message
-            self.loop.run()
+    def keep(self, update: SampleUpdate) -> None:
+        """Keep an update for the reader, which takes all pending updates at once."""
+        self.pending.append(update)
+        if self._reader is not None:
+            self._wake(self._reader)
 
-    def _refuse(self, refusal: Refusal) -> None:
-        assert self._bridge is not None, "opened before anything is sent"
-        self._bridge.deliver([refusal])
+    def fail(self, error: Exception) -> None:
+        """Make `take` raise this error after the pending updates."""
+        self.refusal = error
+        if self._reader is not None:
+            self._wake(self._reader)
 
-    def _deliver(self, messages: list[FromLoop]) -> None:
-        """Deliver messages; after a small step, let the event loop have the GIL to send them."""
-        if self._bridge is None:  # not opened: a test steps the loop
-            return
-        self._bridge.deliver(messages)
-        if self._yields:
-            num_tokens = sum(len(each.ids) for each in messages if isinstance(each, TokenBatch))
-            if num_tokens <= MAX_YIELD_TOKENS:
-                self._bridge.wait_received(YIELD_SECONDS)
+    async def take(self) -> list[SampleUpdate]:
+        """All pending updates; waits for at least one. Raises the error that ended the request."""
+        if not self.pending and self.refusal is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if not self.pending:
+            assert self.refusal is not None, "woken without an update or an error"
+            raise self.refusal
+        taken, self.pending = self.pending, []
+        for update in taken:
+            if update.end is not None:
+                self.num_open -= 1
+        return taken
+
+    def _wake(self, reader: asyncio.Future[None]) -> None:
+        self._reader = None
+        if not reader.done():  # it may have been cancelled
+            reader.set_result(None)
 
 
 class AsyncEngine:

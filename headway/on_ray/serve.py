@@ -21,8 +21,9 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.queries import GetProblem
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ExecutorError, HeadwayError
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.routing import parse_route

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.loop import CachedReader, EngineLoop
 from headway.engine.queries import GetProblem
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ExecutorError
 
 MAX_SILENCE = 30.0  # seconds without progress while there is work

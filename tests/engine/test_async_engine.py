@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
-from headway.engine.asyncio_bridge import EventLoopBridge
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import EngineStopped, FinishInfo, FromLoop, SampleUpdate, Submit
 from headway.engine.queries import ExplainQueue
 from headway.engine.queue_limits import QueueLimits
+from headway.engine.thread_client import EventLoopBridge, ThreadClient
 from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.events import Completed, Event
 from headway.request import RequestParams

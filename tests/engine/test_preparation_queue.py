@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.engine.messages import Cancel, Refusal, Submit, ToLoop
-from headway.engine.preparation_queue import PreparationQueue
 from headway.engine.queries import GetTime
+from headway.engine.thread_client import PreparationQueue
 from headway.errors import ExecutorError, InvalidGrammar, Overloaded
 from headway.request import RequestParams
 from tests.engine.test_async_engine import read, running, samples_of, within

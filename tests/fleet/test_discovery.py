@@ -11,7 +11,8 @@ import pytest
 
 from headway import Engine, Scheduler, preset
 from headway.engine import loop as engine_loop
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
+from headway.engine.thread_client import ThreadClient
 from headway.fleet import discovery
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.settings import FleetSettings

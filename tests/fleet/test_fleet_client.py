@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, OnMessages, ThreadClient
+from headway.engine.async_engine import AsyncEngine, OnMessages
 from headway.engine.engine import Engine
 from headway.engine.messages import FromLoop
 from headway.engine.queries import (
@@ -22,6 +22,7 @@ from headway.engine.queries import (
     ResetPrefixCache,
     StartTrial,
 )
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ExecutorError, InvalidRequest
 from headway.fleet import client
 from headway.fleet.client import FleetClient

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from headway import LLM
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.outputs import RequestOutput
+from headway.engine.thread_client import ThreadClient
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
 from headway.sampling_params import SamplingParams

@@ -16,9 +16,10 @@ import pytest
 from fastapi import FastAPI
 
 from headway.config import SchedulerView
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
 from headway.engine.queries import GetSnapshot, ResetPrefixCache
+from headway.engine.thread_client import ThreadClient
 from headway.fleet.merge import merge_snapshots
 from headway.observe.server_metrics import ServerMetrics
 from headway.record.sentences import DecisionLog, why_not_considered

@@ -11,10 +11,10 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from headway.engine.async_engine import ThreadClient
 from headway.engine.clock import VirtualClock
 from headway.engine.loop import CachedReader
 from headway.engine.queries import GetTime
+from headway.engine.thread_client import ThreadClient
 from headway.observe.server_metrics import ServerMetrics
 from headway.server import app as app_module
 from headway.server import live

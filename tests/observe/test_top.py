@@ -16,7 +16,7 @@ from rich.console import Console
 from headway.cli.commands import top
 from headway.cli.commands.top import NoResponse, first_snapshot, follow, get_snapshot
 from headway.cli.view.top import picture
-from headway.engine.async_engine import ThreadClient
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError
 from headway.observe.server_metrics import ServerMetrics
 from tests.support.gated import gated_engine, scripted

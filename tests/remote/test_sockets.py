@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from headway import Engine, Scheduler, preset
-from headway.engine.async_engine import ThreadClient
 from headway.engine.messages import (
     Cancel,
     Drain,
@@ -23,6 +22,7 @@ from headway.engine.messages import (
     TokenBatch,
 )
 from headway.engine.queries import GetTime
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError, ExecutorError
 from headway.remote import auth, codec, service
 from headway.remote.auth import Identity

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import ValidationError
 
-from headway.engine.async_engine import AsyncEngine
-from headway.engine.asyncio_bridge import EventLoopBridge, RequestStream
+from headway.engine.async_engine import AsyncEngine, RequestStream
 from headway.engine.input_processor import InputProcessor, Prompt
 from headway.engine.messages import FinishInfo, FromLoop, SampleUpdate, TokenBatch, ToLoop
+from headway.engine.thread_client import EventLoopBridge
 from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context

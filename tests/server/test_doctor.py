@@ -11,11 +11,12 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.queries import ResetPrefixCache, StartTrial
+from headway.engine.thread_client import ThreadClient
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.doctor import live as live_doctor

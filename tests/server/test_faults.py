@@ -17,9 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
+from headway.engine.thread_client import ThreadClient
 from headway.record.lines import CompletedLine
 from headway.record.reader import read_journal
 from headway.record.writer import JournalWriter, header

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError
 from headway.request import Request
 from headway.server.health import RemoteWatchdog, Watchdog, watch

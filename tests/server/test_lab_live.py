@@ -8,9 +8,10 @@ from contextlib import aclosing
 
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
 from headway.engine.queries import ResetPrefixCache
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ExecutorError
 from headway.lab.film import live
 from headway.lab.film.reader import Film

@@ -17,9 +17,10 @@ from select import select
 import httpx
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
 from headway.engine.queue_limits import QueueLimits
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.remote.client import SocketClient
 from headway.remote.service import EngineService

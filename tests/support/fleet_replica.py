@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from headway.engine.async_engine import ThreadClient
+from headway.engine.thread_client import ThreadClient
 from headway.remote.service import EngineService
 from tests.support.held import Held, Hold
 from tests.support.scripted import make_engine

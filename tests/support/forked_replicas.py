@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headway import LLM
-from headway.engine.async_engine import ThreadClient
+from headway.engine.thread_client import ThreadClient
 from headway.plan import Plan
 from headway.remote.auth import Identity
 from headway.remote.service import EngineService

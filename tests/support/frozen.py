@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
+from headway.engine.thread_client import ThreadClient
 from headway.server.http.connection import HttpConnection
 from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_http
 from headway.server.process.shutdown import GracefulServer

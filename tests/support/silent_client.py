@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headway.engine.async_engine import ThreadClient
 from headway.engine.messages import FromLoop, ToLoop
+from headway.engine.thread_client import ThreadClient
 
 
 class SilentClient:

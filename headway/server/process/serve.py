@@ -17,11 +17,12 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
 from headway.engine.gc_freeze import gc_freeze
 from headway.engine.loop import EngineLoop
 from headway.engine.queue_limits import QueueLimits
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError
 from headway.server.http.connection_table import ConnectionTable, Listener, raise_descriptor_limit
 from headway.server.process.shutdown import GracefulServer

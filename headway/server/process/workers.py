@@ -21,8 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.gc_freeze import gc_freeze
+from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError, ExecutorError, HeadwayError
 from headway.remote.client import SocketClient
 from headway.remote.service import EngineService
