@@ -228,13 +228,13 @@ def test_every_sample_counts_for_the_limits_of_the_queue(limit: str) -> None:
     messages: list[FromLoop] = []
     loop = EngineLoop(make(), messages.extend, LIMITS[limit])
     for id, n in (("a", 2), ("b", 4), ("c", 3), ("d", 1)):
-        loop._take(Submit(id, [7] * 3, params(n=n)))
+        loop._submit(Submit(id, [7] * 3, params(n=n)))
     loop._flush()
     refused = {m.id: m.message for m in messages if isinstance(m, Refusal)}
     assert list(refused) == ["b", "d"], "two and three samples are five"
     assert "4 samples" in refused["b"]
     alone = EngineLoop(make(), messages.extend, LIMITS[limit])
-    alone._take(Submit("a", [7] * 3, params(n=9)))
+    alone._submit(Submit("a", [7] * 3, params(n=9)))
     assert len(alone.engine.scheduler.queue) == 9, "an empty queue takes it, or it never runs"
 
 
