@@ -167,10 +167,7 @@ class Engine:
         return self.stop(id) if is_first else sample > 0 and self.stop(f"{id}/{sample}")
 
     def step(self) -> Completed | None:
-        """Make and launch the next plan, complete the oldest; None if none was completed.
-
-        Then the observers get all events since the previous step.
-        """
+        """Launch the next plan, complete the oldest (None: none was due), tell the observers."""
         if self.scheduler.is_idle and not self._flight:
             self.tell()
             return None
