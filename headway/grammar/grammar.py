@@ -14,6 +14,7 @@ from typing import Any
 from headway.errors import InvalidGrammar, InvalidRequest, find_lone_surrogate, shorten
 from headway.grammar.checker import GrammarChecker
 from headway.grammar.json_schema import MAX_DEPTH, close_objects, is_too_deep
+from headway.grammar.sandbox import MatcherLimits
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "tool_calls")
 MAX_CHARACTERS = 100_000
@@ -92,11 +93,7 @@ class Grammar:
         return cls("tool_calls", text)
 
     @property
-    def limits(self) -> dict[str, Any]:
-        """Limits of a matcher, as fields of llguidance's LLParserLimits.
-
-        Verbose errors are off because they quote the user's text.
-        """
+    def limits(self) -> MatcherLimits:
         # Large schemas need 2000 items. An ambiguous Lark grammar uses them all: 0.2 s per token.
         max_items = 500 if self.kind == "lark" else 2000
         return {"max_items_in_row": max_items, "max_lexer_states": 50_000, "verbose_errors": False}

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -43,8 +43,16 @@ BY_SIGNAL = {
 }
 
 
+class MatcherLimits(TypedDict):
+    """Fields of llguidance's LLParserLimits."""
+
+    max_items_in_row: int
+    max_lexer_states: int
+    verbose_errors: bool  # these quote the user's text
+
+
 # A grammar in llguidance's format, the limits of its matcher, and the steps to probe it.
-Trial = tuple[str, dict[str, Any], int]
+Trial = tuple[str, MatcherLimits, int]
 
 
 def seconds() -> tuple[float, ...]:
