@@ -8,7 +8,7 @@ the requests and plans themselves; headway/record writes them as lines of JSON a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headway.config import Config
 from headway.plan import Plan, Preemption, StepResult
@@ -50,29 +50,39 @@ class Reconfigured:
 
 
 @dataclass(slots=True, eq=False)
+class Answers:
+    """What policies answered while a plan was made."""
+
+    num_candidates: dict[Request, int] = field(default_factory=dict)  # by the request preempted
+    swap_seconds: dict[Request, tuple[float, float]] = field(default_factory=dict)  # or recompute
+    headroom: dict[Request, int] = field(default_factory=dict)  # blocks, at the latest check
+
+
+@dataclass(slots=True, eq=False)
 class Planned:
     """A plan was made. A plan without work is recorded too: the queue may have changed its order."""
 
     plan: Plan
-
-    @property
-    def time(self) -> float:
-        """The end of planning."""
-        return self.plan.ended
-
-    @time.setter
-    def time(self, seconds: float) -> None:
-        self.plan.ended = seconds
+    num_free: int = 0  # blocks, after planning
+    num_running: int = 0
+    num_waiting: int = 0
+    answers: Answers | None = None  # if the scheduler records them
+    began: float = 0.0  # seconds on the engine's clock, set by the engine
+    time: float = 0.0  # the end of planning
 
 
 @dataclass(slots=True, eq=False)
 class Completed:
     """The result of the oldest plan in flight was applied; `finished` are the requests it ended."""
 
-    plan: Plan
+    planned: Planned
     result: StepResult
     finished: list[Request]
     time: float = 0.0
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
 
     def outputs(self) -> Iterator[tuple[Request, list[int]]]:
         """The tokens that each request gains in this step; none that it has had before."""

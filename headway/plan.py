@@ -94,17 +94,6 @@ class Copy(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Answers:
-    """What policies answered while a plan was made, as far as it was asked for."""
-
-    num_candidates: dict[Request, int] = field(default_factory=dict)  # by the request preempted
-    swap_seconds: dict[Request, tuple[float, float]] = field(
-        default_factory=dict
-    )  # swap, recompute
-    headroom: dict[Request, int] = field(default_factory=dict)  # blocks, at the latest check
-
-
-@dataclass(slots=True, eq=False)
 class Plan:
     """The work of one step. Only `decodes` grows with the batch; the rest lists changes."""
 
@@ -127,13 +116,6 @@ class Plan:
     # kept of requests that do not keep all.
     reaching_limit: list[list[Request]] = field(default_factory=list)
     tokens_kept: dict[Request, int] = field(default_factory=dict)
-    answers: Answers | None = None  # if the scheduler records them
-    # After planning:
-    num_free: int = 0  # blocks
-    num_running: int = 0
-    num_waiting: int = 0
-    began: float = 0.0  # seconds on the engine's clock, set by the engine
-    ended: float = 0.0  # of planning
 
     @property
     def is_empty(self) -> bool:

@@ -71,7 +71,7 @@ class Engine:
     def _note(self, event: Event) -> None:
         event.time = self.clock.now()
         if isinstance(event, Planned):
-            event.plan.began = event.time if self.step_began is None else self.step_began
+            event.began = event.time if self.step_began is None else self.step_began
         self._events.append(event)
 
     @property

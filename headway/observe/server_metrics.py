@@ -99,7 +99,7 @@ class ServerMetrics:
             if event.plan.admitted or event.plan.chunks or event.plan.copies_out:
                 self._count_changes(event, stats)
         elif isinstance(event, Planned) and not event.plan.is_empty:
-            histograms["scheduler_step_seconds"].observe(event.plan.ended - event.plan.began)
+            histograms["scheduler_step_seconds"].observe(event.time - event.began)
         counters["num_preemptions", ""] += len(preempted_by(event))
         for request, times in stats.finished:
             counters["request_success", times.finish_reason] += 1

@@ -85,7 +85,7 @@ class SnapshotBuilder:
     def _queue(self, now: float) -> Iterator[dict[str, Any]]:
         """Queued requests in any order; `walk` would sort them and call the queue's policy."""
         scheduler = self._engine.scheduler
-        plan, planned = scheduler.last_plan, scheduler.last_plan.ended
+        plan, planned = scheduler.last_plan, scheduler.last_planned.time
         reasons = {b.request: why_blocked(b.reason, b.need, b.have) for b in plan.blocked}
         rest = NEXT_STEP
         if plan.not_considered:
@@ -108,8 +108,8 @@ def _kv_blocks(scheduler: Scheduler) -> dict[str, int]:
 def _computed_before(scheduler: Scheduler) -> dict[Request, int]:
     """Requests whose prompt a plan in flight computes, and the tokens computed before it."""
     computed: dict[Request, int] = {}
-    for plan in scheduler.in_flight:
-        for chunk in plan.chunks:
+    for planned in scheduler.in_flight:
+        for chunk in planned.plan.chunks:
             computed.setdefault(chunk.request, chunk.start)
     return computed
 

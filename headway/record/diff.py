@@ -115,7 +115,7 @@ def _sentences(event: Event, max_num_seqs: int) -> Iterator[str]:
 
 
 def _num_free(step: Step) -> int:
-    return next((event.plan.num_free for event in step if isinstance(event, Planned)), -1)
+    return next((event.num_free for event in step if isinstance(event, Planned)), -1)
 
 
 def _fields(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:

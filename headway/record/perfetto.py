@@ -43,7 +43,7 @@ def to_perfetto(journal: Iterable[HeaderLine | Line]) -> Iterator[Slice]:
 
 
 def _step(event: Completed, stats: StepStats, line: PlannedLine) -> Iterator[Slice]:
-    start, plan = event.result.started * MICRO, event.plan
+    start, plan, planned = event.result.started * MICRO, event.plan, event.planned
     kinds = (("prefill", stats.num_prefill), ("decode", len(plan.decodes)))
     yield {
         "ph": "X", "pid": 1, "tid": 1, "ts": start, "dur": stats.now * MICRO - start,
@@ -51,8 +51,8 @@ def _step(event: Completed, stats: StepStats, line: PlannedLine) -> Iterator[Sli
         "args": to_builtins(line),
     }  # fmt: skip
     counters = {
-        "running": plan.num_running, "waiting": plan.num_waiting,
-        "free blocks": plan.num_free, "tokens": plan.num_tokens,
+        "running": planned.num_running, "waiting": planned.num_waiting,
+        "free blocks": planned.num_free, "tokens": plan.num_tokens,
     }  # fmt: skip
     for name, value in counters.items():
         yield {"ph": "C", "pid": 1, "ts": start, "name": name, "args": {name: value}}

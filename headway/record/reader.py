@@ -76,7 +76,7 @@ class EventReader:
         self.open: dict[str, Request] = {}  # added and not ended
         self._known: dict[str, Request] = {}  # the latest with each id
         self._batch = self._new_batch()
-        self._in_flight: deque[Plan] = deque()
+        self._in_flight: deque[Planned] = deque()
         for line in before or ():
             self._add(line)
 
@@ -120,8 +120,8 @@ class EventReader:
         request = self.open.pop(line.id)
         if request in self._batch.members:
             self._batch.leave(request)
-        for plan in self._in_flight:
-            plan.tokens_kept.setdefault(request, 0)
+        for planned in self._in_flight:
+            planned.plan.tokens_kept.setdefault(request, 0)
         history = request.history
         request.finish_reason, request.stop_token = line.finish_reason, line.stop_token
         request.error, request.error_code = line.error, line.error_code
@@ -132,7 +132,6 @@ class EventReader:
 
     def _planned(self, line: PlannedLine) -> Planned:
         plan = Plan(line.step, num_steps=line.num_steps, decode_context=line.decode_context)
-        plan.num_running, plan.num_waiting, plan.num_free = line.running, line.waiting, line.free
         plan.deferred = [self.open[id] for id in line.deferred]
         deferred = [request for request in plan.deferred if request in self._batch.members]
         for request in deferred:
@@ -150,10 +149,10 @@ class EventReader:
         ]
         if line.not_considered:
             plan.not_considered = NotConsidered(*line.not_considered)
+        planned = Planned(plan, line.free, line.running, line.waiting, None, line.t, line.t)
         if not plan.is_empty:
-            self._in_flight.append(plan)
-        plan.began = plan.ended = line.t
-        return Planned(plan)
+            self._in_flight.append(planned)
+        return planned
 
     def _admit(self, plan: Plan, line: PlannedLine) -> None:
         blocks = line.blocks
@@ -200,8 +199,8 @@ class EventReader:
                 self._batch.leave(request)
             request.computed_base = 0
             if is_discard:
-                for plan in self._in_flight:
-                    plan.tokens_kept.setdefault(request, 0)
+                for planned in self._in_flight:
+                    planned.plan.tokens_kept.setdefault(request, 0)
             found.append(
                 Preemption(
                     request, line.kind == "swap", line.num_lost, line.is_priority, line.num_due,
@@ -211,9 +210,12 @@ class EventReader:
         return found
 
     def _completed(self, line: CompletedLine) -> Completed:
-        if self._is_partial and (not self._in_flight or self._in_flight[0].step != line.step):
-            self._in_flight.appendleft(Plan(line.step))  # it was in flight when the lines begin
-        plan = self._in_flight.popleft()
+        if self._is_partial and (not self._in_flight or self._in_flight[0].plan.step != line.step):
+            self._in_flight.appendleft(
+                Planned(Plan(line.step))
+            )  # it was made before the first line
+        planned = self._in_flight.popleft()
+        plan = planned.plan
         if plan.step != line.step:
             raise ValueError(f"step {line.step} is completed, but step {plan.step} is in flight")
         failed = {
@@ -229,7 +231,7 @@ class EventReader:
             started=line.start, ended=line.end, swap_in=line.swap_in, num_builds=line.builds,
             failed=failed,
         )  # fmt: skip
-        return Completed(plan, result, finished, line.end)
+        return Completed(planned, result, finished, line.end)
 
     def _failed(self, line: FailedLine) -> Failed:
         self._in_flight.clear()

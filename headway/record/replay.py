@@ -90,7 +90,7 @@ class Replay:
         event, self._event = self._event, None
         event.time = recorded.time
         if isinstance(event, Planned) and isinstance(recorded, Planned):
-            event.plan.began = recorded.plan.began
+            event.began = recorded.began
         return event
 
     def _call(self, recorded: Event) -> None:
@@ -115,10 +115,9 @@ class Replay:
 
     def in_flight(self, recorded: Mapping[int, StepResult]) -> Iterator[tuple[Plan, StepResult]]:
         """The plans in flight with their tokens, and the times of these results, if they have one."""
-        for plan, (columns, first_tokens) in zip(
-            self.scheduler.in_flight, self._sampled, strict=True
-        ):
-            yield plan, _result(columns, first_tokens, recorded.get(plan.step, StepResult()))
+        for planned, sampled in zip(self.scheduler.in_flight, self._sampled, strict=True):
+            plan = planned.plan
+            yield plan, _result(*sampled, recorded.get(plan.step, StepResult()))
 
     def copy(self, recorded: Request) -> Request:
         """The recorded request as it was when it was added."""
@@ -136,7 +135,7 @@ class Replay:
             raise ReplayMismatch(f"the replay has no step {recorded.plan.step}")
         result = _result(*self._sampled.popleft(), recorded.result)
         result.failed = {self.requests[r]: failure for r, failure in recorded.result.failed.items()}
-        self.scheduler.complete(self.scheduler.in_flight[0], result)
+        self.scheduler.complete(self.scheduler.in_flight[0].plan, result)
 
     def _fail(self, recorded: Failed) -> None:
         if recorded.while_planning:

@@ -85,9 +85,9 @@ class RunStats:
         if stats.num_admitted:
             totals["prompt_tokens"] += stats.num_admitted
             totals["cached_tokens"] += stats.num_hit
-        steps["running"].append(plan.num_running)
-        steps["waiting"].append(plan.num_waiting)
-        steps["free"].append(plan.num_free)
+        steps["running"].append(event.planned.num_running)
+        steps["waiting"].append(event.planned.num_waiting)
+        steps["free"].append(event.planned.num_free)
         steps["tokens"].append(stats.num_prefill + len(plan.decodes))
         steps["prefill"].append(stats.num_prefill)
         steps["decodes"].append(stats.num_computed - stats.num_prefill)

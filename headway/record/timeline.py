@@ -110,8 +110,8 @@ class Timeline:
         match event:
             case Completed():
                 return self._complete(event)
-            case Planned(plan):
-                self._plan(plan)
+            case Planned():
+                self._plan(event)
             case Added(requests):
                 for request in requests:
                     times = self.open[request] = _times_of(request)
@@ -120,15 +120,16 @@ class Timeline:
                 return self._interrupt(event)
         return NOTHING
 
-    def _plan(self, plan: Plan) -> None:
-        self._later += [(plan.ended, each) for each in plan.preempted]
+    def _plan(self, event: Planned) -> None:
+        plan = event.plan
+        self._later += [(event.time, each) for each in plan.preempted]
         if not self._stats:
             self._preempt_later()
         if plan.is_empty:
             return
         stats = self._stats[plan.step] = StepStats(0.0, 0, plan.num_prefill)
         for admission in plan.admitted:
-            self._admit(admission, plan.ended, stats)
+            self._admit(admission, event.time, stats)
         for chunk in plan.chunks:
             self._count_recomputed(chunk, stats)
 

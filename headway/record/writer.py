@@ -84,8 +84,8 @@ class LineMaker:
     def _planned(self, event: Planned) -> PlannedLine:
         plan = event.plan
         return PlannedLine(
-            step=plan.step, t=event.time, running=plan.num_running, waiting=plan.num_waiting,
-            free=plan.num_free, preempted=_preempted(plan.preempted),
+            step=plan.step, t=event.time, running=event.num_running, waiting=event.num_waiting,
+            free=event.num_free, preempted=_preempted(plan.preempted),
             admitted=[(a.request.id, a.num_cached, a.num_swapped, a.is_resume) for a in plan.admitted],
             chunks=[(c.request.id, c.start, c.end, c.is_last) for c in plan.chunks],
             decodes=len(plan.decodes), num_steps=plan.num_steps, decode_context=plan.decode_context,

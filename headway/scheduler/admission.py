@@ -159,8 +159,8 @@ class Admissions:
         if is_alone or request is self._preempted_for:
             return None
         headroom = state.policies.headroom(request, state.view)
-        if state.plan.answers is not None:
-            state.plan.answers.headroom[request] = headroom
+        if state.planned.answers is not None:
+            state.planned.answers.headroom[request] = headroom
         room, free = self._blocks_for_decodes + headroom, kv.num_free
         if cost.num_blocks + room <= free:
             return None

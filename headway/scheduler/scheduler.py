@@ -20,6 +20,7 @@ from headway.errors import ConfigError
 from headway.events import (
     Aborted,
     Added,
+    Answers,
     Completed,
     Event,
     Failed,
@@ -28,7 +29,7 @@ from headway.events import (
     Reset,
 )
 from headway.kv.cache import KVCache
-from headway.plan import Answers, Plan, StepResult
+from headway.plan import Plan, StepResult
 from headway.request import Request
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.policies.presets import describe
@@ -61,7 +62,7 @@ class Scheduler:
         self.requests: dict[str, Request] = self.state.requests  # all that are not finished
         self.running: dict[Request, None] = self.state.running
         self.swapped: dict[Request, None] = self.state.swapped
-        self.in_flight: deque[Plan] = self.state.in_flight
+        self.in_flight: deque[Planned] = self.state.in_flight
         self._num_added = self._num_steps = 0
         self._is_planning = False
         self._record: Callable[[Event], None] = ignore
@@ -69,6 +70,11 @@ class Scheduler:
     def observe(self, record: Callable[[Event], None]) -> None:
         """From now on, give every event to this function, at the end of the call that caused it."""
         self._record = record
+
+    @property
+    def last_planned(self) -> Planned:
+        """The latest plan, which is incomplete if a policy raised."""
+        return self.state.planned
 
     @property
     def last_plan(self) -> Plan:
@@ -128,36 +134,36 @@ class Scheduler:
         """Make the next plan. With work present it is empty only while another is in flight."""
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         state = self.state
-        answers = Answers() if self._records_answers else None
-        state.plan = plan = Plan(self._num_steps, answers=answers)
-        state.preempted, self._is_planning = plan.preempted, True
+        state.plan = plan = Plan(self._num_steps)
+        planned = Planned(plan, answers=Answers() if self._records_answers else None)
+        state.planned, state.preempted, self._is_planning = planned, plan.preempted, True
         state.queue.counters.start_step()
         StepBuilder(state, plan).build()
         self._is_planning = False
-        plan.num_free = self.kv.num_free
-        plan.num_running, plan.num_waiting = len(self.running), len(self.queue)
+        planned.num_free = self.kv.num_free
+        planned.num_running, planned.num_waiting = len(self.running), len(self.queue)
         if not plan.is_empty:
-            self._launch(plan)
-        self._record(Planned(plan))
+            self._launch(planned)
+        self._record(planned)
         return plan
 
     def complete(self, plan: Plan, result: StepResult) -> Completed:
         """Apply the result of the oldest plan in flight: tokens, and requests that finish."""
-        assert plan is self.in_flight[0], "plans are completed in the order they were made"
+        assert plan is self.in_flight[0].plan, "plans are completed in the order they were made"
         check_result(plan, result)
-        self.in_flight.popleft()
+        planned = self.in_flight.popleft()
         self.state.preempted_in_flight.clear()
         ended = apply_result(plan, result, self.state)
         if result.failed:
             ended += end_failed(plan, result, ended, self.state)
         self.state.decode_batch.left_in_flight.clear()
-        event = Completed(plan, result, ended)
+        event = Completed(planned, result, ended)
         self._record(event)
         return event
 
     def fail(self, reason: str) -> None:
         """A step failed: end the requests in flight with the reason, recompute all others."""
-        plans, state = list(self.in_flight), self.state
+        plans, state = [planned.plan for planned in self.in_flight], self.state
         ended: list[Request] = []
         if not self._is_planning:
             state.preempted = []
@@ -212,11 +218,11 @@ class Scheduler:
         self.state.use(config)
         self._record(Reconfigured(describe(config), config))
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, planned: Planned) -> None:
         """The plan has work: it is in flight from now on."""
         state = self.state
         state.outputs.decay()
         state.queue.counters.num_steps += 1
-        state.prefill_streak = 0 if plan.decodes else state.prefill_streak + 1
+        state.prefill_streak = 0 if planned.plan.decodes else state.prefill_streak + 1
         self._num_steps += 1
-        self.in_flight.append(plan)
+        self.in_flight.append(planned)

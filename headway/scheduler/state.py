@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headway.config import Config
+from headway.events import Planned
 from headway.kv.cache import AdmissionCost, KVCache
 from headway.kv.window import WindowCache
 from headway.plan import Admission, Chunk, Plan, Preemption
@@ -33,13 +34,14 @@ class SchedulerState:
         window = WindowCache(config) if config.sliding_window else None
         self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks, window)
         self.plan = Plan(-1)  # the latest plan
+        self.planned = Planned(self.plan)
         self.requests: dict[str, Request] = {}
         self.running: dict[Request, None] = {}  # in the order of admission
         self.prefilling: dict[Request, None] = {}  # running ones with prompt tokens left
         self.swapped: dict[Request, None] = {}
         self.decode_batch = DecodeBatch(config.block_size, config.max_num_seqs)
         self.preempted_in_flight: set[Request] = set()  # requests that may have a token in flight
-        self.in_flight: deque[Plan] = deque()
+        self.in_flight: deque[Planned] = deque()
         self.preempted: list[Preemption] = []  # by the present call
         self.outputs = OutputStatistics()
         self.tokens_left = config.max_num_batched_tokens  # of the step under construction
@@ -103,7 +105,7 @@ class SchedulerState:
         history, num_computed = request.history, request.num_computed
         num_free = self.kv.num_free if num_due else 0
         answer = may_swap and self.policies.swap(request, self.view)
-        answers, seconds = self.plan.answers, self.config.swap_seconds
+        answers, seconds = self.planned.answers, self.config.swap_seconds
         if may_swap and answers is not None and seconds is not None:
             answers.swap_seconds[request] = seconds(request, self.view)
         self.queue.push(request)  # first, so that a user's key that raises changes nothing
@@ -136,8 +138,8 @@ class SchedulerState:
         self._drop_tokens_in_flight(request)
 
     def _drop_tokens_in_flight(self, request: Request) -> None:
-        for plan in self.in_flight:
-            plan.tokens_kept.setdefault(request, 0)
+        for planned in self.in_flight:
+            planned.plan.tokens_kept.setdefault(request, 0)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request, running or waiting; its tokens in flight will be dropped."""

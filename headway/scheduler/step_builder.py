@@ -141,8 +141,8 @@ class StepBuilder:
         requests = (*state.prefilling, *state.decode_batch.members, *self.plan.deferred)
         candidates = [r for r in requests if r not in planned and r in state.running]
         victim = max(candidates, key=lambda request: state.policies.victim(request, state.view))
-        if self.plan.answers is not None:
-            self.plan.answers.num_candidates[victim] = len(candidates)
+        if state.planned.answers is not None:
+            state.planned.answers.num_candidates[victim] = len(candidates)
         return victim
 
     def _force(self) -> None:

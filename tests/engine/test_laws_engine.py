@@ -91,8 +91,8 @@ def test_a_step_is_timed_while_it_runs_and_not_between_two(async_scheduling: boo
     completed = [engine.step() for _ in range(5)]
     assert engine.step_seconds is None
     assert stub.seen[0] == (2.0, 1 + async_scheduling)
-    starts = [each.plan.began for each in completed if each is not None]
-    ends = [each.plan.ended for each in completed if each is not None]
+    starts = [each.planned.began for each in completed if each is not None]
+    ends = [each.planned.time for each in completed if each is not None]
     assert starts == ends == ([0.0, 0.0, 2.0, 4.0] if async_scheduling else [0.0, 2.0, 4.0, 6.0])
 
 

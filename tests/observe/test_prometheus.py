@@ -58,7 +58,7 @@ class Log:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Planned):
             for admission in event.plan.admitted:
-                self.admitted.setdefault(admission.request, event.plan.ended)
+                self.admitted.setdefault(admission.request, event.time)
         if isinstance(event, Completed):
             self._complete(event)
         for request in ended_by(event):

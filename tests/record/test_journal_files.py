@@ -126,10 +126,10 @@ def test_a_described_request_reads_back_as_the_same_request(
 def test_the_reader_returns_what_the_writer_wrote(tmp_path: Path) -> None:
     config, file = preset(), tmp_path / "a.jsonl"
     requests = [Request(str(i), [1, 2, 3, i], RequestParams(max_tokens=9)) for i in range(3)]
-    waiting, plan = Plan(0, num_waiting=3), Plan(1, decodes=requests)
+    planned = Planned(Plan(1, decodes=requests))
     events: list[Event] = [
-        Added(requests, 0.25), Planned(waiting), Planned(plan),
-        Completed(plan, StepResult(started=1.0, ended=1.5), []),
+        Added(requests, 0.25), Planned(Plan(0), num_waiting=3), planned,
+        Completed(planned, StepResult(started=1.0, ended=1.5), []),
     ]  # fmt: skip
     head = header(config, True, profile="none")
     with open_journal(file) as out:

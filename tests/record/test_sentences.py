@@ -84,7 +84,11 @@ class Checker:
         if rest := plan.not_considered:
             text = why_not_considered(rest.reason, config.max_num_seqs)
             if rest.reason == "max_num_seqs":
-                assert numbers_in(text) == [config.max_num_seqs] == [plan.num_running]
+                assert (
+                    numbers_in(text)
+                    == [config.max_num_seqs]
+                    == [self.engine.scheduler.last_planned.num_running]
+                )
             else:
                 assert not numbers_in(text)
             if rest.reason == "after_preemption":
@@ -105,13 +109,19 @@ class Checker:
         elif blocked.reason == "parent":
             assert blocked.request.parent is not None
         elif blocked.reason == "reserved_rows":
-            assert blocked.have == config.max_num_seqs - plan.num_running > 0
+            assert (
+                blocked.have
+                == config.max_num_seqs - self.engine.scheduler.last_planned.num_running
+                > 0
+            )
         elif blocked.reason == "window_blocks":
             assert "sliding-window" in text
             assert blocked.have <= self.engine.scheduler.kv.num_window_free
         elif blocked.reason != "token_budget":
             is_later = bool(plan.preempted)  # a later preemption may free more blocks
-            assert "block" in text and (is_later or blocked.have >= plan.num_free)
+            assert "block" in text and (
+                is_later or blocked.have >= self.engine.scheduler.last_planned.num_free
+            )
         self.seen[f"blocked: {blocked.reason}"] += 1
 
     def check_event(self, event: Event) -> None:
@@ -216,7 +226,7 @@ def test_a_just_preempted_request_does_not_ask_for_blocks() -> None:
     plan = engine.scheduler.last_plan
     (blocked,) = plan.blocked
     assert (blocked.request.id, blocked.reason) == ("lower", "just_preempted")
-    assert plan.num_free > 0
+    assert engine.scheduler.last_planned.num_free > 0
     (line,) = [line for line in engine.why().splitlines() if "request lower waits" in line]
     assert "preempted" in line and "block" not in line
 

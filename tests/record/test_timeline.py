@@ -16,7 +16,6 @@ from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, fairness, summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.plan import Plan
 from headway.record.lines import (
     AbortedLine,
     AddedLine,
@@ -53,7 +52,7 @@ class Log:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Planned):
-            self._plan(event.plan)
+            self._plan(event)
         if isinstance(event, Completed):
             for request, tokens in event.outputs():
                 self.times[request] += [event.result.ended] * len(tokens)
@@ -63,10 +62,11 @@ class Log:
             self.ends[request] = event.time
         self.totals["preempted"] += len(preempted_by(event))
 
-    def _plan(self, plan: Plan) -> None:
+    def _plan(self, planned: Planned) -> None:
+        plan = planned.plan
         for request, num_cached, num_swapped, *_ in plan.admitted:
             if request not in self.admitted:
-                self.admitted[request] = plan.ended
+                self.admitted[request] = planned.time
                 self.totals["prompt"] += request.num_prompt
                 self.totals["cached"] += num_cached
             reached = max(self._reached[request], num_cached + num_swapped)

@@ -157,7 +157,7 @@ def step_seconds(plan: Plan) -> float:
 class Step:
     """A plan, and what happened around it."""
 
-    plan: Plan
+    planned: Planned
     num_in_flight: int  # plans without a result when it was made
     added: list[Request]  # since the previous plan
     aborted: list[Request]  # since the previous plan, and while it was in flight
@@ -184,22 +184,21 @@ class Steps:
             case Planned(plan):
                 self._preempted += plan.preempted
                 if not plan.is_empty:
-                    self._in_flight.append(self._step(plan))
+                    self._in_flight.append(self._step(event))
             case Completed():
                 step = self._in_flight.popleft()
                 self._write(step, event.finished)
 
-    def _step(self, plan: Plan) -> Step:
-        step = Step(plan, len(self._in_flight), self._added, self._aborted, self._preempted)
+    def _step(self, planned: Planned) -> Step:
+        step = Step(planned, len(self._in_flight), self._added, self._aborted, self._preempted)
         self._added, self._aborted, self._preempted = [], [], []
         return step
 
     def settle(self, scheduler: Scheduler) -> None:
         """Describe what no plan follows."""
         if not self._in_flight and (self._added or self._aborted):
-            plan = Plan(-1, num_free=scheduler.num_free)
-            plan.num_running, plan.num_waiting = len(scheduler.running), len(scheduler.queue)
-            self._write(self._step(plan), [])
+            levels = scheduler.num_free, len(scheduler.running), len(scheduler.queue)
+            self._write(self._step(Planned(Plan(-1), *levels)), [])
 
     def _write(self, step: Step, ended: list[Request]) -> None:
         self.lines.append(json.dumps(describe(step, [*step.aborted, *ended])))
@@ -207,7 +206,7 @@ class Steps:
 
 def describe(step: Step, finished: list[Request]) -> dict[str, Any]:
     """The decisions of a step. Lists without an order of their own are sorted."""
-    plan = step.plan
+    planned, plan = step.planned, step.planned.plan
     rest = plan.not_considered
     return {
         "step": plan.step,
@@ -226,9 +225,9 @@ def describe(step: Step, finished: list[Request]) -> dict[str, Any]:
         "preempted": [(p.request.id, p.is_swap, p.num_lost, p.is_priority) for p in step.preempted],
         "blocked": [(b.request.id, b.reason, b.need, b.have) for b in plan.blocked],
         "not_considered": rest and (rest.reason, rest.num_requests),
-        "num_free": plan.num_free,
-        "num_running": plan.num_running,
-        "num_waiting": plan.num_waiting,
+        "num_free": planned.num_free,
+        "num_running": planned.num_running,
+        "num_waiting": planned.num_waiting,
         "num_in_flight": step.num_in_flight,
         "finished": sorted((r.id, r.finish_reason, r.num_generated) for r in finished),
     }

@@ -158,7 +158,7 @@ def test_rows_are_reserved_for_clients_that_have_few(max_num_seqs: int) -> None:
         driver.add(f"h{number}", 4, 50, client="heavy")
     driver.steps(4)
     plan = driver.step()
-    assert plan.num_running == max_num_seqs - num_reserved
+    assert driver.scheduler.last_planned.num_running == max_num_seqs - num_reserved
     assert plan.blocked[0][1:] == ("reserved_rows", num_reserved + 1, num_reserved)
     for number in range(num_reserved):
         driver.add(f"s{number}", 4, 50, client="small")

@@ -133,8 +133,8 @@ def test_max_num_seqs_limits_running_requests_and_not_only_a_batch(name: str) ->
     for number in range(64):
         driver.add(str(number), 5, 20)
     while driver.scheduler.requests:
-        plan = driver.step()
-        assert plan.num_running <= 8 and len(driver.scheduler.running) <= 8
+        driver.step()
+        assert driver.scheduler.last_planned.num_running <= 8 and len(driver.scheduler.running) <= 8
     driver.check_outputs()
 
 
@@ -357,13 +357,15 @@ def test_counts_of_unfinished_requests_are_exact_after_add_and_abort() -> None:
     for number in range(5):
         driver.add(str(number), 4, 3)
         assert len(driver.scheduler.requests) == number + 1
-    plan = driver.step()
-    assert (plan.num_running, plan.num_waiting) == (2, 3)
+    driver.step()
+    planned = driver.scheduler.last_planned
+    assert (planned.num_running, planned.num_waiting) == (2, 3)
     assert driver.scheduler.abort("0") and driver.scheduler.abort("4")
     assert not driver.scheduler.abort("unknown")
     assert set(driver.scheduler.requests) == {"1", "2", "3"}
-    plan = driver.step()
-    assert (plan.num_running, plan.num_waiting) == (2, 1)
+    driver.step()
+    planned = driver.scheduler.last_planned
+    assert (planned.num_running, planned.num_waiting) == (2, 1)
     assert names(driver.events.ended) == "0 4"
     driver.run()
     driver.check_empty()

@@ -79,7 +79,7 @@ def test_max_tokens_is_never_exceeded_with_a_plan_in_flight() -> None:
     driver.plan()
     while driver.scheduler.in_flight:
         assert driver.plan().is_empty if len(driver.scheduler.in_flight) < 2 else True
-        driver.finish(driver.scheduler.in_flight[0])
+        driver.finish(driver.scheduler.in_flight[0].plan)
     assert a.num_generated == 2
 
 
@@ -130,7 +130,7 @@ def test_random_policies_aborts_and_resets_deliver_each_token_once_and_leak_noth
             if not driver.scheduler.requests and not in_flight and step >= 40:
                 break
             plan = driver.plan()
-            assert plan.num_running <= driver.scheduler.config.max_num_seqs
+            assert driver.scheduler.last_planned.num_running <= driver.scheduler.config.max_num_seqs
             if not plan.is_empty:
                 in_flight.append(plan)
             if in_flight and (plan.is_empty or len(in_flight) == 1 + is_async):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headway.events import Aborted, Added, Failed
+from headway.events import Aborted, Added, Failed, Planned
 from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
@@ -191,7 +191,7 @@ def test_a_scheduler_is_idle_only_if_every_part_of_it_is_empty(part: str) -> Non
     elif part == "blocks":
         scheduler.kv.pool.take(1)
     elif part == "in_flight":
-        scheduler.in_flight.append(Plan(0))
+        scheduler.in_flight.append(Planned(Plan(0)))
     else:
         getattr(scheduler, part)["a" if part == "requests" else request] = request
     assert not scheduler.is_idle

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headway.config import StepActions
-from headway.events import Completed
+from headway.events import Completed, Planned
 from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler.policies.batching import mixed
@@ -115,14 +115,14 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
         world.add(f"r{number}", rng.randint(1, 20), rng.randint(1, 12))
     scheduler, step = world.scheduler, 0
     while scheduler.requests:
-        plan = world.plan()
-        assert plan.step == step
+        plan, planned = world.plan(), scheduler.last_planned
+        assert planned.plan is plan and plan.step == step
         assert scheduler.num_steps == scheduler.queue.counters.num_steps == step + 1
-        assert (plan.num_running, plan.num_waiting) == (
+        assert (planned.num_running, planned.num_waiting) == (
             len(scheduler.running),
             len(scheduler.queue),
         )
-        assert plan.num_free == scheduler.num_free
+        assert planned.num_free == scheduler.num_free
         rest = len(scheduler.queue) - len(plan.blocked)
         if plan.not_considered is None:
             assert rest == 0
@@ -357,12 +357,13 @@ def test_only_outputs_that_ended_by_themselves_teach_a_length() -> None:
 
 def test_a_new_plan_and_a_new_result_have_nothing_in_them() -> None:
     plan, answer = Plan(7), StepResult()
+    planned = Planned(plan)
     assert plan.is_empty and plan.num_tokens == 0 and (plan.step, plan.num_steps) == (7, 1)
     assert (plan.decode_context, len(plan.rows), plan.not_considered) == (0, 0, None)
-    assert (plan.num_free, plan.num_running, plan.num_waiting) == (0, 0, 0)
-    assert (plan.began, plan.ended, plan.answers) == (0.0, 0.0, None)
+    assert (planned.num_free, planned.num_running, planned.num_waiting) == (0, 0, 0)
+    assert (planned.began, planned.time, planned.answers) == (0.0, 0.0, None)
     assert (answer.started, answer.ended, answer.extra) == (0.0, 0.0, None)
-    assert list(Completed(plan, answer, []).outputs()) == []
+    assert list(Completed(planned, answer, []).outputs()) == []
 
 
 @pytest.mark.parametrize("num_requests", [0, 1, 8, 9, 40])

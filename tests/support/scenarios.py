@@ -449,16 +449,16 @@ class ScenarioRun:
 
     def _check_plan(self, plan: Plan) -> None:
         """The limits hold, and the plan gives a reason for every waiting request."""
-        config = self.scenario.config
-        assert plan.num_running <= config.max_num_seqs, "more running requests than max_num_seqs"
+        config, planned = self.scenario.config, self.scheduler.last_planned
+        assert planned.num_running <= config.max_num_seqs, "more running requests than max_num_seqs"
         assert plan.num_tokens <= config.max_num_batched_tokens, "token budget exceeded"
         num_rest = plan.not_considered.num_requests if plan.not_considered else 0
-        assert len(plan.blocked) + num_rest == plan.num_waiting, "waiting without a reason"
+        assert len(plan.blocked) + num_rest == planned.num_waiting, "waiting without a reason"
         if plan.blocked:
             waiting = set(self.scheduler.queue)
             assert all(b.request in waiting for b in plan.blocked), "blocked, but does not wait"
             assert len({b.request for b in plan.blocked}) == len(plan.blocked), "blocked twice"
-        assert plan.num_free == self.scheduler.kv.num_free
+        assert planned.num_free == self.scheduler.kv.num_free
 
     def check_now(self) -> None:
         """Reference counts, the prefix index, the queue and the rows are consistent."""

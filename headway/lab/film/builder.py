@@ -75,7 +75,7 @@ class FilmBuilder:
             state.num_swapped += request.state is RequestState.SWAPPED
         key_of = scheduler.kv.pool.index.key_of
         state.published.update(block for block, key in enumerate(key_of) if key is not None)
-        for plan in scheduler.in_flight:
+        for plan in (planned.plan for planned in scheduler.in_flight):
             gains = _Gains(plan.num_steps if plan.decodes else 0)
             kept = {r: n for r, n in plan.tokens_kept.items() if r in self.numbers}
             first = {c.request: 1 for c in plan.chunks if c.is_last and c.request not in kept}

@@ -90,7 +90,7 @@ def header_record(header: HeaderLine, **more: Any) -> bytes:
 class _Frame:
     """A frame whose step has not ended."""
 
-    plan: Plan
+    planned: Planned
     ops: list[int]
     entries: list[Request]
     columns: dict[str, int]
@@ -151,21 +151,21 @@ class FilmWriter:
         self._num_before["finished"] += len(ended_by(event))
         self._num_before["preempted"] += len(preempted_by(event))
         if isinstance(event, Planned) and not event.plan.is_empty:
-            self._plan(event.plan)
+            self._plan(event)
         elif isinstance(event, Failed):
             self._fail(event)
         return b""
 
-    def _plan(self, plan: Plan) -> None:
-        ops, entries = self.builder.take()
+    def _plan(self, event: Planned) -> None:
+        plan, (ops, entries) = event.plan, self.builder.take()
         admitted, num_cached = plan.admitted, sum(each.num_cached for each in plan.admitted)
         marks = {
             Mark.PREEMPTION: plan.preempted, Mark.BLOCK: self.builder.has_new_block,
             Mark.HIT: num_cached, Mark.ADMISSION: admitted,
         }  # fmt: skip
         columns = {
-            "step": plan.step, "running": plan.num_running, "waiting": plan.num_waiting,
-            "swapped": self.builder.state.num_swapped, "free": plan.num_free,
+            "step": plan.step, "running": event.num_running, "waiting": event.num_waiting,
+            "swapped": self.builder.state.num_swapped, "free": event.num_free,
             "decodes": len(plan.decodes), "prefill": plan.num_prefill, "num_steps": plan.num_steps,
             "admitted": len(admitted), "blocked": len(plan.blocked), "cached": num_cached,
             **self._num_before,
@@ -173,19 +173,19 @@ class FilmWriter:
         mark = self._marks_before
         for each, happened in marks.items():
             mark |= each if happened else Mark(0)
-        frame = _Frame(plan, ops, entries, columns, mark, self._texts_before)
+        frame = _Frame(event, ops, entries, columns, mark, self._texts_before)
         self._pending.append(frame)
         self._start_frame()
 
     def _complete(self, event: Completed, texts: list[tuple[str, int, str]]) -> bytes:
-        if self._pending and self._pending[0].plan is event.plan:
+        if self._pending and self._pending[0].planned is event.planned:
             frame = self._pending.popleft()
             frame.texts += texts
             frame.columns["finished"] += len(event.finished)
             if event.finished:
                 frame.marks |= Mark.END
             result = event.result
-            self._add_frame(frame, (event.plan.ended, result.started, result.ended or event.time))
+            self._add_frame(frame, (event.planned.time, result.started, result.ended or event.time))
         else:  # it was in flight when the film started
             self._texts_before += texts
         limit = FRAMES_PER_CHUNK if self._first else FRAMES_PER_FIRST_CHUNK
@@ -196,7 +196,7 @@ class FilmWriter:
         last = event.time
         while self._pending:
             frame = self._pending.popleft()
-            self._add_frame(frame, (frame.plan.ended, last, last))
+            self._add_frame(frame, (frame.planned.time, last, last))
         self._ended = last
         self.settle()
 
@@ -219,8 +219,8 @@ class FilmWriter:
                 "swapped": state.num_swapped, **self._num_before,
                 "free": self._num_free if is_unknown else self._num_blocks - len(state.refs),
             }  # fmt: skip
-            plan = Plan(-1, num_free=columns["free"])
-            frame = _Frame(plan, ops, entries, columns, self._marks_before, self._texts_before)
+            planned = Planned(Plan(-1), columns["free"])
+            frame = _Frame(planned, ops, entries, columns, self._marks_before, self._texts_before)
             self._add_frame(frame, (last, last, last))
             self._start_frame()
 
@@ -253,7 +253,7 @@ class FilmWriter:
         self._entries += frame.entries
         self._texts += [(self.num_frames, *text) for text in frame.texts]
         self.num_frames += 1
-        self._num_free, self._ended = frame.plan.num_free, times[-1]
+        self._num_free, self._ended = frame.planned.num_free, times[-1]
 
 
 def _mark_of(event: Event) -> Mark:

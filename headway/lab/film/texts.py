@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headway.events import Event, Planned, Reconfigured
+from headway.events import Answers, Event, Planned, Reconfigured
 from headway.plan import Plan
 from headway.record.sentences import Alternatives, Decision, DecisionLog, preempted, waits
 
@@ -25,15 +25,14 @@ class FilmTexts:
         if isinstance(event, Reconfigured):
             self._config = event.settings
         for decision in self._log.follow(event):
-            if isinstance(event, Planned) and event.plan.answers is not None:
-                yield self._explained(decision, event.plan)
+            if isinstance(event, Planned) and event.answers is not None:
+                yield self._explained(decision, event.plan, event.answers)
             else:
                 yield decision
 
-    def _explained(self, decision: Decision, plan: Plan) -> Decision:
+    def _explained(self, decision: Decision, plan: Plan, answers: Answers) -> Decision:
         """The decision with what was compared, if that is known."""
-        answers, request = plan.answers, decision.request
-        assert answers is not None
+        request = decision.request
         if request in answers.num_candidates and decision.kind == "preempted":
             found = next(each for each in plan.preempted if each.request is request)
             alternatives = Alternatives(

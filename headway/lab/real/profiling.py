@@ -157,7 +157,8 @@ def copy_blocks(llm: LLM) -> list[Line]:
                 result = llm.executor.launch(plan).wait()
                 finish(llm.executor)
                 result.ended = llm.executor.now()
+                planned = Planned(plan)
                 if time:  # the first copy includes page faults of new memory
-                    events = Planned(plan), Completed(plan, result, [])
+                    events = planned, Completed(planned, result, [])
                     lines += [maker.line(event) for event in events]
     return lines

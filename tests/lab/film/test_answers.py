@@ -13,7 +13,6 @@ from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.events import Completed, Event, Planned
 from headway.lab.film.texts import FilmTexts
-from headway.plan import Plan
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies.presets import PRESETS, SLOTS, describe
 from tests.scheduler import decisions
@@ -38,10 +37,10 @@ def test_recording_changes_no_decision_and_finds_what_led_to_it(seed: int) -> No
     def observe(event: Event) -> None:
         texts = {(d.kind, d.request): d.text for d in film_texts.follow(event)}
         if isinstance(event, Planned):
-            check(event.plan, texts)
+            check(event, texts)
 
-    def check(plan: Plan, texts: dict[Any, str]) -> None:
-        answers = plan.answers
+    def check(planned: Planned, texts: dict[Any, str]) -> None:
+        plan, answers = planned.plan, planned.answers
         assert answers is not None
         for blocked in plan.blocked:
             if blocked.reason in ("headroom", "back_off"):
@@ -49,7 +48,7 @@ def test_recording_changes_no_decision_and_finds_what_led_to_it(seed: int) -> No
                 assert 0 < headroom <= blocked.need
                 if text := texts.get(("waiting", blocked.request)):
                     assert f"{headroom} by {config['headroom']})" in text
-        num_candidates = plan.num_running + len(plan.preempted)
+        num_candidates = planned.num_running + len(plan.preempted)
         for preemption in plan.preempted:
             request, text = preemption.request, texts["preempted", preemption.request]
             assert (request in answers.num_candidates) == (preemption.num_due > 0)

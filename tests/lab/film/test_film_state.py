@@ -32,7 +32,7 @@ class Recorded:
         self.run(seed)
         self.journal = record.lines.read()
         self.header, _ = split_header(self.journal)
-        self.plans = [e.plan for e in record.events if isinstance(e, Planned)]
+        self.plans = [e for e in record.events if isinstance(e, Planned)]
 
     def run(self, seed: int) -> None:
         decisions.run(self.engine, seed)
@@ -54,7 +54,7 @@ class Watched(Recorded):
         def start() -> None:
             nonlocal viewer
             self.first = scheduler.num_steps
-            self.in_flight = {plan.step for plan in scheduler.in_flight}
+            self.in_flight = {planned.plan.step for planned in scheduler.in_flight}
             viewer, self.data = (found := live.start()).viewer, found.header
 
         def stepping() -> Completed | None:
@@ -102,7 +102,7 @@ def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> 
 def check_film(run: Recorded, seed: int) -> None:
     film = film_of(run)
     ids = [request[0] for request in film.requests]
-    num_running = {plan.step: plan.num_running for plan in run.plans if not plan.is_empty}
+    num_running = {e.plan.step: e.num_running for e in run.plans if not e.plan.is_empty}
     played = FilmState(run.engine.scheduler.config.block_size)
     rng = random.Random(seed)
     for frame in range(film.num_frames):

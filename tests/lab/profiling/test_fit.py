@@ -262,7 +262,8 @@ def random_plan(random: Random) -> Plan:
 
 def lines_of(plan: Plan, seconds: float = 1.0) -> list[Line]:
     result = StepResult(started=0.0, ended=seconds)
-    events: list[Event] = [Planned(plan), Completed(plan, result, [])]
+    planned = Planned(plan)
+    events: list[Event] = [planned, Completed(planned, result, [])]
     return [MAKER.line(event) for event in events]
 
 

@@ -159,7 +159,7 @@ class Pair:
             ("preempted", [(s.id, how) for s, how in self.reference.preempted], preempted(plan)),
             ("prompts", tokens_of(batch), planned_tokens(plan)),
             ("decodes", sorted(s.id for s in batch.decode), sorted(r.id for r in plan.decodes)),
-            ("free blocks", self.reference.blocks.num_free, plan.num_free),
+            ("free blocks", self.reference.blocks.num_free, self.ours.num_free),
         ):
             if theirs != ours:
                 return f"{name}: {theirs} in the listing, {ours} here"
