@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from msgspec.structs import asdict
-from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -21,7 +21,6 @@ from headway.engine.queries import GetLoad, GetMetrics, ResetPrefixCache
 from headway.errors import ExecutorError
 from headway.server.anthropic.messages import count_tokens, messages
 from headway.server.anthropic.protocol import (
-    AnthropicErrorResponse,
     CountRequest,
     CountResponse,
     MessagesRequest,
@@ -29,11 +28,17 @@ from headway.server.anthropic.protocol import (
 )
 from headway.server.context import Context
 from headway.server.generation.request_fields import check_model
-from headway.server.generation.stream import CompleteResponse
+from headway.server.generation.stream import CompleteResponse, generate
 from headway.server.http import validation_errors
-from headway.server.http.errors import ApiError, api_error
+from headway.server.http.errors import (
+    RETRY_AFTER,
+    AnthropicErrorResponse,
+    ApiError,
+    ErrorResponse,
+)
 from headway.server.http.json_body import JsonRoute
 from headway.server.http.middleware import SecurityMiddleware
+from headway.server.live import page
 from headway.server.openai.chat import chat
 from headway.server.openai.completions import completions
 from headway.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embeddings
@@ -47,7 +52,6 @@ from headway.server.openai.response_models import (
     ChatResponse,
     CompletionResponse,
     DetokenizeResponse,
-    ErrorResponse,
     ModelCard,
     ModelList,
     ResponsesResponse,
@@ -56,7 +60,6 @@ from headway.server.openai.response_models import (
 from headway.server.openai.responses import responses
 from headway.server.openai.responses_input import ResponsesRequest
 from headway.server.openai.tokenize import detokenize, tokenize
-from headway.server.pages import page
 
 ENGINE_TIMEOUT = 5.0  # seconds; only queries that change the engine wait for the running step
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -64,7 +67,7 @@ Value = TypeVar("Value")
 KEY = {"type": "http", "scheme": "bearer"}
 EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")  # readable by scripts of allowed web pages
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-EVENTS = {"text/event-stream": {"itemSchema": EVENT}}
+STREAMED: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"itemSchema": EVENT}}}}
 DESCRIPTIONS = {
     400: "A field is wrong. The message names the field, the problem and the limit.",
     401: "The API key is missing or wrong.",
@@ -90,8 +93,9 @@ class HeadwayApp(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """The schema without status 422, which is never sent, and with the API key if needed."""
-        if self.openapi_schema is None:
-            schema = super().openapi()
+        is_new = self.openapi_schema is None
+        schema = super().openapi()  # cached
+        if is_new:
             for methods in schema["paths"].values():
                 for operation in methods.values():
                     operation["responses"].pop("422", None)
@@ -100,8 +104,7 @@ class HeadwayApp(FastAPI):
             if self.needs_key:
                 schema["components"]["securitySchemes"] = {"key": KEY}
                 schema["security"] = [{"key": []}]
-        assert self.openapi_schema is not None, "set above"
-        return self.openapi_schema
+        return schema
 
 
 def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
@@ -128,36 +131,33 @@ def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
     return app
 
 
-def _errors(
-    *statuses: int, model: type[BaseModel] = ErrorResponse
-) -> dict[int | str, dict[str, Any]]:
+def _errors(*statuses: int, model: type = ErrorResponse) -> dict[int | str, Any]:
     return {status: {"model": model, "description": DESCRIPTIONS[status]} for status in statuses}
 
 
 def _openai_routes(context: Context) -> APIRouter:
     errors = _errors(*GENERATION_ERRORS)
     router = APIRouter(prefix="/v1", responses=errors, route_class=JsonRoute)
-    streamed: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS}}
 
-    @router.post("/completions", response_model=CompletionResponse, responses=streamed)
+    @router.post("/completions", response_model=CompletionResponse, responses=STREAMED)
     async def post_completions(body: CompletionRequest) -> Response:
         """Continue one or several prompts."""
-        return completions(context, body)
+        return generate(context, body.stream, partial(completions, context, body))
 
-    @router.post("/chat/completions", response_model=ChatResponse, responses=streamed)
+    @router.post("/chat/completions", response_model=ChatResponse, responses=STREAMED)
     async def post_chat(body: ChatRequest) -> Response:
         """Generate the next message of a conversation."""
-        return chat(context, body)
+        return generate(context, body.stream, partial(chat, context, body))
 
     @router.post("/embeddings", response_model=EmbeddingResponse)
     async def post_embeddings(body: EmbeddingRequest) -> Response:
         """Embed texts or token ids as unit vectors."""
-        return embeddings(context, body)
+        return CompleteResponse(context, lambda: embeddings(context, body))
 
-    @router.post("/responses", response_model=ResponsesResponse, responses=streamed)
+    @router.post("/responses", response_model=ResponsesResponse, responses=STREAMED)
     async def post_responses(body: ResponsesRequest) -> Response:
         """Generate a response with OpenAI's Responses API. Responses are not stored."""
-        return responses(context, body)
+        return generate(context, body.stream, partial(responses, context, body))
 
     return router
 
@@ -165,12 +165,11 @@ def _openai_routes(context: Context) -> APIRouter:
 def _anthropic_routes(context: Context) -> APIRouter:
     errors = _errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)
     router = APIRouter(prefix="/v1", responses=errors, route_class=JsonRoute)
-    streamed: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS}}
 
-    @router.post("/messages", response_model=MessagesResponse, responses=streamed)
+    @router.post("/messages", response_model=MessagesResponse, responses=STREAMED)
     async def post_messages(body: MessagesRequest) -> Response:
         """Generate the next message of a conversation with Anthropic's Messages API."""
-        return messages(context, body)
+        return generate(context, body.stream, partial(messages, context, body))
 
     @router.post("/messages/count_tokens", response_model=CountResponse)
     async def post_count(body: CountRequest) -> Response:
@@ -280,8 +279,8 @@ async def _ask(context: Context, query: Query[Value]) -> Value:
             return await context.engine.ask(query)
     except TimeoutError:
         busy = f"the engine has not answered for {ENGINE_TIMEOUT:g} s; a step is running"
-        raise ApiError(503, busy, code="engine_busy", headers={"Retry-After": "1"}) from None
+        raise ApiError(503, busy, code="engine_busy", headers=RETRY_AFTER) from None
     except ExecutorError as error:
         if context.engine.stop_reason is None:
             raise ApiError(500, str(error), code="internal_error") from error
-        raise api_error(error) from error
+        raise

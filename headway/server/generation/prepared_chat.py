@@ -24,7 +24,7 @@ from headway.server.generation.request_fields import (
     sampling_params_of,
 )
 from headway.server.generation.response_format import check_in_thread, grammar_of
-from headway.server.generation.stream import collect, new_id
+from headway.server.generation.stream import new_id
 from headway.server.http.errors import attribute_errors_to, field_error
 from headway.server.openai.protocol import ChatRequest
 from headway.server.toolcalls.choice import ToolUse, tool_use
@@ -64,10 +64,6 @@ class PreparedChat(NamedTuple):
     run: PromptRun
     parsers: list[OutputParser]  # one per sample
     tokenizer: Tokenizer
-
-    async def all_deltas(self) -> list[Delta]:
-        """The complete output of each sample, once all samples have ended."""
-        return await collect(self.run.deltas(), len(self.parsers))
 
 
 async def prepare_chat(

@@ -8,7 +8,7 @@ from typing import Any
 from headway.engine.input_processor import Prompt, template_variables
 from headway.server.context import Context
 from headway.server.generation.request_fields import max_listed_tokens
-from headway.server.http.errors import ApiError, attribute_errors_to, field_error
+from headway.server.http.errors import attribute_errors_to, field_error
 from headway.server.http.offload import MAX_INLINE_SIZE, offload
 from headway.server.openai.protocol import ChatMessage, ChatRequest, GenerationFields
 from headway.server.toolcalls.choice import ToolUse
@@ -54,7 +54,7 @@ async def tokens_of(
     empty = next((number for number, each in enumerate(tokens) if not each), None)
     if empty is not None:
         which = f"[{empty}]" if len(tokens) > 1 else ""
-        raise ApiError(400, f"{field}{which} has no tokens; at least one is needed", param=field)
+        raise field_error(f"{field}{which}", "has no tokens; at least one is needed")
     return tokens
 
 

@@ -21,12 +21,12 @@ MAX_ID_DIGITS = 18  # of a token id; the engine refuses ids beyond the vocabular
 MAX_STOP_CHARACTERS = 8192  # of all stop strings together, and of all bad words
 MAX_LISTED_TOKENS = 1 << 18  # of /tokenize and /detokenize; the model's length if that is larger
 MAX_ECHOED_LOGPROBS = 1 << 22  # entries for prompt tokens in all choices of a response
-SAME_NAME = (
+SAME_NAMES = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "bad_words",
     "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "priority",
 )  # fmt: skip
-OTHER_NAME = {"user": "client", "cache_salt": "salt"}
+PARAM_NAMES = {**{name: name for name in SAME_NAMES}, "user": "client", "cache_salt": "salt"}
 
 
 class UnsupportedField(NamedTuple):
@@ -72,14 +72,11 @@ async def sampling_params_of(
     check_supported(extra)
     known = UNSUPPORTED_FIELDS.keys() | GUIDED_FIELDS.keys()
     context.ignored_fields.report({name: extra[name] for name in extra if name not in known})
-    params = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    for field, name in OTHER_NAME.items():
-        if (value := getattr(body, field)) is not None:
-            params[name] = value
+    given = {name: getattr(body, field) for field, name in PARAM_NAMES.items()}
+    params = {name: value for name, value in given.items() if value is not None}
     if body.logit_bias:
         params["logit_bias"] = _biases(body.logit_bias)
-    if body.deadline is not None:
-        params["deadline"] = await deadline_of(context, body.deadline)
+    params["deadline"] = await deadline_of(context, body.deadline)
     check_salt(body.cache_salt)
     if body.stream_options is not None and not body.stream:
         raise field_error("stream_options", "is allowed only with stream: true")
