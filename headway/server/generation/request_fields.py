@@ -69,7 +69,10 @@ async def sampling_params_of(
 ) -> SamplingParams:
     """The fields as SamplingParams; InvalidRequest or ApiError names the first wrong field."""
     extra = body.model_extra or {}
-    check_supported(extra)
+    for name, value in extra.items():
+        field = UNSUPPORTED_FIELDS.get(name)
+        if field is not None and value is not None and value not in field.accepted:
+            raise field_error(name, f"{format_value(value)} is not supported; {field.advice}")
     known = UNSUPPORTED_FIELDS.keys() | GUIDED_FIELDS.keys()
     context.ignored_fields.report({name: extra[name] for name in extra if name not in known})
     given = {name: getattr(body, field) for field, name in PARAM_NAMES.items()}
@@ -82,17 +85,8 @@ async def sampling_params_of(
         raise field_error("stream_options", "is allowed only with stream: true")
     if body.prompt_logprobs is not None and body.stream:
         raise field_error("prompt_logprobs", "is not supported with stream: true")
-    _check_lengths(context, body)
     _check_sizes(context, body)
     return SamplingParams(max_tokens=max_tokens, **params, **more)
-
-
-def check_supported(extra: Mapping[str, Any]) -> None:
-    """ApiError for the first unsupported field that would change the output."""
-    for name, value in extra.items():
-        field = UNSUPPORTED_FIELDS.get(name)
-        if field is not None and value is not None and value not in field.accepted:
-            raise field_error(name, f"{format_value(value)} is not supported; {field.advice}")
 
 
 async def deadline_of(context: Context, seconds: float | None) -> float | None:
@@ -132,18 +126,14 @@ def max_listed_tokens(context: Context) -> int:
     return max(context.max_model_len, MAX_LISTED_TOKENS)
 
 
-def _check_lengths(context: Context, body: GenerationFields) -> None:
-    """ApiError for a number of tokens that is above the model's length for any prompt."""
+def _check_sizes(context: Context, body: GenerationFields) -> None:
+    """ApiError for a number of tokens, a list or texts of a size that no request may have."""
     limit = context.max_model_len
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         value = getattr(body, name, None)
         if value is not None and value > limit:
             problem = f"must be at most {limit}, the model's length, not {format_value(value)}"
             raise field_error(name, problem)
-
-
-def _check_sizes(context: Context, body: GenerationFields) -> None:
-    """ApiError for lists and texts whose total length is above the limit."""
     for name in ("stop", "bad_words"):
         value = getattr(body, name)
         if not value:

@@ -155,7 +155,8 @@ class EventStreamResponse(CancellableResponse):
     async def _send_events(self, scope: Scope, send: Send) -> bytes:
         """Send all events except the last ones, which are returned."""
         output, writer = await self._prepare(True), chunk_writer_of(scope)
-        first, direct_writer = output.first(), writer and DirectWriter(writer, output.encode)
+        direct_writer = DirectWriter(writer, output.encode) if writer else None
+        first = output.first()
         async with aclosing(merge_deltas(output.runs, direct_writer)) as batches:
             async for deltas in batches:
                 events = first + await output.encode_batch(deltas)

@@ -31,7 +31,8 @@ log = logging.getLogger("headway.server")
 MAX_SHOWN_CHARACTERS = 80  # of a wrong value in a message
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=repr)
 REQUEST_ID_PREFIX = re.compile(r"request '[^']*': ")  # internal ids mean nothing to clients
-FIELD = re.compile(r"([a-z][a-z_]*)(?=[\s:\[.])")
+# The field name that a message of the engine begins with, rather than one of these words.
+FIELD = re.compile(r"(?!(?:request|the|this|client|text|a|an)\b)[a-z][a-z_]*(?=[\s:\[.])")
 ANTHROPIC_PATH = "/v1/messages"
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
 COMMON_TYPES = {
@@ -40,8 +41,6 @@ COMMON_TYPES = {
 }  # fmt: skip
 OPENAI_TYPES = {**COMMON_TYPES, 503: "service_unavailable_error"}
 ANTHROPIC_TYPES = {**COMMON_TYPES, 413: "request_too_large", 503: "overloaded_error"}
-# First words of messages that name no field.
-NOT_FIELDS = frozenset({"request", "the", "this", "client", "text", "a", "an"})
 
 
 class ErrorBody(TypedDict):
@@ -163,7 +162,8 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
             return ApiError(429, str(error), code="overloaded", headers=wait)
         case RequestError():
             message = REQUEST_ID_PREFIX.sub("", str(error), count=1)
-            return ApiError(400, message, param=_field_of(message))
+            field = FIELD.match(message)
+            return ApiError(400, message, param=field and field[0])
         case ModelError():  # the model lacks something, such as a chat template
             return ApiError(400, str(error))
         case PolicyError():  # the operator's policy failed; the request is not at fault
@@ -181,9 +181,3 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
 def lowercase_first(message: str) -> str:
     """The message with a lowercase first letter, for use inside another sentence."""
     return message[:1].lower() + message[1:]
-
-
-def _field_of(message: str) -> str | None:
-    """The field name that an engine error message begins with; None if there is none."""
-    found = FIELD.match(message)
-    return found[1] if found and found[1] not in NOT_FIELDS else None

@@ -66,7 +66,10 @@ class EmbeddingResponse(TypedDict):
 async def embeddings(context: Context, body: EmbeddingRequest) -> EmbeddingResponse:
     """One vector per input; ApiError names the field that is wrong."""
     check_model(context, body.model)
-    _check_dimensions(context, body.dimensions)
+    size, dimensions = context.input_processor.hidden_size, body.dimensions
+    if dimensions is not None and dimensions != size:  # truncated vectors would be meaningless
+        problem = f"must be {size}, the model's hidden size, or absent, not {dimensions}"
+        raise field_error("dimensions", f"{problem}; shorter vectors are not supported")
     inputs = prompts_of(body.input, "input")
     limit = context.settings.max_choices
     if len(inputs) > limit:
@@ -93,14 +96,6 @@ async def embeddings(context: Context, body: EmbeddingRequest) -> EmbeddingRespo
         "model": context.model_name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-
-
-def _check_dimensions(context: Context, dimensions: int | None) -> None:
-    """ApiError unless the size is absent or the model's: truncated vectors would be meaningless."""
-    size = context.input_processor.hidden_size
-    if dimensions is not None and dimensions != size:
-        problem = f"must be {size}, the model's hidden size, or absent, not {dimensions}"
-        raise field_error("dimensions", f"{problem}; shorter vectors are not supported")
 
 
 async def _embed_all(

@@ -98,7 +98,7 @@ class StructuredOutputs(RequestModel):
 class SchedulingFields(RequestModel):
     """Fields of every request that the engine runs: model, client, queueing and cache."""
 
-    model_config = ConfigDict(strict=True, extra="allow")  # `check_supported` checks the rest
+    model_config = ConfigDict(strict=True, extra="allow")  # `sampling_params_of` checks the rest
 
     model: ShortText | None = optional("The served model if absent.")
     user: ShortText | None = optional("The client, for fair queueing and limits per client.")
