@@ -15,7 +15,7 @@ from headway.server.anthropic.protocol import (
 from headway.server.context import Context
 from headway.server.generation.prepared_chat import PreparedChat, prepare_chat
 from headway.server.generation.prompt_runs import Delta
-from headway.server.generation.prompts import chat_tokens_of, template_options
+from headway.server.generation.prompts import chat_tokens_of
 from headway.server.generation.request_fields import check_model
 from headway.server.generation.stream import Output, named_event
 from headway.server.http.errors import ApiError, rename_params
@@ -41,7 +41,7 @@ async def count_tokens(context: Context, body: CountRequest) -> CountResponse:
     chat = chat_request(body)
     template = context.input_processor.need_tokenizer().chat_template
     use = tool_use(template, chat.tools, chat.tool_choice, parser=context.settings.tool_call_parser)
-    tokens = await chat_tokens_of(context, chat.messages, use, template_options(chat, use))
+    tokens = await chat_tokens_of(context, chat, use, context.max_model_len)
     return {"input_tokens": len(tokens)}
 
 

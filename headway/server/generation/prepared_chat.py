@@ -12,12 +12,7 @@ from typing import NamedTuple
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.prompt_runs import Delta, PromptRun
-from headway.server.generation.prompts import (
-    chat_tokens_of,
-    max_prompt_tokens,
-    template_options,
-    truncate_prompt,
-)
+from headway.server.generation.prompts import chat_tokens_of, max_prompt_tokens, truncate_prompt
 from headway.server.generation.request_fields import (
     check_model,
     check_num_choices,
@@ -82,8 +77,7 @@ async def prepare_chat(
         disable_additional_properties=context.settings.disable_additional_properties,
     )  # fmt: skip
     params = await _sampling_params(context, body, use, tokenizer)
-    options, limit = template_options(body, use), max_prompt_tokens(context, body)
-    tokens = await chat_tokens_of(context, body.messages, use, options, limit)
+    tokens = await chat_tokens_of(context, body, use, max_prompt_tokens(context, body))
     id = new_id(id_prefix)
     parsers = [OutputParser(use.parser() if use else None) for _ in range(params.n)]
     prompt = truncate_prompt(tokens, body)

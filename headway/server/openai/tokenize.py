@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.server.context import Context
-from headway.server.generation.prompts import chat_tokens_of, template_options
+from headway.server.generation.prompts import chat_tokens_of
 from headway.server.generation.request_fields import check_model, max_listed_tokens
 from headway.server.http.errors import attribute_errors_to, field_error, format_value
 from headway.server.http.offload import offload, yield_gil
@@ -13,7 +13,7 @@ from headway.server.toolcalls.choice import tool_use
 from headway.text.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 4  # approximately
-TEMPLATE_FIELDS = ("add_generation_prompt", "chat_template_kwargs", "continue_final_message")
+TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 PART = 1024  # tokens converted between two pauses
 
 
@@ -30,8 +30,8 @@ async def tokenize(context: Context, body: TokenizeRequest) -> TokenizeResponse:
         parser = context.settings.tool_call_parser
         use = tool_use(tokenizer.chat_template, body.tools, parser=parser)
         given = {name: getattr(body, name) for name in TEMPLATE_FIELDS}
-        options = template_options(ChatRequest.model_construct(**given), use)
-        tokens = await chat_tokens_of(context, body.messages, use, options, limit)
+        chat = ChatRequest.model_construct(messages=body.messages, **given)
+        tokens = await chat_tokens_of(context, chat, use, limit)
     else:
         text = body.prompt or ""
         special = body.add_special_tokens is not False
