@@ -49,9 +49,8 @@ class MessageOutput(Output):
     """One message object, or named events; the last one is `message_stop`."""
 
     def __init__(self, context: Context, chat: PreparedChat) -> None:
-        super().__init__([chat.run], 1)
-        self._context, self._chat = context, chat
-        self._parser = chat.parsers[0]
+        super().__init__(context, chat.id, [chat.run], 1)
+        self._run, self._parser = chat.run, chat.parsers[0]
         self._num_blocks = 0
         self._open: str | None = None  # the type of the open content block
 
@@ -85,8 +84,8 @@ class MessageOutput(Output):
     def _message(self, content: list[object], reason: str | None) -> object:
         """The message object; `reason` is the finish reason, None while generation continues."""
         return {
-            "id": self._chat.id, "type": "message", "role": "assistant",
-            "model": self._context.model_name, "content": content, **self._stop(reason),
+            "id": self.id, "type": "message", "role": "assistant",
+            "model": self.context.model_name, "content": content, **self._stop(reason),
             "usage": self._usage(),
         }  # fmt: skip
 
@@ -122,14 +121,14 @@ class MessageOutput(Output):
 
     def _stop(self, reason: str | None) -> dict[str, str | None]:
         """The finish reason in the terms of Anthropic's API."""
-        stop_string = self._chat.run.samples[0].stop_string
+        stop_string = self._run.samples[0].stop_string
         if reason == "stop" and stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
         return {"stop_reason": STOP_REASONS.get(reason or ""), "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
         """Token counts; Anthropic's input tokens exclude cached ones."""
-        run = self._chat.run
+        run = self._run
         return {
             "input_tokens": len(run.prompt) - run.num_cached, "output_tokens": run.num_generated,
             "cache_creation_input_tokens": 0, "cache_read_input_tokens": run.num_cached,

@@ -6,7 +6,6 @@ how they write the output: text and tool calls. Knows no connections and writes 
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
 from headway.sampling_params import SamplingParams
@@ -55,7 +54,6 @@ class PreparedChat(NamedTuple):
     """A validated and tokenized chat request."""
 
     id: str
-    created: int  # Unix seconds
     run: PromptRun
     parsers: list[OutputParser]  # one per sample
     tokenizer: Tokenizer
@@ -82,7 +80,7 @@ async def prepare_chat(
     parsers = [OutputParser(use.parser() if use else None) for _ in range(params.n)]
     prompt = truncate_prompt(tokens, body)
     run = PromptRun(context, id, prompt, params, field=field, is_live=is_live)
-    return PreparedChat(id, int(time.time()), run, parsers, tokenizer)
+    return PreparedChat(id, run, parsers, tokenizer)
 
 
 async def _sampling_params(

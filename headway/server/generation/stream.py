@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -41,7 +42,11 @@ Prepare = Callable[[bool], Awaitable["Output"]]  # True: text is made as it is g
 class Output(ABC):
     """The output of one request in the format of an API, as one value or as events."""
 
-    def __init__(self, runs: Sequence[PromptRun], num_choices: int) -> None:
+    def __init__(
+        self, context: Context, id: str, runs: Sequence[PromptRun], num_choices: int
+    ) -> None:
+        self.context, self.id = context, id
+        self.created = int(time.time())  # Unix seconds
         self.runs, self.num_choices = runs, num_choices
 
     @abstractmethod
@@ -210,15 +215,13 @@ class ChunkOutput(Output):
     def __init__(
         self,
         context: Context,
-        options: StreamOptions | None,
         id: str,
-        created: int,
         runs: Sequence[PromptRun],
         num_choices: int,
+        options: StreamOptions | None,
     ) -> None:
-        super().__init__(runs, num_choices)
-        self.context, self._id, self._created = context, id, created
-        common = f'"id":{quoted(id)},"object":"{self.chunk_kind}","created":{created}'
+        super().__init__(context, id, runs, num_choices)
+        common = f'"id":{quoted(id)},"object":"{self.chunk_kind}","created":{self.created}'
         common += f',"model":{quoted(context.model_name)}'
         if context.fingerprint:
             common += f',"system_fingerprint":{quoted(context.fingerprint)}'
@@ -255,7 +258,7 @@ class ChunkOutput(Output):
     def response(self, choices: Sequence[object]) -> dict[str, Any]:
         """The complete response with these choices."""
         return {
-            "id": self._id, "object": self.kind, "created": self._created,
+            "id": self.id, "object": self.kind, "created": self.created,
             "model": self.context.model_name,
             "system_fingerprint": self.context.fingerprint or None,
             "choices": choices, "usage": self.usage,

@@ -33,9 +33,7 @@ class ChatOutput(ChunkOutput):
 
     def __init__(self, context: Context, body: ChatRequest, prepared: PreparedChat) -> None:
         run, num_choices = prepared.run, len(prepared.parsers)
-        super().__init__(
-            context, body.stream_options, prepared.id, prepared.created, [run], num_choices
-        )
+        super().__init__(context, prepared.id, [run], num_choices, body.stream_options)
         self._body, self._run, self._parsers = body, run, prepared.parsers
         self._tokenizer = prepared.tokenizer
         self._num_sent = [0] * num_choices  # token ids

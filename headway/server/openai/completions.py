@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -51,7 +50,7 @@ class CompletionOutput(ChunkOutput):
         runs: list[PromptRun],
         choices: list[ChoiceBuilder],
     ) -> None:
-        super().__init__(context, body.stream_options, id, int(time.time()), runs, len(choices))
+        super().__init__(context, id, runs, len(choices), body.stream_options)
         self.shows_output = choices[0].shows_output
         self._body, self._choices = body, choices  # in the order of the prompts
 

@@ -37,8 +37,8 @@ class ResponseOutput(Output):
     def __init__(
         self, context: Context, body: ResponsesRequest, chat: PreparedChat, *, is_live: bool
     ) -> None:
-        super().__init__([chat.run], 1)
-        self._context, self._body, self._chat = context, body, chat
+        super().__init__(context, chat.id, [chat.run], 1)
+        self._body, self._chat = body, chat
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last item
         self._is_live, self._numbers = is_live, count()
@@ -143,15 +143,15 @@ class ResponseOutput(Output):
 
     def _response(self, reason: str | None) -> dict[str, Any]:
         """The response object; `reason` is the finish reason, None while generation continues."""
-        body, chat, limit = self._body, self._chat, INCOMPLETE.get(reason or "")
+        body, limit = self._body, INCOMPLETE.get(reason or "")
         status = "in_progress" if reason is None else "incomplete" if limit else "completed"
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
         return {
-            "id": chat.id, "object": "response", "created_at": chat.created,
+            "id": self.id, "object": "response", "created_at": self.created,
             "status": status, "background": False, "error": None,
             "incomplete_details": {"reason": limit} if limit else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "model": self._context.model_name, "output": self._items,
+            "model": self.context.model_name, "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None, "reasoning": {"effort": None, "summary": None},
             "store": False, "temperature": 1.0 if body.temperature is None else body.temperature,
