@@ -130,10 +130,10 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-class AccessLogMiddleware:
-    """Gives each HTTP request an id, returns it as X-Request-Id, and logs status and duration.
+class RequestContextMiddleware:
+    """Sets REQUEST_ID and TRACEPARENT for each HTTP request, and logs its status and duration.
 
-    The id is the client's X-Request-Id if that is a plain word, else a new one.
+    The id, which is returned as X-Request-Id, is the client's if that is a plain word, else new.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -145,7 +145,7 @@ class AccessLogMiddleware:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         id = given.decode() if ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
         start, status = time.perf_counter(), 0
-        token = REQUEST_ID.set(id)
+        tokens = REQUEST_ID.set(id), TRACEPARENT.set(traceparent_of(scope))
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -163,25 +163,12 @@ class AccessLogMiddleware:
                 line = "%s %s" if status else "%s %s unanswered"
                 extra = {"status": status, "ms": milliseconds}
                 access_log.info(line, scope["method"], scope["path"], extra=extra)
-            REQUEST_ID.reset(token)
-
-
-class TraceContextMiddleware:
-    """Sets TRACEPARENT to the W3C `traceparent` header of each HTTP request."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        token = TRACEPARENT.set(traceparent_of(scope))
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            TRACEPARENT.reset(token)
+            for token in tokens:
+                token.var.reset(token)
 
 
 def traceparent_of(scope: Scope) -> str:
-    """The header's value; empty if it is absent, repeated or malformed."""
-    given = [value for name, value in scope.get("headers", ()) if name == b"traceparent"]
+    """The W3C `traceparent` header; empty if it is absent, repeated or malformed."""
+    given = [value for name, value in scope["headers"] if name == b"traceparent"]
     is_valid = len(given) == 1 and TRACEPARENT_PATTERN.fullmatch(given[0])
     return given[0].decode("ascii", "replace") if is_valid else ""
