@@ -19,13 +19,8 @@ from headway import __version__
 from headway.engine.messages import Query
 from headway.engine.queries import GetLoad, GetMetrics, ResetPrefixCache
 from headway.errors import ExecutorError
+from headway.server.anthropic import protocol as anthropic
 from headway.server.anthropic.messages import count_tokens, messages
-from headway.server.anthropic.protocol import (
-    CountRequest,
-    CountResponse,
-    MessagesRequest,
-    MessagesResponse,
-)
 from headway.server.context import Context
 from headway.server.generation.request_fields import check_model
 from headway.server.generation.stream import CompleteResponse, generate
@@ -39,24 +34,11 @@ from headway.server.http.errors import (
 from headway.server.http.json_body import JsonRoute
 from headway.server.http.middleware import SecurityMiddleware
 from headway.server.live import page
+from headway.server.openai import protocol
+from headway.server.openai import response_models as shapes
 from headway.server.openai.chat import chat
 from headway.server.openai.completions import completions
 from headway.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embeddings
-from headway.server.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)  # fmt: skip
-from headway.server.openai.response_models import (
-    ChatResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    ModelCard,
-    ModelList,
-    ResponsesResponse,
-    TokenizeResponse,
-)
 from headway.server.openai.responses import responses
 from headway.server.openai.responses_input import ResponsesRequest
 from headway.server.openai.tokenize import detokenize, tokenize
@@ -139,13 +121,13 @@ def _openai_routes(context: Context) -> APIRouter:
     errors = _errors(*GENERATION_ERRORS)
     router = APIRouter(prefix="/v1", responses=errors, route_class=JsonRoute)
 
-    @router.post("/completions", response_model=CompletionResponse, responses=STREAMED)
-    async def post_completions(body: CompletionRequest) -> Response:
+    @router.post("/completions", response_model=shapes.CompletionResponse, responses=STREAMED)
+    async def post_completions(body: protocol.CompletionRequest) -> Response:
         """Continue one or several prompts."""
         return generate(context, body.stream, partial(completions, context, body))
 
-    @router.post("/chat/completions", response_model=ChatResponse, responses=STREAMED)
-    async def post_chat(body: ChatRequest) -> Response:
+    @router.post("/chat/completions", response_model=shapes.ChatResponse, responses=STREAMED)
+    async def post_chat(body: protocol.ChatRequest) -> Response:
         """Generate the next message of a conversation."""
         return generate(context, body.stream, partial(chat, context, body))
 
@@ -154,7 +136,7 @@ def _openai_routes(context: Context) -> APIRouter:
         """Embed texts or token ids as unit vectors."""
         return CompleteResponse(context, lambda: embeddings(context, body))
 
-    @router.post("/responses", response_model=ResponsesResponse, responses=STREAMED)
+    @router.post("/responses", response_model=shapes.ResponsesResponse, responses=STREAMED)
     async def post_responses(body: ResponsesRequest) -> Response:
         """Generate a response with OpenAI's Responses API. Responses are not stored."""
         return generate(context, body.stream, partial(responses, context, body))
@@ -166,13 +148,13 @@ def _anthropic_routes(context: Context) -> APIRouter:
     errors = _errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)
     router = APIRouter(prefix="/v1", responses=errors, route_class=JsonRoute)
 
-    @router.post("/messages", response_model=MessagesResponse, responses=STREAMED)
-    async def post_messages(body: MessagesRequest) -> Response:
+    @router.post("/messages", response_model=anthropic.MessagesResponse, responses=STREAMED)
+    async def post_messages(body: anthropic.MessagesRequest) -> Response:
         """Generate the next message of a conversation with Anthropic's Messages API."""
         return generate(context, body.stream, partial(messages, context, body))
 
-    @router.post("/messages/count_tokens", response_model=CountResponse)
-    async def post_count(body: CountRequest) -> Response:
+    @router.post("/messages/count_tokens", response_model=anthropic.CountResponse)
+    async def post_count(body: anthropic.CountRequest) -> Response:
         """Count the tokens of a conversation."""
         return CompleteResponse(context, lambda: count_tokens(context, body))
 
@@ -182,13 +164,13 @@ def _anthropic_routes(context: Context) -> APIRouter:
 def _tokenizer_routes(context: Context) -> APIRouter:
     router = APIRouter(responses=_errors(*BODY_ERRORS), route_class=JsonRoute)
 
-    @router.post("/tokenize", response_model=TokenizeResponse)
-    async def post_tokenize(body: TokenizeRequest) -> Response:
+    @router.post("/tokenize", response_model=shapes.TokenizeResponse)
+    async def post_tokenize(body: protocol.TokenizeRequest) -> Response:
         """Return the tokens of a prompt or a conversation."""
         return CompleteResponse(context, lambda: tokenize(context, body))
 
-    @router.post("/detokenize", response_model=DetokenizeResponse)
-    async def post_detokenize(body: DetokenizeRequest) -> Response:
+    @router.post("/detokenize", response_model=shapes.DetokenizeResponse)
+    async def post_detokenize(body: protocol.DetokenizeRequest) -> Response:
         """Return the text of tokens."""
         return CompleteResponse(context, lambda: detokenize(context, body))
 
@@ -197,17 +179,17 @@ def _tokenizer_routes(context: Context) -> APIRouter:
 
 def _model_routes(context: Context) -> APIRouter:
     router = APIRouter(responses=_errors(401))
-    card = ModelCard(
+    card = shapes.ModelCard(
         id=context.model_name, created=context.created, max_model_len=context.max_model_len
     )
 
     @router.get("/v1/models")
-    async def get_models() -> ModelList:
+    async def get_models() -> shapes.ModelList:
         """List the served model."""
-        return ModelList(data=[card])
+        return shapes.ModelList(data=[card])
 
     @router.get("/v1/models/{model:path}", responses=_errors(404))
-    async def get_model(model: str) -> ModelCard:
+    async def get_model(model: str) -> shapes.ModelCard:
         """Describe one model."""
         check_model(context, model)
         return card
