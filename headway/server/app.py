@@ -25,12 +25,7 @@ from headway.server.context import Context
 from headway.server.generation.request_fields import check_model
 from headway.server.generation.stream import CompleteResponse, generate
 from headway.server.http import validation_errors
-from headway.server.http.errors import (
-    RETRY_AFTER,
-    AnthropicErrorResponse,
-    ApiError,
-    ErrorResponse,
-)
+from headway.server.http.errors import RETRY_AFTER, AnthropicErrorResponse, ApiError, ErrorResponse
 from headway.server.http.json_body import JsonRoute
 from headway.server.http.middleware import SecurityMiddleware
 from headway.server.live import page

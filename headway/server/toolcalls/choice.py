@@ -19,11 +19,7 @@ from headway.grammar.grammar import Grammar, check_grammar, with_bounded_whitesp
 from headway.grammar.json_schema import close_objects
 from headway.server.toolcalls.formats import AUTO, FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
 from headway.server.toolcalls.parser import ToolCallParser
-from headway.server.toolcalls.prompt import (
-    NO_PARAMETERS,
-    render_tool_prompt,
-    with_tools_described,
-)
+from headway.server.toolcalls.prompt import NO_PARAMETERS, render_tool_prompt, with_tools_described
 from headway.text.chat_template import Message
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
