@@ -40,7 +40,6 @@ class ResponseOutput(Output):
         super().__init__(context, chat.id, [chat.run], 1)
         self._body, self._chat = body, chat
         self._items: list[dict[str, Any]] = []
-        self._is_open = False  # the last item
         self._is_live, self._numbers = is_live, count()
         self._events: list[bytes] = []  # encoded, because the items in them change
 
@@ -65,6 +64,11 @@ class ResponseOutput(Output):
         error = failure.body["error"]
         self._emit("error", code=error["code"], message=error["message"], param=error["param"])
         return self.encode([])
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the last item is open."""
+        return bool(self._items) and self._items[-1]["status"] == "in_progress"
 
     def _emit(self, type: str, **members: object) -> None:
         if self._is_live:
@@ -116,7 +120,6 @@ class ResponseOutput(Output):
     def _begin(self, item: dict[str, Any]) -> None:
         self._close("completed")
         self._items.append(item)
-        self._is_open = True
         place = len(self._items) - 1
         self._emit("response.output_item.added", output_index=place, item=item)
 
@@ -124,7 +127,6 @@ class ResponseOutput(Output):
         """Close the open item, if there is one."""
         if not self._is_open:
             return
-        self._is_open = False
         item, place = self._items[-1], self._place()
         item["status"] = status
         if item["type"] == "function_call":
@@ -135,8 +137,7 @@ class ResponseOutput(Output):
             done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
             self._emit("response.output_text.done", **place, **done)
             self._emit("response.content_part.done", **place, content_index=0, part=part)
-        index = place["output_index"]
-        self._emit("response.output_item.done", output_index=index, item=item)
+        self._emit("response.output_item.done", output_index=place["output_index"], item=item)
 
     def _place(self) -> dict[str, object]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
