@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from msgspec.structs import asdict
-from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -19,44 +19,24 @@ from headway import __version__
 from headway.engine.messages import Query
 from headway.engine.queries import GetLoad, GetMetrics, ResetPrefixCache
 from headway.errors import ExecutorError
+from headway.server.anthropic import protocol as anthropic
 from headway.server.anthropic.messages import count_tokens, messages
-from headway.server.anthropic.protocol import (
-    AnthropicErrorResponse,
-    CountRequest,
-    CountResponse,
-    MessagesRequest,
-    MessagesResponse,
-)
 from headway.server.context import Context
 from headway.server.generation.request_fields import check_model
-from headway.server.generation.stream import CompleteResponse
+from headway.server.generation.stream import CompleteResponse, generate
 from headway.server.http import validation_errors
-from headway.server.http.errors import ApiError, api_error
+from headway.server.http.errors import RETRY_AFTER, AnthropicErrorResponse, ApiError, ErrorResponse
 from headway.server.http.json_body import JsonRoute
 from headway.server.http.middleware import SecurityMiddleware
+from headway.server.live import page
+from headway.server.openai import protocol
+from headway.server.openai import response_models as shapes
 from headway.server.openai.chat import chat
 from headway.server.openai.completions import completions
 from headway.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embeddings
-from headway.server.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)  # fmt: skip
-from headway.server.openai.response_models import (
-    ChatResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    ErrorResponse,
-    ModelCard,
-    ModelList,
-    ResponsesResponse,
-    TokenizeResponse,
-)
 from headway.server.openai.responses import responses
 from headway.server.openai.responses_input import ResponsesRequest
 from headway.server.openai.tokenize import detokenize, tokenize
-from headway.server.pages import page
 
 ENGINE_TIMEOUT = 5.0  # seconds; only queries that change the engine wait for the running step
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -64,7 +44,7 @@ Value = TypeVar("Value")
 KEY = {"type": "http", "scheme": "bearer"}
 EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")  # readable by scripts of allowed web pages
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-EVENTS = {"text/event-stream": {"itemSchema": EVENT}}
+STREAMED: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"itemSchema": EVENT}}}}
 DESCRIPTIONS = {
     400: "A field is wrong. The message names the field, the problem and the limit.",
     401: "The API key is missing or wrong.",
@@ -90,8 +70,9 @@ class HeadwayApp(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """The schema without status 422, which is never sent, and with the API key if needed."""
-        if self.openapi_schema is None:
-            schema = super().openapi()
+        is_new = self.openapi_schema is None
+        schema = super().openapi()  # cached
+        if is_new:
             for methods in schema["paths"].values():
                 for operation in methods.values():
                     operation["responses"].pop("422", None)
@@ -100,8 +81,7 @@ class HeadwayApp(FastAPI):
             if self.needs_key:
                 schema["components"]["securitySchemes"] = {"key": KEY}
                 schema["security"] = [{"key": []}]
-        assert self.openapi_schema is not None, "set above"
-        return self.openapi_schema
+        return schema
 
 
 def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
@@ -128,36 +108,33 @@ def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
     return app
 
 
-def _errors(
-    *statuses: int, model: type[BaseModel] = ErrorResponse
-) -> dict[int | str, dict[str, Any]]:
+def _errors(*statuses: int, model: type = ErrorResponse) -> dict[int | str, Any]:
     return {status: {"model": model, "description": DESCRIPTIONS[status]} for status in statuses}
 
 
 def _openai_routes(context: Context) -> APIRouter:
     errors = _errors(*GENERATION_ERRORS)
     router = APIRouter(prefix="/v1", responses=errors, route_class=JsonRoute)
-    streamed: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS}}
 
-    @router.post("/completions", response_model=CompletionResponse, responses=streamed)
-    async def post_completions(body: CompletionRequest) -> Response:
+    @router.post("/completions", response_model=shapes.CompletionResponse, responses=STREAMED)
+    async def post_completions(body: protocol.CompletionRequest) -> Response:
         """Continue one or several prompts."""
-        return completions(context, body)
+        return generate(context, body.stream, partial(completions, context, body))
 
-    @router.post("/chat/completions", response_model=ChatResponse, responses=streamed)
-    async def post_chat(body: ChatRequest) -> Response:
+    @router.post("/chat/completions", response_model=shapes.ChatResponse, responses=STREAMED)
+    async def post_chat(body: protocol.ChatRequest) -> Response:
         """Generate the next message of a conversation."""
-        return chat(context, body)
+        return generate(context, body.stream, partial(chat, context, body))
 
     @router.post("/embeddings", response_model=EmbeddingResponse)
     async def post_embeddings(body: EmbeddingRequest) -> Response:
         """Embed texts or token ids as unit vectors."""
-        return embeddings(context, body)
+        return CompleteResponse(context, lambda: embeddings(context, body))
 
-    @router.post("/responses", response_model=ResponsesResponse, responses=streamed)
+    @router.post("/responses", response_model=shapes.ResponsesResponse, responses=STREAMED)
     async def post_responses(body: ResponsesRequest) -> Response:
         """Generate a response with OpenAI's Responses API. Responses are not stored."""
-        return responses(context, body)
+        return generate(context, body.stream, partial(responses, context, body))
 
     return router
 
@@ -165,15 +142,14 @@ def _openai_routes(context: Context) -> APIRouter:
 def _anthropic_routes(context: Context) -> APIRouter:
     errors = _errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)
     router = APIRouter(prefix="/v1", responses=errors, route_class=JsonRoute)
-    streamed: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS}}
 
-    @router.post("/messages", response_model=MessagesResponse, responses=streamed)
-    async def post_messages(body: MessagesRequest) -> Response:
+    @router.post("/messages", response_model=anthropic.MessagesResponse, responses=STREAMED)
+    async def post_messages(body: anthropic.MessagesRequest) -> Response:
         """Generate the next message of a conversation with Anthropic's Messages API."""
-        return messages(context, body)
+        return generate(context, body.stream, partial(messages, context, body))
 
-    @router.post("/messages/count_tokens", response_model=CountResponse)
-    async def post_count(body: CountRequest) -> Response:
+    @router.post("/messages/count_tokens", response_model=anthropic.CountResponse)
+    async def post_count(body: anthropic.CountRequest) -> Response:
         """Count the tokens of a conversation."""
         return CompleteResponse(context, lambda: count_tokens(context, body))
 
@@ -183,13 +159,13 @@ def _anthropic_routes(context: Context) -> APIRouter:
 def _tokenizer_routes(context: Context) -> APIRouter:
     router = APIRouter(responses=_errors(*BODY_ERRORS), route_class=JsonRoute)
 
-    @router.post("/tokenize", response_model=TokenizeResponse)
-    async def post_tokenize(body: TokenizeRequest) -> Response:
+    @router.post("/tokenize", response_model=shapes.TokenizeResponse)
+    async def post_tokenize(body: protocol.TokenizeRequest) -> Response:
         """Return the tokens of a prompt or a conversation."""
         return CompleteResponse(context, lambda: tokenize(context, body))
 
-    @router.post("/detokenize", response_model=DetokenizeResponse)
-    async def post_detokenize(body: DetokenizeRequest) -> Response:
+    @router.post("/detokenize", response_model=shapes.DetokenizeResponse)
+    async def post_detokenize(body: protocol.DetokenizeRequest) -> Response:
         """Return the text of tokens."""
         return CompleteResponse(context, lambda: detokenize(context, body))
 
@@ -198,17 +174,17 @@ def _tokenizer_routes(context: Context) -> APIRouter:
 
 def _model_routes(context: Context) -> APIRouter:
     router = APIRouter(responses=_errors(401))
-    card = ModelCard(
+    card = shapes.ModelCard(
         id=context.model_name, created=context.created, max_model_len=context.max_model_len
     )
 
     @router.get("/v1/models")
-    async def get_models() -> ModelList:
+    async def get_models() -> shapes.ModelList:
         """List the served model."""
-        return ModelList(data=[card])
+        return shapes.ModelList(data=[card])
 
     @router.get("/v1/models/{model:path}", responses=_errors(404))
-    async def get_model(model: str) -> ModelCard:
+    async def get_model(model: str) -> shapes.ModelCard:
         """Describe one model."""
         check_model(context, model)
         return card
@@ -280,8 +256,8 @@ async def _ask(context: Context, query: Query[Value]) -> Value:
             return await context.engine.ask(query)
     except TimeoutError:
         busy = f"the engine has not answered for {ENGINE_TIMEOUT:g} s; a step is running"
-        raise ApiError(503, busy, code="engine_busy", headers={"Retry-After": "1"}) from None
+        raise ApiError(503, busy, code="engine_busy", headers=RETRY_AFTER) from None
     except ExecutorError as error:
         if context.engine.stop_reason is None:
             raise ApiError(500, str(error), code="internal_error") from error
-        raise api_error(error) from error
+        raise

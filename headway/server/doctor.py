@@ -18,18 +18,24 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
 
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.queries import EndTrial, GetDiagnosis, GetTrialLines, StartTrial, TrialStart
-from headway.errors import ConfigError, ExecutorError
+from headway.engine.queries import (
+    Document,
+    EndTrial,
+    GetDiagnosis,
+    GetTrialLines,
+    StartTrial,
+    TrialStart,
+)
+from headway.errors import ConfigError
 from headway.lab.cost import known_profiles
 from headway.lab.doctor.live import NUM_PER_QUERY, TRIAL_SECONDS
 from headway.lab.doctor.text import diagnosis_text, trial_text
 from headway.scheduler.policies.presets import own_policies, read_changes, read_preset
 from headway.server.generation.stream import CompleteResponse
-from headway.server.http.errors import ApiError
+from headway.server.http.errors import ApiError, ErrorResponse, field_error
 from headway.server.http.json_body import JsonRoute
 from headway.server.live import ERRORS, Snapshots
-from headway.server.openai.protocol import RequestModel
-from headway.server.openai.response_models import ErrorResponse
+from headway.server.openai.protocol import RequestModel, optional
 
 if TYPE_CHECKING:
     from headway.server.context import Context
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
 SECONDS_KEPT = 1.0  # minimum time between two diagnoses
 MAX_CHANGES = 16
 NICENESS = 19  # of the process of a trial; the lowest priority
-TRY_ERRORS: dict[int | str, dict[str, Any]] = {
+TRY_ERRORS: dict[int | str, Any] = {
     **ERRORS,
     400: {"model": ErrorResponse, "description": "A change is wrong, or too little is recorded."},
     409: {"model": ErrorResponse, "description": "Another trial runs."},
@@ -49,7 +55,7 @@ class TryRequest(RequestModel):
     """The body of POST /doctor/try."""
 
     changes: dict[str, str | int] = Field(min_length=1, max_length=MAX_CHANGES)
-    profile: str | None = Field(default=None, description="Costs, if the steps do not suffice.")
+    profile: str | None = optional("Costs, if the steps do not suffice.")
 
 
 def router(context: Context) -> APIRouter:
@@ -86,14 +92,9 @@ def _wants_text(request: Request) -> bool:
     return "text/" in accept and "json" not in accept
 
 
-async def run_trial(
-    engine: AsyncEngine, changes: dict[str, str], profile: str | None
-) -> dict[str, Any]:
+async def run_trial(engine: AsyncEngine, changes: dict[str, str], profile: str | None) -> Document:
     """The result of a trial in another process; ApiError if it cannot be made."""
-    try:
-        first = await engine.ask(StartTrial())
-    except ExecutorError as error:
-        raise ApiError(503, str(error), code="engine_gone") from None
+    first = await engine.ask(StartTrial())
     if first is None:
         problem = "another trial runs; at most one runs at a time"
         raise ApiError(409, problem, code="trial_running", headers={"Retry-After": "5"})
@@ -109,23 +110,21 @@ async def run_trial(
         await asyncio.shield(engine.ask(EndTrial()))
 
 
-def _check(config: dict[str, Any], changes: dict[str, str], profile: str | None) -> None:
+def _check(config: Document, changes: dict[str, str], profile: str | None) -> None:
     """ApiError for a wrong change. A change must not import; the running policies are imported."""
     for name, text in changes.items():
         if own_policies({name: text}):
             raise ApiError(400, f"{name} must be a policy of Headway, not {text!r}", param=name)
     if profile is not None and profile not in known_profiles():
         known = ", ".join(known_profiles())
-        raise ApiError(400, f"profile must be one of {known}, not {profile!r}", param="profile")
+        raise field_error("profile", f"must be one of {known}, not {profile!r}")
     try:
         read_preset({**config, **read_changes(changes)}, own=own_policies(config))
     except ConfigError as error:
         raise ApiError(400, str(error), param="changes") from None
 
 
-async def _in_process(
-    engine: AsyncEngine, first: TrialStart, asked: dict[str, Any]
-) -> dict[str, Any]:
+async def _in_process(engine: AsyncEngine, first: TrialStart, asked: dict[str, object]) -> Document:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "headway.lab.doctor.trial", env={**os.environ, "PYTHONPATH": path},
@@ -145,7 +144,7 @@ async def _in_process(
             process.kill()
             await process.wait()
     try:
-        result: dict[str, Any] = json.loads(out)
+        result: Document = json.loads(out)
     except ValueError:
         detail = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise ApiError(500, f"the trial failed: {detail}", code="internal_error") from None

@@ -14,11 +14,9 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response, Streamin
 
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.queries import GetFilm, StartFilm, StopFilm
-from headway.errors import ExecutorError
 from headway.lab.film.format import Record, record
 from headway.lab.web.app import FILM, static
 from headway.lab.web.catalog import catalog
-from headway.server.http.errors import ApiError
 
 if TYPE_CHECKING:
     from headway.server.context import Context
@@ -58,10 +56,7 @@ def router(context: Context) -> APIRouter:
     @routes.get("/lab/api/live")
     async def live() -> StreamingResponse:
         film = live_film(context.engine)
-        try:
-            first = await anext(film)
-        except ExecutorError as error:
-            raise ApiError(503, str(error), code="engine_gone") from None
+        first = await anext(film)  # ExecutorError before the response starts
         return StreamingResponse(_chain(first, film), media_type=FILM)
 
     @routes.get("/lab/{name:path}")

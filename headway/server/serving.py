@@ -127,7 +127,7 @@ def make_app(settings: Settings, engine: AsyncEngine, info: ModelInfo) -> Any:
     from headway.server.app import create_app
     from headway.server.context import Context
     from headway.server.health import watch
-    from headway.server.http.middleware import AccessLogMiddleware, TraceContextMiddleware
+    from headway.server.http.middleware import RequestContextMiddleware
 
     context = Context(
         engine=engine, input_processor=info.input_processor, model_name=info.model_name,
@@ -135,7 +135,7 @@ def make_app(settings: Settings, engine: AsyncEngine, info: ModelInfo) -> Any:
         health=watch(engine, settings.watchdog), fingerprint=info.fingerprint,
     )  # fmt: skip
     routers = [live.router(context), lab.router(context), doctor.router(context)]
-    return TraceContextMiddleware(AccessLogMiddleware(create_app(context, routers)))
+    return RequestContextMiddleware(create_app(context, routers))
 
 
 def _use_device(llm: LLM, threads: int | None) -> None:

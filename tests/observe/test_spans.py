@@ -20,7 +20,7 @@ from headway.engine.loop import EngineLoop
 from headway.engine.messages import Submit
 from headway.errors import ConfigError
 from headway.observe.spans import Spans, _make_provider, _within, check_installed, install
-from headway.server.http.middleware import TraceContextMiddleware, traceparent_of
+from headway.server.http.middleware import RequestContextMiddleware, traceparent_of
 from tests.support.collector import HEADER, PARENT, TRACE
 from tests.support.gated import gated_engine, scripted
 from tests.support.served import on_loop, server
@@ -65,7 +65,7 @@ async def test_a_trace_context_belongs_to_its_request_only() -> None:
     async with server() as s:
         seen: list[str] = []
         s.engine_client.loop.on_submit.append(lambda message, _: seen.append(message.traceparent))
-        transport = httpx.ASGITransport(TraceContextMiddleware(s.app))
+        transport = httpx.ASGITransport(RequestContextMiddleware(s.app))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for headers in ({"traceparent": HEADER}, {}, {"traceparent": "invalid"}):
                 for stream in (False, True):

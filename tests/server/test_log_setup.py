@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from headway.server.http.middleware import AccessLogMiddleware
+from headway.server.http.middleware import RequestContextMiddleware
 from headway.server.process import log_setup
 from headway.server.process.log_setup import setup
 from tests.support.waiting import LIMIT
@@ -33,7 +33,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 def call(headers: dict[str, str]) -> httpx.Response:
     async def get() -> httpx.Response:
-        transport = httpx.ASGITransport(AccessLogMiddleware(hello))
+        transport = httpx.ASGITransport(RequestContextMiddleware(hello))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             return await http.get("/v1/a%0Ab?key=sesame", headers=headers)
 

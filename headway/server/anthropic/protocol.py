@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from headway.server.http.errors import ApiError, field_error, format_value
+from headway.server.http.errors import field_error, format_value
 from headway.server.openai.protocol import (
     MAX_NAME_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -17,6 +18,7 @@ from headway.server.openai.protocol import (
     RequestModel,
     ResponseFormat,
     ShortText,
+    optional,
     short_text,
 )
 
@@ -37,7 +39,7 @@ class AnthropicMessage(RequestModel):
 
 class JsonFormat(RequestModel):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, object] = Field(alias="schema")
 
 
 class OutputConfig(RequestModel):
@@ -63,13 +65,13 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1, description="Maximum number of tokens to generate.")
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
-    temperature: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    temperature: float | None = optional(ge=0, le=1)
+    top_k: int | None = optional(ge=-1)
+    top_p: float | None = optional(gt=0, le=1)
     metadata: Metadata | None = None
 
 
-class MessagesResponse(BaseModel):
+class MessagesResponse(TypedDict):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -80,18 +82,8 @@ class MessagesResponse(BaseModel):
     usage: dict[str, int]
 
 
-class CountResponse(BaseModel):
+class CountResponse(TypedDict):
     input_tokens: int
-
-
-class AnthropicErrorBody(BaseModel):
-    type: str
-    message: str
-
-
-class AnthropicErrorResponse(BaseModel):
-    type: Literal["error"]
-    error: AnthropicErrorBody
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
@@ -101,23 +93,26 @@ def chat_request(body: CountRequest) -> ChatRequest:
     for name in SERVER_TOOLS:
         if (body.model_extra or {}).get(name):
             raise field_error(name, "is not supported: the server runs no tools; leave it out")
-    choice, config = body.tool_choice or {}, body.output_config or OutputConfig()
-    messages = _messages(body)
+    choice, config = body.tool_choice, body.output_config or OutputConfig()
+    messages, more = _messages(body), dict[str, object]()
     last = messages[-1]
-    fields: dict[str, Any] = {
-        "model": body.model, "messages": messages, "tools": _tools(body.tools),
-        "continue_final_message": last.role == "assistant" and not last.tool_calls,
-        "response_format": _response_format(config.format), "reasoning_effort": config.effort,
-        "tool_choice": _tool_choice(body.tool_choice),
-        "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
-    }  # fmt: skip
     if isinstance(body, MessagesRequest):
-        fields |= {
+        more = {
             "max_completion_tokens": body.max_tokens, "stop": body.stop_sequences,
             "temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p,
             "user": body.metadata.user_id if body.metadata else None,
         }  # fmt: skip
-    return ChatRequest.model_construct(**fields)
+    return ChatRequest.model_construct(
+        _fields_set=None,
+        **{
+            "model": body.model, "messages": messages, "tools": _tools(body.tools),
+            "continue_final_message": last.role == "assistant" and not last.tool_calls,
+            "response_format": _response_format(config.format), "reasoning_effort": config.effort,
+            "tool_choice": None if choice is None else _tool_choice(choice),
+            "parallel_tool_calls": not (choice or {}).get("disable_parallel_tool_use", False),
+            **more,
+        },
+    )  # fmt: skip
 
 
 def _response_format(format: JsonFormat | None) -> ResponseFormat | None:
@@ -128,21 +123,21 @@ def _response_format(format: JsonFormat | None) -> ResponseFormat | None:
 
 
 def _messages(body: CountRequest) -> list[ChatMessage]:
-    found: list[dict[str, Any]] = []
+    found: list[ChatMessage] = []
     if body.system:
-        found.append({"role": "system", "content": _text(body.system, "system")})
+        found.append(ChatMessage(role="system", content=_text(body.system, "system")))
     for number, message in enumerate(body.messages):
         where = f"messages[{number}].content"
         if isinstance(message.content, str) or message.role == "system":
-            found.append({"role": message.role, "content": _text(message.content, where)})
+            found.append(ChatMessage(role=message.role, content=_text(message.content, where)))
         elif message.role == "assistant":
             found.append(_assistant(message.content, where))
         else:
             found += _user(message.content, where)
-    return [ChatMessage.model_validate(each) for each in found]
+    return found
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
+def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> ChatMessage:
     """An assistant message: text and tool calls."""
     texts, calls = [], []
     for number, block in enumerate(blocks):
@@ -153,52 +148,51 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind not in ("thinking", "redacted_thinking"):  # not shown to the model again
             texts.append(_block_text(block, f"{where}[{number}]"))
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    if calls:
-        message |= {"content": message["content"] or None, "tool_calls": calls}
-    return message
+    text = "\n".join(texts)
+    if not calls:
+        return ChatMessage(role="assistant", content=text)
+    return ChatMessage(role="assistant", content=text or None, tool_calls=calls)
 
 
-def _user(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+def _user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[ChatMessage]:
     """A user message: each tool result becomes a separate message, followed by the text."""
     found, texts = [], []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         if block.get("type") == "tool_result":
             result = _text(block.get("content") or "", f"{place}.content")
-            id = short_text(block.get("tool_use_id"), f"{place}.tool_use_id", "messages")
-            found.append({"role": "tool", "content": result, "tool_call_id": id})
+            id = short_text(block.get("tool_use_id"), f"{place}.tool_use_id")
+            found.append(ChatMessage(role="tool", content=result, tool_call_id=id))
         else:
             texts.append(_block_text(block, place))
     if texts or not found:
-        found.append({"role": "user", "content": "\n".join(texts)})
+        found.append(ChatMessage(role="user", content="\n".join(texts)))
     return found
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(400, f"{where} must be a string or a list of text blocks", param="messages")
+        raise field_error(where, "must be a string or a list of text blocks")
     return "\n".join(_block_text(block, f"{where}[{n}]") for n, block in enumerate(content))
 
 
-def _block_text(block: Any, where: str) -> str:
-    is_text = isinstance(block, Mapping) and block.get("type") == "text"
-    if not is_text or not isinstance(block.get("text"), str):
-        problem = f"{where} must be a text block, the only supported kind"
-        problem = f"{problem}, not {format_value(block)}"
-        raise ApiError(400, problem, param="messages")
-    text: str = block["text"]
+def _block_text(block: object, where: str) -> str:
+    text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+    if not isinstance(text, str):
+        problem = "must be a text block, the only supported kind"
+        raise field_error(where, f"{problem}, not {format_value(block)}")
     return text
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    found = []
+def _tools(tools: Sequence[Mapping[str, Any]] | None) -> list[object] | None:
+    found: list[object] = []
     for number, tool in enumerate(tools or ()):
         if tool.get("type", "custom") != "custom":
-            problem = f'tools[{number}].type must be "custom", not {format_value(tool["type"])}'
-            raise ApiError(400, f"{problem}; the server runs no tools itself", param="tools")
+            problem = f'must be "custom", not {format_value(tool["type"])}'
+            problem += "; the server runs no tools itself"
+            raise field_error(f"tools[{number}].type", problem)
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         if "description" in tool:
             function["description"] = tool["description"]
@@ -206,9 +200,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     return found or None
 
 
-def _tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if choice is None:
-        return None
+def _tool_choice(choice: Mapping[str, Any]) -> object:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from headway.sampling_params import TokenLogprobs
+from headway.server.generation.prompt_runs import PromptRun
 from headway.server.http.offload import yield_gil
+from headway.server.openai.response_models import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from headway.text.detokenizer import Detokenizer
 from headway.text.tokenizer import Tokenizer
 
-COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
-
-
-def chat_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_ids: bool = False
-) -> dict[str, Any]:
-    """The member `logprobs` of a chat choice."""
-    return {"content": token_entries(tokenizer, logprobs, as_ids=as_ids), "refusal": None}
 
 
 def token_entries(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_ids: bool = False
-) -> list[dict[str, Any]]:
+) -> list[TokenLogprob]:
     """One object per token, with its alternatives; `as_ids` writes tokens as ids."""
-    entries = []
+    entries = list[TokenLogprob]()
     for entry in logprobs:
         top = [_token(tokenizer, *each, as_ids) for each in entry.top]
         token = _token(tokenizer, entry.token, entry.logprob, as_ids)
@@ -34,18 +32,17 @@ def token_entries(
     return entries
 
 
-def prompt_logprobs_of(
-    tokenizer: Tokenizer, num_tokens: int, logprobs: Mapping[int, TokenLogprobs]
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs_of(tokenizer: Tokenizer, run: PromptRun) -> list[PromptLogprobs | None]:
     """vLLM's `prompt_logprobs`: a map by token id for each position; None for the first."""
-    found: list[dict[str, Any] | None] = []
-    for place in range(num_tokens):
-        found.append(None if place not in logprobs else _ranked(tokenizer, logprobs[place]))
+    found = list[PromptLogprobs | None]()
+    for place in range(len(run.prompt)):
+        entry = run.prompt_logprobs.get(place)
+        found.append(None if entry is None else _ranked(tokenizer, entry))
         yield_gil()
     return found
 
 
-def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
+def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs) -> PromptLogprobs:
     found = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)}
     found[entry.token] = (entry.logprob, entry.rank)
     return {
@@ -57,7 +54,7 @@ def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _token(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> dict[str, Any]:
+def _token(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> TopLogprob:
     spelled = tokenizer.spell(token).spelled
     text = _id_text(token) if as_ids else spelled.decode("utf-8", "replace")
     return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(spelled)}
@@ -70,29 +67,26 @@ class CompletionLogprobsBuilder:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        start: int = 0,
-        skip_special: bool = True,
-        as_ids: bool = False,
+        self, tokenizer: Tokenizer, *, start: int, skip_special: bool, as_ids: bool
     ) -> None:
         self._piece = _id_text if as_ids else tokenizer.piece
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
         self._offset = start
 
     def push(
-        self, tokens_with_logprobs: Sequence[tuple[int, TokenLogprobs | None]]
-    ) -> dict[str, Any]:
-        """The member `logprobs` for these tokens; the first token of a prompt has none."""
-        columns: dict[str, Any] = {name: [] for name in COLUMNS}
-        offsets, logprobs, tokens, tops = columns.values()
+        self,
+        tokens_with_logprobs: Sequence[tuple[int, TokenLogprobs | None]],
+        columns: CompletionLogprobs | None = None,
+    ) -> CompletionLogprobs:
+        """Add these tokens to the columns, by default new ones; a prompt's first has no logprob."""
+        if columns is None:
+            columns = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, entry in tokens_with_logprobs:
-            offsets.append(max(0, self._offset))
+            columns["text_offset"].append(max(0, self._offset))
             self._offset += len(self._detokenizer.push([token]))
-            logprobs.append(max(entry.logprob, MIN_LOGPROB) if entry else None)
-            tokens.append(self._piece(token))
-            tops.append(self._top(entry) if entry else None)
+            columns["token_logprobs"].append(max(entry.logprob, MIN_LOGPROB) if entry else None)
+            columns["tokens"].append(self._piece(token))
+            columns["top_logprobs"].append(self._top(entry) if entry else None)
             yield_gil()
         return columns
 

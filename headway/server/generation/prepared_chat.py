@@ -6,25 +6,19 @@ how they write the output: text and tool calls. Knows no connections and writes 
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.prompt_runs import Delta, PromptRun
-from headway.server.generation.prompts import (
-    chat_tokens_of,
-    max_prompt_tokens,
-    template_options,
-    truncate_prompt,
-)
+from headway.server.generation.prompts import chat_tokens_of, max_prompt_tokens, truncate_prompt
 from headway.server.generation.request_fields import (
     check_model,
     check_num_choices,
     sampling_params_of,
 )
 from headway.server.generation.response_format import check_in_thread, grammar_of
-from headway.server.generation.stream import collect, new_id
+from headway.server.generation.stream import new_id
 from headway.server.http.errors import attribute_errors_to, field_error
 from headway.server.openai.protocol import ChatRequest
 from headway.server.toolcalls.choice import ToolUse, tool_use
@@ -60,14 +54,9 @@ class PreparedChat(NamedTuple):
     """A validated and tokenized chat request."""
 
     id: str
-    created: int  # Unix seconds
     run: PromptRun
     parsers: list[OutputParser]  # one per sample
     tokenizer: Tokenizer
-
-    async def all_deltas(self) -> list[Delta]:
-        """The complete output of each sample, once all samples have ended."""
-        return await collect(self.run.deltas(), len(self.parsers))
 
 
 async def prepare_chat(
@@ -86,13 +75,12 @@ async def prepare_chat(
         disable_additional_properties=context.settings.disable_additional_properties,
     )  # fmt: skip
     params = await _sampling_params(context, body, use, tokenizer)
-    options, limit = template_options(body, use), max_prompt_tokens(context, body)
-    tokens = await chat_tokens_of(context, body.messages, use, options, limit)
+    tokens = await chat_tokens_of(context, body, use, max_prompt_tokens(context, body))
     id = new_id(id_prefix)
     parsers = [OutputParser(use.parser() if use else None) for _ in range(params.n)]
     prompt = truncate_prompt(tokens, body)
     run = PromptRun(context, id, prompt, params, field=field, is_live=is_live)
-    return PreparedChat(id, int(time.time()), run, parsers, tokenizer)
+    return PreparedChat(id, run, parsers, tokenizer)
 
 
 async def _sampling_params(

@@ -7,6 +7,7 @@ iteration is left. Knows nothing of connections and JSON.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -22,13 +23,6 @@ from headway.server.generation.response_format import grammar_error
 from headway.server.generation.submissions import merge_submissions
 from headway.server.http.errors import ApiError, too_long
 from headway.server.http.middleware import TRACEPARENT
-
-
-def concatenate_deltas(deltas: Sequence[Delta]) -> Delta:
-    """All deltas of one sample as a single one."""
-    text = "".join(delta.text for delta in deltas)
-    logprobs = [entry for delta in deltas for entry in delta.logprobs]
-    return Delta(deltas[-1].choice, text, logprobs, deltas[-1].finish_reason)
 
 
 class ResponseWriter(Protocol):
@@ -145,3 +139,19 @@ def merge_deltas(
     if len(runs) == 1:
         return runs[0].deltas(direct_writer)
     return merge_submissions(runs[0].engine, [run.deltas for run in runs])
+
+
+async def collect(runs: Sequence[PromptRun], num_choices: int) -> list[Delta]:
+    """The complete output of each choice, once all choices have ended."""
+    deltas_of: list[list[Delta]] = [[] for _ in range(num_choices)]
+    async with aclosing(merge_deltas(runs)) as batches:
+        async for deltas in batches:
+            for delta in deltas:
+                deltas_of[delta.choice].append(delta)
+    return [
+        Delta(
+            choice, "".join(delta.text for delta in deltas),
+            [entry for delta in deltas for entry in delta.logprobs], deltas[-1].finish_reason,
+        )
+        for choice, deltas in enumerate(deltas_of)
+    ]  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from headway.engine.input_processor import Prompt, template_variables
 from headway.server.context import Context
 from headway.server.generation.request_fields import max_listed_tokens
-from headway.server.http.errors import ApiError, attribute_errors_to, field_error
+from headway.server.http.errors import attribute_errors_to, field_error
 from headway.server.http.offload import MAX_INLINE_SIZE, offload
 from headway.server.openai.protocol import ChatMessage, ChatRequest, GenerationFields
 from headway.server.toolcalls.choice import ToolUse
@@ -54,33 +54,26 @@ async def tokens_of(
     empty = next((number for number, each in enumerate(tokens) if not each), None)
     if empty is not None:
         which = f"[{empty}]" if len(tokens) > 1 else ""
-        raise ApiError(400, f"{field}{which} has no tokens; at least one is needed", param=field)
+        raise field_error(f"{field}{which}", "has no tokens; at least one is needed")
     return tokens
 
 
 async def chat_tokens_of(
-    context: Context,
-    messages: Sequence[ChatMessage],
-    use: ToolUse | None,
-    options: Mapping[str, Any],
-    max_tokens: int | None = None,
+    context: Context, body: ChatRequest, use: ToolUse | None, max_tokens: int
 ) -> list[int]:
-    """Tokens of a conversation. ApiError if there are more than `max_tokens`.
-
-    `max_tokens` defaults to the model's length; `options` are variables of the chat template.
-    """
-    limit = context.max_model_len if max_tokens is None else max_tokens
+    """Tokens of a conversation. ApiError if there are more than `max_tokens`."""
+    options, processor = _template_options(body, use), context.input_processor
 
     def tokens() -> list[int]:
-        given = [message.model_dump(exclude_unset=True) for message in messages]
-        template = context.input_processor.need_tokenizer().chat_template
+        given = [message.model_dump(exclude_unset=True) for message in body.messages]
+        template = processor.need_tokenizer().chat_template
         rendered = template_messages(template, given, use.format if use else HERMES)
         if use is not None:
             rendered = list(use.messages(rendered))
-        return context.input_processor.chat_tokens(rendered, limit, **options)
+        return processor.chat_tokens(rendered, max_tokens, **options)
 
     with attribute_errors_to("messages"):
-        return await offload(sum(map(_rendering_cost, messages)), tokens)
+        return await offload(sum(map(_rendering_cost, body.messages)), tokens)
 
 
 def _rendering_cost(message: ChatMessage) -> int:
@@ -92,7 +85,7 @@ def _rendering_cost(message: ChatMessage) -> int:
     return MESSAGE_COST + size
 
 
-def template_options(body: ChatRequest, use: ToolUse | None) -> dict[str, Any]:
+def _template_options(body: ChatRequest, use: ToolUse | None) -> dict[str, Any]:
     """Variables of the chat template other than the messages."""
     with attribute_errors_to("chat_template_kwargs"):
         options = template_variables(body.chat_template_kwargs)
@@ -108,9 +101,10 @@ def template_options(body: ChatRequest, use: ToolUse | None) -> dict[str, Any]:
     return options
 
 
-def max_prompt_tokens(context: Context, body: GenerationFields) -> int | None:
-    """Tokens that a prompt may have before it is truncated; None: the model's length."""
-    return None if body.truncate_prompt_tokens is None else max_listed_tokens(context)
+def max_prompt_tokens(context: Context, body: GenerationFields) -> int:
+    """Tokens that a prompt may have before it is truncated."""
+    is_truncated = body.truncate_prompt_tokens is not None
+    return max_listed_tokens(context) if is_truncated else context.max_model_len
 
 
 def truncate_prompt(tokens: list[int], body: GenerationFields) -> list[int]:

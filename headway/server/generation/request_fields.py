@@ -21,12 +21,12 @@ MAX_ID_DIGITS = 18  # of a token id; the engine refuses ids beyond the vocabular
 MAX_STOP_CHARACTERS = 8192  # of all stop strings together, and of all bad words
 MAX_LISTED_TOKENS = 1 << 18  # of /tokenize and /detokenize; the model's length if that is larger
 MAX_ECHOED_LOGPROBS = 1 << 22  # entries for prompt tokens in all choices of a response
-SAME_NAME = (
+SAME_NAMES = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "bad_words",
     "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "priority",
 )  # fmt: skip
-OTHER_NAME = {"user": "client", "cache_salt": "salt"}
+PARAM_NAMES = {**{name: name for name in SAME_NAMES}, "user": "client", "cache_salt": "salt"}
 
 
 class UnsupportedField(NamedTuple):
@@ -69,33 +69,24 @@ async def sampling_params_of(
 ) -> SamplingParams:
     """The fields as SamplingParams; InvalidRequest or ApiError names the first wrong field."""
     extra = body.model_extra or {}
-    check_supported(extra)
+    for name, value in extra.items():
+        field = UNSUPPORTED_FIELDS.get(name)
+        if field is not None and value is not None and value not in field.accepted:
+            raise field_error(name, f"{format_value(value)} is not supported; {field.advice}")
     known = UNSUPPORTED_FIELDS.keys() | GUIDED_FIELDS.keys()
     context.ignored_fields.report({name: extra[name] for name in extra if name not in known})
-    params = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    for field, name in OTHER_NAME.items():
-        if (value := getattr(body, field)) is not None:
-            params[name] = value
+    given = {name: getattr(body, field) for field, name in PARAM_NAMES.items()}
+    params = {name: value for name, value in given.items() if value is not None}
     if body.logit_bias:
         params["logit_bias"] = _biases(body.logit_bias)
-    if body.deadline is not None:
-        params["deadline"] = await deadline_of(context, body.deadline)
+    params["deadline"] = await deadline_of(context, body.deadline)
     check_salt(body.cache_salt)
     if body.stream_options is not None and not body.stream:
         raise field_error("stream_options", "is allowed only with stream: true")
     if body.prompt_logprobs is not None and body.stream:
         raise field_error("prompt_logprobs", "is not supported with stream: true")
-    _check_lengths(context, body)
     _check_sizes(context, body)
     return SamplingParams(max_tokens=max_tokens, **params, **more)
-
-
-def check_supported(extra: Mapping[str, Any]) -> None:
-    """ApiError for the first unsupported field that would change the output."""
-    for name, value in extra.items():
-        field = UNSUPPORTED_FIELDS.get(name)
-        if field is not None and value is not None and value not in field.accepted:
-            raise field_error(name, f"{format_value(value)} is not supported; {field.advice}")
 
 
 async def deadline_of(context: Context, seconds: float | None) -> float | None:
@@ -135,18 +126,14 @@ def max_listed_tokens(context: Context) -> int:
     return max(context.max_model_len, MAX_LISTED_TOKENS)
 
 
-def _check_lengths(context: Context, body: GenerationFields) -> None:
-    """ApiError for a number of tokens that is above the model's length for any prompt."""
+def _check_sizes(context: Context, body: GenerationFields) -> None:
+    """ApiError for a number of tokens, a list or texts of a size that no request may have."""
     limit = context.max_model_len
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         value = getattr(body, name, None)
         if value is not None and value > limit:
             problem = f"must be at most {limit}, the model's length, not {format_value(value)}"
             raise field_error(name, problem)
-
-
-def _check_sizes(context: Context, body: GenerationFields) -> None:
-    """ApiError for lists and texts whose total length is above the limit."""
     for name in ("stop", "bad_words"):
         value = getattr(body, name)
         if not value:

@@ -94,8 +94,8 @@ def _from_format(format: ResponseFormat, closes: bool) -> Grammar | None:
     if format.type == "json_object":
         return Grammar.json_object()
     if format.json_schema is None:
-        problem = "response_format.json_schema is missing; the type json_schema needs it"
-        raise ApiError(400, problem, param="response_format")
+        problem = "is missing; the type json_schema needs it"
+        raise field_error("response_format.json_schema", problem)
     closes = closes or bool(format.json_schema.strict)
     return Grammar.json_schema(format.json_schema.schema_, disable_additional_properties=closes)
 

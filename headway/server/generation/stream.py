@@ -8,28 +8,73 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from headway.server.context import Context
-from headway.server.generation.prompt_runs import Delta, concatenate_deltas
-from headway.server.http.connection import ChunkWriter, chunk_writer_of
+from headway.server.generation.prompt_runs import (
+    Delta,
+    DirectWriter,
+    PromptRun,
+    collect,
+    merge_deltas,
+)
+from headway.server.http.connection import chunk_writer_of
 from headway.server.http.errors import ApiError, api_error
 from headway.server.http.json_output import MAX_PART_ITEMS, large_to_json, to_json
 from headway.server.http.offload import MAX_INLINE_SIZE, offload
 from headway.server.openai.protocol import StreamOptions
+from headway.server.openai.response_models import Usage
 
 SIZE_PER_TOKEN = 20  # upper estimate of the numbers that a response contains per token
 DONE = b"data: [DONE]\n\n"
 UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # for proxies
+Prepare = Callable[[bool], Awaitable["Output"]]  # True: text is made as it is generated
 
 
-class CancellableResponse(Response):
+class Output(ABC):
+    """The output of one request in the format of an API, as one value or as events."""
+
+    def __init__(
+        self, context: Context, id: str, runs: Sequence[PromptRun], num_choices: int
+    ) -> None:
+        self.context, self.id = context, id
+        self.created = int(time.time())  # Unix seconds
+        self.runs, self.num_choices = runs, num_choices
+
+    @abstractmethod
+    async def value(self, deltas: list[Delta]) -> Any:
+        """The complete response, from one delta for each choice."""
+
+    @abstractmethod
+    def encode(self, deltas: list[Delta]) -> bytes:
+        """The events of deltas."""
+
+    async def encode_batch(self, deltas: list[Delta]) -> bytes:
+        """The events of deltas that are not written directly."""
+        return self.encode(deltas)
+
+    def first(self) -> bytes:
+        """The events before those of the first deltas."""
+        return b""
+
+    def last(self) -> bytes:
+        """The events after those of the last deltas."""
+        return b""
+
+    def error(self, failure: ApiError) -> bytes:
+        """The last events of a stream that fails."""
+        return b"data: " + to_json(failure.body) + b"\n\n" + DONE
+
+
+class CancellableResponse(Response, ABC):
     """A response whose work is cancelled when its client disconnects or stops reading."""
 
     def __init__(self, context: Context, headers: Mapping[str, str] | None = None) -> None:
@@ -58,8 +103,8 @@ class CancellableResponse(Response):
         since, stall = self._sending_since, self._context.settings.stall_timeout
         return since is not None and asyncio.get_running_loop().time() - since >= stall
 
-    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
         self._sending_since = asyncio.get_running_loop().time()
@@ -75,7 +120,7 @@ class CompleteResponse(CancellableResponse):
 
     media_type = "application/json"
 
-    def __init__(self, context: Context, work: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(self, context: Context, work: Callable[[], Awaitable[object]]) -> None:
         super().__init__(context)
         self._compute = work
 
@@ -90,72 +135,60 @@ class CompleteResponse(CancellableResponse):
 
 
 class EventStreamResponse(CancellableResponse):
-    """Server-sent events. A failure before the first event is a plain error, later an event.
-
-    While this response waits for the next event, the generator of the events may write directly to
-    the chunk writer, if there is one.
-    """
+    """Server-sent events. A failure before the first event is a plain error, later an event."""
 
     media_type = "text/event-stream"
-    last_event = DONE
 
-    def __init__(
-        self,
-        context: Context,
-        events: Callable[[ChunkWriter | None], AsyncGenerator[bytes, None]],
-    ) -> None:
+    def __init__(self, context: Context, prepare: Prepare) -> None:
         super().__init__(context, UNBUFFERED)
-        self._events = events
+        self._prepare = prepare
+        self._started: Output | None = None  # once its first event is sent
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_started = False
         try:
-            async with (
-                asyncio.timeout(self._context.settings.request_timeout),
-                aclosing(self._events(chunk_writer_of(scope))) as events,
-            ):
-                async for event in events:
-                    if not is_started:
-                        await send(self._start())
-                        is_started = True
-                    await self._send(send, event, more=True)
-        except OSError as error:
-            if not isinstance(error, TimeoutError):
-                return  # ASGI servers may signal a disconnect this way
-            await self._fail(error, is_started, scope, receive, send)
+            async with asyncio.timeout(self._context.settings.request_timeout):
+                last = await self._send_events(scope, send)
         except Exception as error:
-            await self._fail(error, is_started, scope, receive, send)
-        else:
-            await self._send(send, self.last_event, more=False)
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                return None  # ASGI servers may signal a disconnect this way
+            failure = self._error(error)
+            if self._started is None:
+                return await failure.response_at(scope["path"])(scope, receive, send)
+            last = self._started.error(failure)
+        return await self._send(send, last, more=False)
 
-    async def _fail(
-        self, error: Exception, is_started: bool, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        failure = self._error(error)
-        if not is_started:
-            return await failure.response_at(scope["path"])(scope, receive, send)
-        return await self._send(send, self.error_event(failure) + self.last_event, more=False)
+    async def _send_events(self, scope: Scope, send: Send) -> bytes:
+        """Send all events except the last ones, which are returned."""
+        output, writer = await self._prepare(True), chunk_writer_of(scope)
+        direct_writer = DirectWriter(writer, output.encode) if writer else None
+        first = output.first()
+        async with aclosing(merge_deltas(output.runs, direct_writer)) as batches:
+            async for deltas in batches:
+                events = first + await output.encode_batch(deltas)
+                if self._started is None:
+                    await send(self._start())
+                    self._started, first = output, b""
+                await self._send(send, events, more=True)
+        return output.last()
 
-    def error_event(self, failure: ApiError) -> bytes:
-        """The event that reports a failure after the stream has started."""
-        return b"data: " + to_json(failure.body) + b"\n\n"
-
-    def _start(self) -> dict[str, Any]:
+    def _start(self) -> Message:
         headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
-async def collect(batches: AsyncGenerator[list[Delta], None], num_choices: int) -> list[Delta]:
-    """The complete output of each choice, once all choices have ended."""
-    deltas_of: list[list[Delta]] = [[] for _ in range(num_choices)]
-    async with aclosing(batches):
-        async for deltas in batches:
-            for delta in deltas:
-                deltas_of[delta.choice].append(delta)
-    return [concatenate_deltas(deltas) for deltas in deltas_of]
+def generate(context: Context, is_streamed: bool | None, prepare: Prepare) -> CancellableResponse:
+    """The response to one request, streamed or complete."""
+    if is_streamed:
+        return EventStreamResponse(context, prepare)
+
+    async def work() -> Any:
+        output = await prepare(False)
+        return await output.value(await collect(output.runs, output.num_choices))
+
+    return CompleteResponse(context, work)
 
 
-async def _to_json(value: Mapping[str, Any]) -> bytes:
+async def _to_json(value: Any) -> bytes:
     usage = value.get("usage") or {}
     size = SIZE_PER_TOKEN * (usage.get("total_tokens", 0) + value.get("count", 0))
     if size <= MAX_INLINE_SIZE:
@@ -168,17 +201,27 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-class ChunkEncoder:
-    """Encodes the chunks of one streamed response; their common parts are encoded once.
+class ChunkOutput(Output):
+    """An output whose events are chunks; their common parts are encoded once.
 
     If the usage is requested, every chunk before the last contains `"usage": null`, as in OpenAI's
     API.
     """
 
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    shows_output = True  # False: only the prompt is echoed
+
     def __init__(
-        self, context: Context, id: str, kind: str, created: int, options: StreamOptions | None
+        self,
+        context: Context,
+        id: str,
+        runs: Sequence[PromptRun],
+        num_choices: int,
+        options: StreamOptions | None,
     ) -> None:
-        common = f'"id":{quoted(id)},"object":"{kind}","created":{created}'
+        super().__init__(context, id, runs, num_choices)
+        common = f'"id":{quoted(id)},"object":"{self.chunk_kind}","created":{self.created}'
         common += f',"model":{quoted(context.model_name)}'
         if context.fingerprint:
             common += f',"system_fingerprint":{quoted(context.fingerprint)}'
@@ -187,15 +230,49 @@ class ChunkEncoder:
         self._head = f'data: {{{common},"choices":['
         self._tail = ('],"usage":null}' if self.has_usage else "]}") + "\n\n"
 
+    @abstractmethod
+    def chunks(self, delta: Delta, top: Mapping[str, object] | None) -> str:
+        """The chunks of a delta; `top` has their members other than the choices."""
+
+    def encode(self, deltas: list[Delta]) -> bytes:
+        top = {"usage": self.usage} if self.is_continuous else None
+        return "".join([self.chunks(delta, top) for delta in deltas]).encode("ascii")
+
+    def last(self) -> bytes:
+        """The usage, if it is requested, and [DONE]."""
+        if not self.has_usage:
+            return DONE
+        return f'{self._head}],"usage":{to_json(self.usage).decode()}}}\n\n'.encode("ascii") + DONE
+
+    @property
+    def usage(self) -> Usage:
+        num_prompt = sum(len(run.prompt) for run in self.runs)
+        num_generated = sum(run.num_generated for run in self.runs) if self.shows_output else 0
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(run.num_cached for run in self.runs)},
+        }
+
+    def response(self, choices: Sequence[object]) -> dict[str, Any]:
+        """The complete response with these choices."""
+        return {
+            "id": self.id, "object": self.kind, "created": self.created,
+            "model": self.context.model_name,
+            "system_fingerprint": self.context.fingerprint or None,
+            "choices": choices, "usage": self.usage,
+        }  # fmt: skip
+
     def chunk(
         self,
         index: int,
         member: str,
-        logprobs: Any = None,
+        logprobs: Mapping[str, Any] | None = None,
         finish_reason: str | None = None,
         *,
-        choice: Mapping[str, Any] | None = None,
-        top: Mapping[str, Any] | None = None,
+        choice: Mapping[str, object] | None = None,
+        top: Mapping[str, object] | None = None,
     ) -> str:
         """One event with one choice; `member` is its content as JSON, such as `"text":"..."`.
 
@@ -205,22 +282,19 @@ class ChunkEncoder:
             rest = '"logprobs":null,"finish_reason":null'
         else:
             encoded = "null" if logprobs is None else _encode_logprobs(logprobs)
-            rest = f'"logprobs":{encoded},{_members({"finish_reason": finish_reason, **(choice or {})})}'
+            members = _members({"finish_reason": finish_reason, **(choice or {})})
+            rest = f'"logprobs":{encoded},{members}'
         if not top:
             return f'{self._head}{{"index":{index},{member},{rest}}}{self._tail}'
         return f'{self._head}{{"index":{index},{member},{rest}}}],{_members(top)}}}\n\n'
 
-    def usage(self, usage: Mapping[str, Any]) -> bytes:
-        """The last event, with the usage and no choices."""
-        return f'{self._head}],"usage":{to_json(usage).decode()}}}\n\n'.encode("ascii")
 
-
-def _members(values: Mapping[str, Any]) -> str:
+def _members(values: Mapping[str, object]) -> str:
     """The members of an object as JSON, without the braces."""
     return to_json(values).decode()[1:-1]
 
 
-def named_event(event: Mapping[str, Any]) -> bytes:
+def named_event(event: Mapping[str, object]) -> bytes:
     """An event named by its type, as in the Responses and Messages APIs."""
     return f"event: {event['type']}\ndata: {to_json(event).decode()}\n\n".encode("ascii")
 
@@ -234,13 +308,3 @@ def _encode_logprobs(logprobs: Mapping[str, list[Any]]) -> str:
 def new_id(kind: str) -> str:
     """A random id for a response and its requests. It need not be secret, so `random` suffices."""
     return f"{kind}-{random.getrandbits(96):024x}"
-
-
-def usage_of(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
-    """The member `usage` of completions and chats."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_generated,
-        "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }

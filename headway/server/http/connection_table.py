@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from headway.server.http.errors import ApiError
+from headway.server.http.errors import RETRY_AFTER, ApiError
 from headway.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 MAX_ACCEPTS = 8  # connections accepted per wakeup; limits are checked only after accepting
 MAX_DEFAULT = 1 << 16  # default limit of connections, even if more descriptors are allowed
 MAX_LINGERING = 16  # refused connections kept open until their clients have read the error
-RETRY_AFTER = {"Retry-After": "1"}  # seconds
 log = logging.getLogger(__name__)
 
 
@@ -85,8 +84,7 @@ class ConnectionTable:
 
     def __init__(self, settings: Settings, max_descriptors: int) -> None:
         self.settings = settings
-        default = default_max_connections(max_descriptors)
-        self.max_connections = settings.max_connections or default
+        self.max_connections = settings.max_connections or default_max_connections(max_descriptors)
         self._addresses: dict[HttpConnection, str] = {}  # of the admitted connections
         self._num_by_address: Counter[str] = Counter()
         self._lingering: set[HttpConnection] = set()

@@ -11,9 +11,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Literal
 
 from starlette.responses import Response
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from headway.errors import (
     ExecutorError,
@@ -30,19 +31,37 @@ log = logging.getLogger("headway.server")
 MAX_SHOWN_CHARACTERS = 80  # of a wrong value in a message
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=repr)
 REQUEST_ID_PREFIX = re.compile(r"request '[^']*': ")  # internal ids mean nothing to clients
-FIELD = re.compile(r"([a-z][a-z_]*)(?=[\s:\[.])")
+# The field name that a message of the engine begins with, rather than one of these words.
+FIELD = re.compile(r"(?!(?:request|the|this|client|text|a|an)\b)[a-z][a-z_]*(?=[\s:\[.])")
 ANTHROPIC_PATH = "/v1/messages"
-OPENAI_TYPES = {
+RETRY_AFTER = {"Retry-After": "1"}  # seconds
+COMMON_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error",
+    429: "rate_limit_error", 504: "timeout_error",
 }  # fmt: skip
-ANTHROPIC_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-    504: "timeout_error",
-}  # fmt: skip
-# First words of messages that name no field.
-NOT_FIELDS = frozenset({"request", "the", "this", "client", "text", "a", "an"})
+OPENAI_TYPES = {**COMMON_TYPES, 503: "service_unavailable_error"}
+ANTHROPIC_TYPES = {**COMMON_TYPES, 413: "request_too_large", 503: "overloaded_error"}
+
+
+class ErrorBody(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(TypedDict):
+    error: ErrorBody
+
+
+class AnthropicErrorBody(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorBody
 
 
 class ApiError(Exception):
@@ -58,20 +77,19 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
+        self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorResponse:
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = OPENAI_TYPES.get(self.status, default)
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     @property
-    def anthropic_body(self) -> dict[str, Any]:
+    def anthropic_body(self) -> AnthropicErrorResponse:
         """The body in the format of Anthropic's API."""
         default = "invalid_request_error" if self.status < 500 else "api_error"
         kind = ANTHROPIC_TYPES.get(self.status, default)
@@ -83,9 +101,9 @@ class ApiError(Exception):
         return Response(to_json(body), self.status, self.headers, "application/json")
 
 
-def field_error(param: str, problem: str) -> ApiError:
-    """A 400 error for one field; the message is the field's name followed by `problem`."""
-    return ApiError(400, f"{param} {problem}", param=param)
+def field_error(place: str, problem: str) -> ApiError:
+    """A 400 error for a place in the body, such as `input[0].role`: the place, then `problem`."""
+    return ApiError(400, f"{place} {problem}", param=re.split(r"[.\[]", place, maxsplit=1)[0])
 
 
 def too_long(param: str, error: RequestTooLong) -> ApiError:
@@ -106,13 +124,20 @@ def attribute_errors_to(param: str) -> Iterator[None]:
         raise ApiError(400, message, param=param) from error
 
 
-def rename_param(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error with its field renamed, for an API that uses another name for the field."""
-    name = names.get(error.param or "")
-    if name is None:
-        return error
-    message = str(error).replace(str(error.param), name, 1)
-    return ApiError(error.status, message, param=name, code=error.code, headers=error.headers)
+@contextmanager
+def rename_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Make errors raised inside use these names of fields, as another API has them."""
+    try:
+        yield
+    except (ApiError, InvalidRequest) as error:
+        found = api_error(error)
+        if found.param in names:
+            name = names[found.param]
+            message = str(found).replace(found.param, name, 1)
+            found = ApiError(
+                found.status, message, param=name, code=found.code, headers=found.headers
+            )
+        raise found from error
 
 
 def format_value(value: object) -> str:
@@ -131,13 +156,14 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
         case ApiError():
             return error
         case Overloaded() if is_closing:
-            return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "1"})
+            return ApiError(503, str(error), code="shutting_down", headers=RETRY_AFTER)
         case Overloaded():
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
             return ApiError(429, str(error), code="overloaded", headers=wait)
         case RequestError():
             message = REQUEST_ID_PREFIX.sub("", str(error), count=1)
-            return ApiError(400, message, param=_field_of(message))
+            field = FIELD.match(message)
+            return ApiError(400, message, param=field and field[0])
         case ModelError():  # the model lacks something, such as a chat template
             return ApiError(400, str(error))
         case PolicyError():  # the operator's policy failed; the request is not at fault
@@ -155,9 +181,3 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
 def lowercase_first(message: str) -> str:
     """The message with a lowercase first letter, for use inside another sentence."""
     return message[:1].lower() + message[1:]
-
-
-def _field_of(message: str) -> str | None:
-    """The field name that an engine error message begins with; None if there is none."""
-    found = FIELD.match(message)
-    return found[1] if found and found[1] not in NOT_FIELDS else None

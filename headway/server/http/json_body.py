@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from fastapi import Request
@@ -34,9 +35,9 @@ WINDOW = 1 << 16  # bytes counted between two pauses
 class ParsedRequest(Request):
     """A request whose body has already been parsed."""
 
-    value: Any = None
+    value: object = None
 
-    async def json(self) -> Any:
+    async def json(self) -> object:
         return self.value
 
 
@@ -58,7 +59,7 @@ class JsonRoute(APIRoute):
         return parse_and_handle
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, object]:
     """The JSON object in a body; ApiError says what is wrong and where."""
     if not body:
         raise ApiError(400, "the body is empty; it must be a JSON object")
@@ -125,9 +126,9 @@ def _check_surrogates(value: Any) -> None:
             raise ApiError(400, message, param=field and field[0])
 
 
-def _strings(value: Any) -> Iterator[tuple[str, str]]:
+def _strings(value: object) -> Iterator[tuple[str, str]]:
     """Every string in a value, including keys, with its location; in order."""
-    levels: list[Iterator[tuple[str, Any]]] = [iter([("", value)])]  # one iterator per level
+    levels: list[Iterator[tuple[str, object]]] = [iter([("", value)])]  # one iterator per level
     while levels:
         found = next(levels[-1], None)
         if found is None:
@@ -136,47 +137,40 @@ def _strings(value: Any) -> Iterator[tuple[str, str]]:
         location, item = found
         if isinstance(item, str):
             yield location, item
+        elif isinstance(item, dict):
+            yield from ((f"a key of {location or 'the body'}", key) for key in item)
+            levels.append(_members(f"{location}." if location else "", item))
         elif isinstance(item, list):
             levels.append(_items(location, item))
-        elif isinstance(item, Mapping):
-            yield from ((f"a key of {location or 'the body'}", key) for key in item)
-            dot = "." if location else ""
-            levels.append(_members(location + dot, item))
         yield_gil()
 
 
-def _members(prefix: str, item: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _members(prefix: str, item: dict[str, object]) -> Iterator[tuple[str, object]]:
     return ((f"{prefix}{key}", inner) for key, inner in item.items())
 
 
-def _items(location: str, item: list[Any]) -> Iterator[tuple[str, Any]]:
+def _items(location: str, item: list[object]) -> Iterator[tuple[str, object]]:
     return ((f"{location}[{index}]", inner) for index, inner in enumerate(item))
 
 
-class JsonCounts:
-    """Counts of the punctuation of a JSON text, outside of its strings."""
+def _count(outside: bytes) -> Counter[str]:
+    """Counts of the punctuation of a JSON text."""
+    return Counter({mark: outside.count(mark.encode()) for mark in "[]{},:"})
 
-    def __init__(self) -> None:
-        self.opened = self.closed = self.commas = self.members = 0
 
-    def add(self, outside: bytes) -> None:
-        self.opened += outside.count(b"[") + outside.count(b"{")
-        self.closed += outside.count(b"]") + outside.count(b"}")
-        self.commas += outside.count(b",")
-        self.members += outside.count(b":")
-
-    def problem(self) -> str | None:
-        """A description of the first limit that is exceeded; None if there is none."""
-        advice = "send fewer in one request"
-        if self.opened - self.closed > sys.getrecursionlimit():
-            return _too_deep()
-        if self.opened > MAX_CONTAINERS:
-            return f"contains more than {MAX_CONTAINERS} lists and objects; {advice}"
-        if self.members > MAX_MEMBERS:
-            return f"contains more than {MAX_MEMBERS} object members; {advice}"
-        if self.opened + self.commas >= MAX_VALUES:
-            return f"contains more than {MAX_VALUES} values; {advice}"
-        return None
+def _problem(counts: Counter[str]) -> str | None:
+    """A description of the first limit that is exceeded; None if there is none."""
+    num_opened = counts["["] + counts["{"]
+    if num_opened - counts["]"] - counts["}"] > sys.getrecursionlimit():
+        return _too_deep()
+    for count, limit, things in (
+        (num_opened, MAX_CONTAINERS, "lists and objects"),
+        (counts[":"], MAX_MEMBERS, "object members"),
+        (num_opened + counts[","] + 1, MAX_VALUES, "values"),
+    ):
+        if count > limit:
+            return f"contains more than {limit} {things}; send fewer in one request"
+    return None
 
 
 def _too_deep() -> str:
@@ -186,26 +180,23 @@ def _too_deep() -> str:
 
 def json_limit_error(data: bytes) -> str | None:
     """A description of the limit that a JSON text exceeds; None if it exceeds none."""
-    if len(data) <= 2 * MAX_CONTAINERS:  # a container takes two bytes, a member takes more
+    # A container takes two bytes, a member takes more. Counts with strings are upper bounds.
+    if len(data) <= 2 * MAX_CONTAINERS or _problem(_count(data)) is None:
         return None
-    counts = JsonCounts()
-    counts.add(data)
-    if counts.problem() is None:
-        return None  # within the limits even if strings are counted too
     return _limit_error_outside_strings(data)
 
 
 def _limit_error_outside_strings(data: bytes) -> str | None:
-    start, in_string, counts = 0, False, JsonCounts()
+    start, in_string, counts = 0, False, Counter[str]()
     while start < len(data):
         window = data[start : start + WINDOW]
         if (len(window) - len(window.rstrip(b"\\"))) % 2 and len(window) > 1:
             window = window[:-1]  # this backslash escapes the first byte of the next window
         start += len(window)
         parts = window.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
-        counts.add(b"".join(parts[int(in_string) :: 2]))
+        counts.update(_count(b"".join(parts[int(in_string) :: 2])))
         in_string ^= len(parts) % 2 == 0
-        if problem := counts.problem():
+        if problem := _problem(counts):
             return problem
         yield_gil()
     return None

@@ -88,16 +88,17 @@ class SecurityMiddleware:
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes | None:
         """The complete body; None if the client disconnects first."""
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._settings.max_body_bytes:
-            raise self._too_large()
+        length, limit = headers.get("content-length", ""), self._settings.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than {limit} bytes", headers=CLOSE)
+        if length.isdecimal() and int(length) > limit:
+            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(self._settings.body_timeout):
                 while (message := await receive())["type"] == "http.request":
                     body += message.get("body", b"")
-                    if len(body) > self._settings.max_body_bytes:
-                        raise self._too_large()
+                    if len(body) > limit:
+                        raise too_large
                     if not message.get("more_body", False):
                         _check_type(headers, body)
                         return bytes(body)
@@ -107,17 +108,10 @@ class SecurityMiddleware:
             raise ApiError(408, problem, code="timeout", headers=CLOSE) from None
         return None
 
-    def _too_large(self) -> ApiError:
-        limit = self._settings.max_body_bytes
-        return ApiError(413, f"the body is larger than {limit} bytes", headers=CLOSE)
-
 
 def _check_type(headers: Headers, body: bytearray) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_json = kind == "application/json" or (
-        kind.startswith("application/") and kind.endswith("+json")
-    )
-    if body and not is_json:
+    if body and not re.fullmatch(r"application/(json|.*\+json)", kind, re.DOTALL):
         problem = f"Content-Type must be application/json, not {format_value(kind)}"
         raise ApiError(415, problem, param="Content-Type")
     encoding = headers.get("content-encoding", "identity").strip().lower()
@@ -136,8 +130,11 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-class AccessLogMiddleware:
-    """Gives each HTTP request an id, returns it as X-Request-Id, and logs status and duration."""
+class RequestContextMiddleware:
+    """Sets REQUEST_ID and TRACEPARENT for each HTTP request, and logs its status and duration.
+
+    The id, which is returned as X-Request-Id, is the client's if that is a plain word, else new.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -145,8 +142,10 @@ class AccessLogMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        id, start, status = _request_id(scope), time.perf_counter(), 0
-        token = REQUEST_ID.set(id)
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        id = given.decode() if ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
+        start, status = time.perf_counter(), 0
+        tokens = REQUEST_ID.set(id), TRACEPARENT.set(traceparent_of(scope))
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -164,31 +163,12 @@ class AccessLogMiddleware:
                 line = "%s %s" if status else "%s %s unanswered"
                 extra = {"status": status, "ms": milliseconds}
                 access_log.info(line, scope["method"], scope["path"], extra=extra)
-            REQUEST_ID.reset(token)
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's X-Request-Id if it is a plain word, else a new id."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() if ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
-
-
-class TraceContextMiddleware:
-    """Sets TRACEPARENT to the W3C `traceparent` header of each HTTP request."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        token = TRACEPARENT.set(traceparent_of(scope))
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            TRACEPARENT.reset(token)
+            for token in tokens:
+                token.var.reset(token)
 
 
 def traceparent_of(scope: Scope) -> str:
-    """The header's value; empty if it is absent, repeated or malformed."""
-    given = [value for name, value in scope.get("headers", ()) if name == b"traceparent"]
+    """The W3C `traceparent` header; empty if it is absent, repeated or malformed."""
+    given = [value for name, value in scope["headers"] if name == b"traceparent"]
     is_valid = len(given) == 1 and TRACEPARENT_PATTERN.fullmatch(given[0])
     return given[0].decode("ascii", "replace") if is_valid else ""

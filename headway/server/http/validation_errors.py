@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from headway.errors import ExecutorError
 from headway.server.http.errors import ApiError, api_error, format_value, lowercase_first
 
 EXPECTED = {  # by pydantic's error type
@@ -52,22 +53,20 @@ class FieldError(NamedTuple):
 
 
 def install(app: FastAPI) -> None:
-    """Install exception handlers that return errors in OpenAI's format."""
+    """Install exception handlers that return errors in the format of the path's API."""
 
-    async def handle_validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return from_validation(error.errors(), error.body).response_at(request.url.path)
+    async def handle(request: Request, error: Exception) -> Response:
+        match error:
+            case RequestValidationError():
+                found = from_validation(error.errors(), error.body)
+            case HTTPException():
+                found = _from_http(request, error)
+            case _:
+                found = api_error(error)
+        return found.response_at(request.url.path)
 
-    async def handle_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return _from_http(request, error).response_at(request.url.path)
-
-    async def handle_api(request: Request, error: Exception) -> Response:
-        return api_error(error).response_at(request.url.path)
-
-    app.add_exception_handler(RequestValidationError, handle_validation)
-    app.add_exception_handler(HTTPException, handle_http)
-    app.add_exception_handler(ApiError, handle_api)
+    for kind in (RequestValidationError, HTTPException, ApiError, ExecutorError):
+        app.add_exception_handler(kind, handle)
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

@@ -2,154 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any
 
 from headway.server.context import Context
-from headway.server.generation.logprobs import chat_logprobs, prompt_logprobs_of
+from headway.server.generation.logprobs import prompt_logprobs_of, token_entries
 from headway.server.generation.prepared_chat import PreparedChat, prepare_chat
-from headway.server.generation.prompt_runs import Delta, DirectWriter
-from headway.server.generation.stream import (
-    CancellableResponse,
-    ChunkEncoder,
-    CompleteResponse,
-    EventStreamResponse,
-    usage_of,
-)
-from headway.server.http.connection import ChunkWriter
+from headway.server.generation.prompt_runs import Delta
+from headway.server.generation.stream import ChunkOutput
 from headway.server.http.json_output import to_json
 from headway.server.http.offload import offload
 from headway.server.openai.protocol import ChatRequest
+from headway.server.openai.response_models import ChatLogprobs
 from headway.server.toolcalls.formats import OutputPiece, ParsedOutput, merge_pieces
 
-KIND, CHUNK_KIND = "chat.completion", "chat.completion.chunk"
 ROLE = '"delta":{"role":"assistant","content":""}'
 
 
-def chat(context: Context, body: ChatRequest) -> CancellableResponse:
-    """The response to one request, streamed or complete."""
-    if body.stream:
-        return EventStreamResponse(context, lambda writer: _events(context, body, writer))
-    return CompleteResponse(context, lambda: _response(context, body))
+async def chat(context: Context, body: ChatRequest, is_live: bool) -> ChatOutput:
+    """Validate and tokenize a request; ApiError names the field that is wrong."""
+    prepared = await prepare_chat(context, body, id_prefix="chatcmpl", is_live=is_live)
+    return ChatOutput(context, body, prepared)
 
 
-class ChatFormatter:
-    """Formats the parts of one response as its request asks for."""
+class ChatOutput(ChunkOutput):
+    """The output of one request in the format that it asks for."""
 
-    def __init__(self, body: ChatRequest, prepared: PreparedChat) -> None:
-        self.prepared = prepared
-        self._has_logprobs, self._has_ids = bool(body.logprobs), bool(body.return_token_ids)
-        self._tokens_as_ids = bool(body.return_tokens_as_token_ids)
-        self._num_sent = [0] * len(prepared.parsers)  # token ids, by choice
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    @property
-    def usage(self) -> dict[str, Any]:
-        run = self.prepared.run
-        return usage_of(len(run.prompt), run.num_generated, run.num_cached)
+    def __init__(self, context: Context, body: ChatRequest, prepared: PreparedChat) -> None:
+        run, num_choices = prepared.run, len(prepared.parsers)
+        super().__init__(context, prepared.id, [run], num_choices, body.stream_options)
+        self._body, self._run, self._parsers = body, run, prepared.parsers
+        self._tokenizer = prepared.tokenizer
+        self._num_sent = [0] * num_choices  # token ids
 
-    @property
-    def prompt_ids(self) -> dict[str, Any]:
-        """The prompt's token ids, if the request asks for them."""
-        return {"prompt_token_ids": self.prepared.run.prompt} if self._has_ids else {}
+    async def value(self, deltas: list[Delta]) -> object:
+        run, num_logprobs, choices = self._run, self._body.prompt_logprobs, list[object]()
+        for index, (parser, delta) in enumerate(zip(self._parsers, deltas, strict=True)):
+            size = len(delta.logprobs) * ((run.sampling_params.logprobs or 0) + 1)
+            choices.append({
+                "index": index,
+                "message": _message(merge_pieces(parser.push(delta))),
+                "logprobs": await offload(size, partial(self._logprobs, delta)),
+                "finish_reason": parser.finish_reason(delta.finish_reason),
+                **self._token_ids(index),
+            })  # fmt: skip
+        response = {**self.response(choices), **self._prompt_ids()}
+        if num_logprobs is not None:
+            size = (num_logprobs + 1) * len(run.prompt)
+            write = partial(prompt_logprobs_of, self._tokenizer, run)
+            response["prompt_logprobs"] = await offload(size, write)
+        return response
 
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if not self._has_logprobs:
+    def first(self) -> bytes:
+        """The role of each choice."""
+        top: dict[str, object] = {**self._prompt_ids()}
+        if self.is_continuous:
+            top = {"usage": self.usage, **top}
+        elif top and self.has_usage:
+            top["usage"] = None
+        roles = [self.chunk(index, ROLE, top=top) for index in range(self.num_choices)]
+        return "".join(roles).encode("ascii")
+
+    def chunks(self, delta: Delta, top: Mapping[str, object] | None) -> str:
+        """The chunks of a delta.
+
+        The finish reason has its own chunk, because clients ignore the content of the last chunk.
+        """
+        parser, choice = self._parsers[delta.choice], delta.choice
+        members = [_member(piece) for piece in parser.push(delta)]
+        logprobs = self._logprobs(delta)
+        if not members and delta.logprobs:
+            members = [_member("")]
+        chunks = ""
+        for member in members:
+            ids = self._token_ids(choice)
+            chunks += self.chunk(choice, member, logprobs, choice=ids, top=top)
+            logprobs = None
+        if delta.finish_reason is not None:
+            reason, ids = parser.finish_reason(delta.finish_reason), self._token_ids(choice)
+            chunks += self.chunk(choice, '"delta":{}', None, reason, choice=ids, top=top)
+        return chunks
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self._body.logprobs:
             return None
-        tokenizer = self.prepared.tokenizer
-        return chat_logprobs(tokenizer, delta.logprobs, as_ids=self._tokens_as_ids)
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        content = token_entries(self._tokenizer, delta.logprobs, as_ids=as_ids)
+        return {"content": content, "refusal": None}
 
-    def token_ids(self, choice: int) -> dict[str, Any]:
+    def _prompt_ids(self) -> Mapping[str, Sequence[int]]:
+        """The prompt's token ids, if the request asks for them."""
+        return {"prompt_token_ids": self._run.prompt} if self._body.return_token_ids else {}
+
+    def _token_ids(self, choice: int) -> Mapping[str, Sequence[int]]:
         """New token ids of a choice, if the request asks for them."""
-        if not self._has_ids:
+        if not self._body.return_token_ids:
             return {}
-        tokens = self.prepared.run.samples[choice].tokens
-        new = tokens[self._num_sent[choice] :]
+        tokens, start = self._run.samples[choice].tokens, self._num_sent[choice]
         self._num_sent[choice] = len(tokens)
-        return {"token_ids": new}
+        return {"token_ids": tokens[start:]}
 
 
-async def _response(context: Context, body: ChatRequest) -> dict[str, Any]:
-    prepared = await prepare_chat(context, body, id_prefix="chatcmpl", is_live=False)
-    formatter, choices, run = ChatFormatter(body, prepared), [], prepared.run
-    for index, delta in enumerate(await prepared.all_deltas()):
-        parser = prepared.parsers[index]
-        size = len(delta.logprobs) * ((run.sampling_params.logprobs or 0) + 1)
-        choices.append({
-            "index": index,
-            "message": _message(merge_pieces(parser.push(delta))),
-            "logprobs": await offload(size, partial(formatter.logprobs, delta)),
-            "finish_reason": parser.finish_reason(delta.finish_reason),
-            **formatter.token_ids(index),
-        })  # fmt: skip
-    value: dict[str, Any] = {
-        "id": prepared.id, "object": KIND, "created": prepared.created,
-        "model": context.model_name,
-        "system_fingerprint": context.fingerprint or None, "choices": choices,
-        "usage": formatter.usage, **formatter.prompt_ids,
-    }  # fmt: skip
-    if body.prompt_logprobs is not None:
-        size, num_tokens = (body.prompt_logprobs + 1) * len(run.prompt), len(run.prompt)
-        write = partial(prompt_logprobs_of, prepared.tokenizer, num_tokens, run.prompt_logprobs)
-        value["prompt_logprobs"] = await offload(size, write)
-    return value
-
-
-def _message(parsed: ParsedOutput) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant", "content": parsed.content, "refusal": None,
-    }  # fmt: skip
-    if parsed.calls:
-        message["tool_calls"] = [call.as_message() for call in parsed.calls]
-    return message
-
-
-async def _events(
-    context: Context, body: ChatRequest, writer: ChunkWriter | None
-) -> AsyncGenerator[bytes, None]:
-    prepared = await prepare_chat(context, body, id_prefix="chatcmpl", is_live=True)
-    formatter = ChatFormatter(body, prepared)
-    encoder = ChunkEncoder(context, prepared.id, CHUNK_KIND, prepared.created, body.stream_options)
-    first = _top_members(encoder, formatter, formatter.prompt_ids)
-    num_choices = len(prepared.parsers)
-    roles = "".join(encoder.chunk(index, ROLE, top=first) for index in range(num_choices))
-
-    def encode(deltas: list[Delta]) -> bytes:
-        return "".join(_event(formatter, encoder, delta) for delta in deltas).encode("ascii")
-
-    direct_writer = DirectWriter(writer, encode) if writer else None
-    async with aclosing(prepared.run.deltas(direct_writer)) as batches:
-        async for deltas in batches:
-            yield roles.encode("ascii") + encode(deltas)
-            roles = ""
-    if encoder.has_usage:
-        yield encoder.usage(formatter.usage)
-
-
-def _event(formatter: ChatFormatter, encoder: ChunkEncoder, delta: Delta) -> str:
-    """The chunks of a delta.
-
-    The finish reason has its own chunk, because clients ignore the content of the last chunk.
-    """
-    parser = formatter.prepared.parsers[delta.choice]
-    members = [_member(piece) for piece in parser.push(delta)]
-    logprobs = formatter.logprobs(delta)
-    if not members and delta.logprobs:
-        members = [_member("")]
-    event, top = "", _top_members(encoder, formatter, {})
-    for member in members:
-        ids = formatter.token_ids(delta.choice)
-        event += encoder.chunk(delta.choice, member, logprobs, choice=ids, top=top)
-        logprobs = None
-    if delta.finish_reason is not None:
-        reason = parser.finish_reason(delta.finish_reason)
-        ids = formatter.token_ids(delta.choice)
-        event += encoder.chunk(
-            delta.choice, '"delta":{}', finish_reason=reason, choice=ids, top=top
-        )
-    return event
+def _message(parsed: ParsedOutput) -> object:
+    calls = [call.as_message() for call in parsed.calls]
+    message = {"role": "assistant", "content": parsed.content, "refusal": None}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _member(piece: OutputPiece) -> str:
@@ -157,12 +117,3 @@ def _member(piece: OutputPiece) -> str:
     if isinstance(piece, str):
         return f'"delta":{{"content":{quoted(piece)}}}'
     return f'"delta":{{"tool_calls":[{to_json(piece.as_chunk()).decode()}]}}'
-
-
-def _top_members(
-    encoder: ChunkEncoder, formatter: ChatFormatter, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Members of an event other than its choices."""
-    if encoder.is_continuous:
-        return {"usage": formatter.usage, **more}
-    return {**more, "usage": None} if more and encoder.has_usage else dict(more)

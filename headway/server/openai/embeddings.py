@@ -10,9 +10,10 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from headway.engine.input_processor import embedding_params
 from headway.errors import RequestTooLong
@@ -22,11 +23,11 @@ from headway.server.context import Context
 from headway.server.generation.prompt_runs import failure
 from headway.server.generation.prompts import prompts_of, tokens_of
 from headway.server.generation.request_fields import check_model, check_salt, deadline_of
-from headway.server.generation.stream import CancellableResponse, CompleteResponse, new_id
+from headway.server.generation.stream import new_id
 from headway.server.generation.submissions import merge_submissions
 from headway.server.http.errors import field_error, too_long
 from headway.server.http.middleware import TRACEPARENT
-from headway.server.openai.protocol import FailFastList, SchedulingFields
+from headway.server.openai.protocol import FailFastList, SchedulingFields, optional
 
 EncodingFormat = Literal["float", "base64"]
 
@@ -35,78 +36,66 @@ class EmbeddingRequest(SchedulingFields):
     input: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]] = Field(
         description="Text, token ids, or a list of either."
     )
-    encoding_format: EncodingFormat | None = Field(
-        default=None, description="float (default), or base64: little-endian float32."
+    encoding_format: EncodingFormat | None = optional(
+        "float (default), or base64: little-endian float32."
     )
-    dimensions: int | None = Field(
-        default=None, ge=1, description="Only the model's hidden size is accepted."
-    )
-    pooling: Pooling | None = Field(
-        default=None,
-        description="mean (default): over all tokens of an input; last: the last token.",
+    dimensions: int | None = optional("Only the model's hidden size is accepted.", ge=1)
+    pooling: Pooling | None = optional(
+        "mean (default): over all tokens of an input; last: the last token."
     )
 
 
-class EmbeddingItem(BaseModel):
+class EmbeddingItem(TypedDict):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingUsage(BaseModel):
+class EmbeddingUsage(TypedDict):
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingResponse(BaseModel):
+class EmbeddingResponse(TypedDict):
     object: Literal["list"]
     data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage
 
 
-def embeddings(context: Context, body: EmbeddingRequest) -> CancellableResponse:
-    """The response to one request."""
-    return CompleteResponse(context, lambda: _response(context, body))
-
-
-async def _response(context: Context, body: EmbeddingRequest) -> dict[str, Any]:
+async def embeddings(context: Context, body: EmbeddingRequest) -> EmbeddingResponse:
+    """One vector per input; ApiError names the field that is wrong."""
     check_model(context, body.model)
-    _check_dimensions(context, body.dimensions)
+    size, dimensions = context.input_processor.hidden_size, body.dimensions
+    if dimensions is not None and dimensions != size:  # truncated vectors would be meaningless
+        problem = f"must be {size}, the model's hidden size, or absent, not {dimensions}"
+        raise field_error("dimensions", f"{problem}; shorter vectors are not supported")
     inputs = prompts_of(body.input, "input")
     limit = context.settings.max_choices
     if len(inputs) > limit:
         raise field_error("input", f"must have at most {limit} items, not {len(inputs)}")
     context.ignored_fields.report(body.model_extra or {})
-    params = await _params(context, body)
-    prompts = await tokens_of(context, inputs, "input")
-    vectors = await _embed_all(context, prompts, params)
-    num_tokens = sum(map(len, prompts))
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encode(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": context.model_name, "usage": usage}
-
-
-def _check_dimensions(context: Context, dimensions: int | None) -> None:
-    """ApiError unless the size is absent or the model's: truncated vectors would be meaningless."""
-    size = context.input_processor.hidden_size
-    if dimensions is not None and dimensions != size:
-        problem = f"must be {size}, the model's hidden size, or absent, not {dimensions}"
-        raise field_error("dimensions", f"{problem}; shorter vectors are not supported")
-
-
-async def _params(context: Context, body: EmbeddingRequest) -> RequestParams:
     check_salt(body.cache_salt)
-    return embedding_params(
+    params = embedding_params(
         body.pooling or "mean",
         priority=body.priority or 0,
         client=body.user or "",
         deadline=await deadline_of(context, body.deadline),
         salt=body.cache_salt or "",
     )
+    prompts = await tokens_of(context, inputs, "input")
+    vectors = await _embed_all(context, prompts, params)
+    num_tokens = sum(map(len, prompts))
+    data: list[EmbeddingItem] = [
+        {"object": "embedding", "index": index, "embedding": _encode(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    return {
+        "object": "list",
+        "data": data,
+        "model": context.model_name,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
 
 
 async def _embed_all(
@@ -118,10 +107,8 @@ async def _embed_all(
         partial(_embed, context, f"{id}-{number}", number, prompt, params)
         for number, prompt in enumerate(prompts)
     ]
-    vectors: dict[int, Embedding] = {}
     async with aclosing(merge_submissions(context.engine, submissions)) as found:
-        async for number, vector in found:
-            vectors[number] = vector
+        vectors = {number: vector async for number, vector in found}
     return [vectors[number] for number in range(len(prompts))]
 
 

@@ -1,37 +1,27 @@
-"""Response models for the OpenAPI schema; responses are encoded without them."""
+"""The shapes of responses, also for the OpenAPI schema."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from pydantic import BaseModel
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 LogProbability = float  # natural logarithm
 
 
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorBody
-
-
-class CachedTokens(BaseModel):
+class CachedTokens(TypedDict):
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
 
 
-class PromptLogprob(BaseModel):
+class PromptLogprob(TypedDict):
     logprob: LogProbability
     rank: int
     decoded_token: str
@@ -40,34 +30,34 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = dict[str, PromptLogprob]  # by token id
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(TypedDict):
     text_offset: list[int]
     token_logprobs: list[LogProbability | None]
     tokens: list[str]
     top_logprobs: list[dict[str, LogProbability] | None]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(TypedDict):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
-    prompt_logprobs: list[PromptLogprobs | None] | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
+    prompt_logprobs: NotRequired[list[PromptLogprobs | None] | None]
+    prompt_token_ids: NotRequired[list[int] | None]
+    token_ids: NotRequired[list[int] | None]
 
 
-class CompletionResponse(BaseModel):
+class CompletionResponse(TypedDict):
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
-    system_fingerprint: str | None = None
+    system_fingerprint: NotRequired[str | None]
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: NotRequired[Usage | None]
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(TypedDict):
     token: str
     logprob: LogProbability
     bytes: list[int] | None
@@ -77,50 +67,50 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(TypedDict):
     content: list[TokenLogprob] | None
     refusal: None
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(TypedDict):
     name: str
     arguments: str
 
 
-class ChatToolCall(BaseModel):
+class ChatToolCall(TypedDict):
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class ChatResponseMessage(BaseModel):
+class ChatResponseMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ChatToolCall] | None = None
+    tool_calls: NotRequired[list[ChatToolCall] | None]
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(TypedDict):
     index: int
     message: ChatResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
-    token_ids: list[int] | None = None
+    token_ids: NotRequired[list[int] | None]
 
 
-class ChatResponse(BaseModel):
+class ChatResponse(TypedDict):
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: str | None = None
+    system_fingerprint: NotRequired[str | None]
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[PromptLogprobs | None] | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: NotRequired[list[PromptLogprobs | None] | None]
+    prompt_token_ids: NotRequired[list[int] | None]
 
 
-class ResponsesResponse(BaseModel):
+class ResponsesResponse(TypedDict):
     id: str
     object: Literal["response"]
     created_at: int
@@ -143,12 +133,12 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class TokenizeResponse(BaseModel):
+class TokenizeResponse(TypedDict):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None
+    token_strs: NotRequired[list[str] | None]
 
 
-class DetokenizeResponse(BaseModel):
+class DetokenizeResponse(TypedDict):
     prompt: str

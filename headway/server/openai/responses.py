@@ -1,84 +1,158 @@
-"""POST /v1/responses: OpenAI's Responses API, without stored responses."""
+"""POST /v1/responses: OpenAI's Responses API, without stored responses.
+
+The output is a sequence of items: text messages and function calls. One item is open at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+import secrets
 from itertools import count
 from typing import Any
 
-from headway.errors import InvalidRequest
 from headway.server.context import Context
 from headway.server.generation.logprobs import token_entries
 from headway.server.generation.prepared_chat import PreparedChat, prepare_chat
-from headway.server.generation.prompt_runs import Delta, DirectWriter
-from headway.server.generation.stream import (
-    CancellableResponse,
-    CompleteResponse,
-    EventStreamResponse,
-    named_event,
-)
-from headway.server.http.connection import ChunkWriter
-from headway.server.http.errors import ApiError, api_error, rename_param
+from headway.server.generation.prompt_runs import Delta
+from headway.server.generation.stream import Output, named_event
+from headway.server.http.errors import ApiError, rename_params
+from headway.server.openai.response_models import TokenLogprob
 from headway.server.openai.responses_input import FIELD_NAMES, ResponsesRequest, chat_request
-from headway.server.openai.responses_items import OutputItems
+from headway.server.toolcalls.formats import CallDelta
 
 INCOMPLETE = {"length": "max_output_tokens"}
 
 
-def responses(context: Context, body: ResponsesRequest) -> CancellableResponse:
-    """The response to one request, streamed or complete."""
-    if body.stream:
-        return ResponsesEventStream(context, body)
-    return CompleteResponse(context, lambda: _response(context, body))
+async def responses(context: Context, body: ResponsesRequest, is_live: bool) -> ResponseOutput:
+    """Validate and tokenize a request; ApiError names the field that is wrong."""
+    with rename_params(FIELD_NAMES):
+        chat = await prepare_chat(
+            context, chat_request(body), id_prefix="resp", field="input", is_live=is_live
+        )
+    return ResponseOutput(context, body, chat, is_live=is_live)
 
 
-class ResponsesEventStream(EventStreamResponse):
-    """Named and numbered events; the last one has the final status of the response."""
+class ResponseOutput(Output):
+    """One response object, or named and numbered events; the last has the final status."""
 
-    last_event = b""
+    def __init__(
+        self, context: Context, body: ResponsesRequest, chat: PreparedChat, *, is_live: bool
+    ) -> None:
+        super().__init__(context, chat.id, [chat.run], 1)
+        self._body, self._chat = body, chat
+        self._items: list[dict[str, Any]] = []
+        self._is_live, self._numbers = is_live, count()
+        self._events: list[bytes] = []  # encoded, because the items in them change
 
-    def __init__(self, context: Context, body: ResponsesRequest) -> None:
-        self._numbers = count()
-        super().__init__(context, lambda writer: _events(context, body, writer, self._numbers))
+    async def value(self, deltas: list[Delta]) -> object:
+        self._push(deltas[0])
+        return self._response(deltas[0].finish_reason)
 
-    def error_event(self, failure: ApiError) -> bytes:
+    def first(self) -> bytes:
+        for status in ("created", "in_progress"):
+            self._emit(f"response.{status}", response=self._response(None))
+        return self.encode([])
+
+    def encode(self, deltas: list[Delta]) -> bytes:
+        for delta in deltas:
+            self._push(delta)
+        encoded = b"".join(self._events)
+        self._events.clear()
+        return encoded
+
+    def error(self, failure: ApiError) -> bytes:
+        self._events.clear()
         error = failure.body["error"]
-        members = {name: error[name] for name in ("code", "message", "param")}
-        return named_event({"type": "error", **members, "sequence_number": next(self._numbers)})
+        self._emit("error", code=error["code"], message=error["message"], param=error["param"])
+        return self.encode([])
 
+    @property
+    def _is_open(self) -> bool:
+        """Whether the last item is open."""
+        return bool(self._items) and self._items[-1]["status"] == "in_progress"
 
-class ResponseBuilder:
-    """Builds one response object and its events."""
+    def _emit(self, type: str, **members: object) -> None:
+        if self._is_live:
+            event = {"type": type, **members, "sequence_number": next(self._numbers)}
+            self._events.append(named_event(event))
 
-    def __init__(self, context: Context, body: ResponsesRequest, chat: PreparedChat) -> None:
-        self.items = OutputItems(chat.parsers[0])
-        self._context, self._body, self._chat = context, body, chat
-
-    def push(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events of a delta; the last delta closes the open item."""
-        logprobs = None
+    def _push(self, delta: Delta) -> None:
+        """Emit the events of a delta; the last delta closes the open item."""
+        logprobs: list[TokenLogprob] = []  # attached to the first text
         if self._body.wants_logprobs:
             logprobs = token_entries(self._chat.tokenizer, delta.logprobs)
-        events = self.items.push(delta, logprobs)
+        for piece in self._chat.parsers[0].push(delta):
+            if isinstance(piece, CallDelta):
+                self._call(piece)
+            else:
+                self._text(piece, logprobs)
+                logprobs = []
         if delta.finish_reason is not None:
-            status = "incomplete" if delta.finish_reason in INCOMPLETE else "completed"
-            events += self.items.close(status)
-            response = self.value(delta.finish_reason)
-            events.append({"type": f"response.{response['status']}", "response": response})
-        return events
+            self._close("incomplete" if delta.finish_reason in INCOMPLETE else "completed")
+            response = self._response(delta.finish_reason)
+            self._emit(f"response.{response['status']}", response=response)
 
-    def value(self, reason: str | None) -> dict[str, Any]:
+    def _text(self, text: str, logprobs: list[TokenLogprob]) -> None:
+        if not self._is_open or self._items[-1]["type"] != "message":
+            self._begin({
+                "id": _new_id("msg"), "type": "message", "role": "assistant",
+                "status": "in_progress", "content": [],
+            })  # fmt: skip
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._items[-1]["content"].append(part)
+            self._emit("response.content_part.added", **self._place(), content_index=0, part=part)
+        (part,) = self._items[-1]["content"]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        more = {"content_index": 0, "delta": text, "logprobs": logprobs}
+        self._emit("response.output_text.delta", **self._place(), **more)
+
+    def _call(self, piece: CallDelta) -> None:
+        if piece.id is not None:
+            self._begin({
+                "id": _new_id("fc"), "type": "function_call", "status": "in_progress",
+                "call_id": piece.id, "name": piece.name, "arguments": "",
+            })  # fmt: skip
+        if piece.arguments:
+            self._items[-1]["arguments"] += piece.arguments
+            kind = "response.function_call_arguments.delta"
+            self._emit(kind, **self._place(), delta=piece.arguments)
+
+    def _begin(self, item: dict[str, Any]) -> None:
+        self._close("completed")
+        self._items.append(item)
+        place = len(self._items) - 1
+        self._emit("response.output_item.added", output_index=place, item=item)
+
+    def _close(self, status: str) -> None:
+        """Close the open item, if there is one."""
+        if not self._is_open:
+            return
+        item, place = self._items[-1], self._place()
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            self._emit("response.function_call_arguments.done", **place, **done)
+        else:
+            (part,) = item["content"]
+            done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
+            self._emit("response.output_text.done", **place, **done)
+            self._emit("response.content_part.done", **place, content_index=0, part=part)
+        self._emit("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _place(self) -> dict[str, object]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _response(self, reason: str | None) -> dict[str, Any]:
         """The response object; `reason` is the finish reason, None while generation continues."""
-        body, chat, limit = self._body, self._chat, INCOMPLETE.get(reason or "")
+        body, limit = self._body, INCOMPLETE.get(reason or "")
         status = "in_progress" if reason is None else "incomplete" if limit else "completed"
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
         return {
-            "id": chat.id, "object": "response", "created_at": chat.created,
+            "id": self.id, "object": "response", "created_at": self.created,
             "status": status, "background": False, "error": None,
             "incomplete_details": {"reason": limit} if limit else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "model": self._context.model_name, "output": self.items.output,
+            "model": self.context.model_name, "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None, "reasoning": {"effort": None, "summary": None},
             "store": False, "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -90,7 +164,7 @@ class ResponseBuilder:
             "metadata": body.metadata or {},
         }  # fmt: skip
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         run = self._chat.run
         num_prompt, num_generated = len(run.prompt), run.num_generated
         return {
@@ -102,42 +176,5 @@ class ResponseBuilder:
         }
 
 
-async def _open(context: Context, body: ResponsesRequest, *, is_live: bool) -> PreparedChat:
-    try:
-        chat = chat_request(body)
-        return await prepare_chat(context, chat, id_prefix="resp", field="input", is_live=is_live)
-    except (ApiError, InvalidRequest) as error:
-        raise rename_param(api_error(error), FIELD_NAMES) from error
-
-
-async def _response(context: Context, body: ResponsesRequest) -> dict[str, Any]:
-    chat = await _open(context, body, is_live=False)
-    response = ResponseBuilder(context, body, chat)
-    (delta,) = await chat.all_deltas()
-    response.push(delta)
-    return response.value(delta.finish_reason)
-
-
-async def _events(
-    context: Context, body: ResponsesRequest, writer: ChunkWriter | None, numbers: Iterator[int]
-) -> AsyncGenerator[bytes, None]:
-    chat = await _open(context, body, is_live=True)
-    response = ResponseBuilder(context, body, chat)
-    first_events = [
-        {"type": f"response.{status}", "response": response.value(None)}
-        for status in ("created", "in_progress")
-    ]
-
-    def numbered(events: list[dict[str, Any]]) -> bytes:
-        return b"".join(
-            named_event({**event, "sequence_number": next(numbers)}) for event in events
-        )
-
-    def encode(deltas: list[Delta]) -> bytes:
-        return numbered([event for delta in deltas for event in response.push(delta)])
-
-    direct_writer = DirectWriter(writer, encode) if writer else None
-    async with aclosing(chat.run.deltas(direct_writer)) as batches:
-        async for deltas in batches:
-            yield numbered(first_events) + encode(deltas)
-            first_events = []
+def _new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"

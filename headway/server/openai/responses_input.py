@@ -6,12 +6,12 @@ are validated here, so that an error names the item.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
-from headway.server.http.errors import ApiError, field_error, format_value
+from headway.server.http.errors import field_error, format_value
 from headway.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
@@ -19,6 +19,7 @@ from headway.server.openai.protocol import (
     RequestModel,
     ResponseFormat,
     ShortText,
+    optional,
     short_text,
 )
 
@@ -42,7 +43,7 @@ class TextFormat(RequestModel):
     name: ShortText | None = None
     description: str | None = None
     strict: bool | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: dict[str, object] | None = optional(alias="schema")
 
 
 class TextOptions(RequestModel):
@@ -55,18 +56,18 @@ class ResponsesRequest(GenerationFields):
 
     input: str | list[dict[str, Any]] = Field(description="Text, or a list of items.")
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: int | None = optional(ge=1)
     text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=100)
+    top_logprobs: int | None = optional(ge=0, le=100)
     include: list[str] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, object] | None = None
     reasoning: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    store: bool | None = Field(default=None, description="Ignored; responses are never stored.")
-    chat_template_kwargs: dict[str, Any] | None = None
+    store: bool | None = optional("Ignored; responses are never stored.")
+    chat_template_kwargs: dict[str, object] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -83,11 +84,8 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         raise field_error("truncation", 'must be "disabled"; use truncate_prompt_tokens instead')
     if (body.n or 1) > 1:
         raise field_error("n", f"must be 1, not {body.n}; a response has one output")
-    fields = {
-        name: getattr(body, name)
-        for name in GenerationFields.model_fields
-        if name in body.model_fields_set
-    }
+    names = GenerationFields.model_fields.keys() & body.model_fields_set
+    fields = {name: getattr(body, name) for name in names}
     # Fields of chat requests that this API does not have would not be validated: drop them.
     more = {name: given[name] for name in given if name not in ChatRequest.model_fields}
     effort = (body.reasoning or {}).get("effort")
@@ -107,100 +105,93 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
 
 
 def _messages(body: ResponsesRequest) -> list[ChatMessage]:
-    found: list[dict[str, Any]] = []
+    found: list[ChatMessage] = []
     if body.instructions:
-        found.append({"role": "system", "content": body.instructions})
+        found.append(ChatMessage(role="system", content=body.instructions))
     if isinstance(body.input, str):
-        found.append({"role": "user", "content": body.input})
-        return _validate(found)
+        return [*found, ChatMessage(role="user", content=body.input)]
     if not body.input:
         raise field_error("input", "is empty; at least one item is needed")
     for number, item in enumerate(body.input):
         _add(found, item, f"input[{number}]")
-    return _validate(found)
+    if len(found) > 1 and found[0].role == found[1].role == "system":
+        # Most templates do not allow two system messages.
+        content = f"{found[0].content}\n\n{found[1].content}"
+        found[:2] = [ChatMessage(role="system", content=content)]
+    return found
 
 
-def _validate(messages: list[dict[str, Any]]) -> list[ChatMessage]:
-    """Validate messages; join two leading system messages, which most templates do not allow."""
-    if len(messages) > 1 and all(message["role"] == "system" for message in messages[:2]):
-        contents = [message["content"] for message in messages[:2]]
-        messages = [{"role": "system", "content": "\n\n".join(contents)}, *messages[2:]]
-    return [ChatMessage.model_validate(message) for message in messages]
-
-
-def _add(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+def _add(found: list[ChatMessage], item: Mapping[str, Any], where: str) -> None:
     """Add an input item to the messages."""
-    kind = item.get("type", "message")
-    if kind == "message":
-        role = item.get("role")
-        if role not in ROLES:
-            raise ApiError(
-                400, f"{where}.role must be one of {', '.join(ROLES)}, not {format_value(role)}",
-                param="input",
-            )  # fmt: skip
-        role = "system" if role == "developer" else role
-        found.append({"role": role, "content": _text(item.get("content"), f"{where}.content")})
-    elif kind == "function_call":
-        _add_call(found, item, where)
-    elif kind == "function_call_output":
-        output = _text(item.get("output"), f"{where}.output")
-        found.append({"role": "tool", "content": output, "tool_call_id": _call_id(item, where)})
-    elif kind != "reasoning":  # reasoning items are not shown to the model again
-        known = "message, function_call, function_call_output, reasoning"
-        problem = f"{where}.type must be one of {known}, not {format_value(kind)}"
-        raise ApiError(400, problem, param="input")
+    match kind := item.get("type", "message"):
+        case "message":
+            role = item.get("role")
+            if role not in ROLES:
+                problem = f"must be one of {', '.join(ROLES)}, not {format_value(role)}"
+                raise field_error(f"{where}.role", problem)
+            role = "system" if role == "developer" else role
+            content = _text(item.get("content"), f"{where}.content")
+            found.append(ChatMessage(role=role, content=content))
+        case "function_call":
+            _add_call(found, item, where)
+        case "function_call_output":
+            output = _text(item.get("output"), f"{where}.output")
+            id = short_text(item.get("call_id"), f"{where}.call_id")
+            found.append(ChatMessage(role="tool", content=output, tool_call_id=id))
+        case "reasoning":  # not shown to the model again
+            pass
+        case _:
+            known = "message, function_call, function_call_output, reasoning"
+            raise field_error(f"{where}.type", f"must be one of {known}, not {format_value(kind)}")
 
 
-def _add_call(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+def _add_call(found: list[ChatMessage], item: Mapping[str, Any], where: str) -> None:
     """Add a call to the preceding assistant message, or to a new one."""
     function = {member: item.get(member) for member in ("name", "arguments")}
     for member, value in function.items():
         if not isinstance(value, str):
-            problem = f"{where}.{member} must be a string, not {format_value(value)}"
-            raise ApiError(400, problem, param="input")
-    call = {"id": _call_id(item, where), "type": "function", "function": function}
-    if not found or found[-1]["role"] != "assistant":
-        found.append({"role": "assistant", "content": None})
-    found[-1].setdefault("tool_calls", []).append(call)
+            problem = f"must be a string, not {format_value(value)}"
+            raise field_error(f"{where}.{member}", problem)
+    id = short_text(item.get("call_id"), f"{where}.call_id")
+    call = {"id": id, "type": "function", "function": function}
+    if not found or found[-1].role != "assistant":
+        found.append(ChatMessage(role="assistant", content=None))
+    found[-1].tool_calls = [*(found[-1].tool_calls or ()), call]
 
 
-def _call_id(item: Mapping[str, Any], where: str) -> str:
-    return short_text(item.get("call_id"), f"{where}.call_id", "input")
-
-
-def _text(content: Any, where: str) -> str:
+def _text(content: object, where: str) -> str:
     """Content as one text; ApiError if a part is not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        problem = f"{where} must be a string or a list of parts, not {format_value(content)}"
-        raise ApiError(400, problem, param="input")
+        problem = f"must be a string or a list of parts, not {format_value(content)}"
+        raise field_error(where, problem)
     texts = []
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
         if not isinstance(text, str):
-            problem = f"{where}[{number}] must be a part of type input_text or output_text"
-            raise ApiError(400, f"{problem}, not {format_value(part)}", param="input")
+            problem = "must be a part of type input_text or output_text"
+            raise field_error(f"{where}[{number}]", f"{problem}, not {format_value(part)}")
         texts.append(text)
     return "\n".join(texts)
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+def _tools(tools: Sequence[Mapping[str, Any]] | None) -> list[object] | None:
     """Function tools in the format of chat requests, which nests the function one level deeper."""
-    found = []
+    found: list[object] = []
     for number, tool in enumerate(tools or ()):
         if tool.get("type") != "function":
-            kind = format_value(tool.get("type"))
-            problem = f'tools[{number}].type must be "function", not {kind}'
-            raise ApiError(400, f"{problem}; the server runs no tools itself", param="tools")
+            problem = f'must be "function", not {format_value(tool.get("type"))}'
+            problem += "; the server runs no tools itself"
+            raise field_error(f"tools[{number}].type", problem)
         function = {key: value for key, value in tool.items() if key != "type"}
         found.append({"type": "function", "function": function})
     return found or None
 
 
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(choice, dict):
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> object:
+    if choice is None or isinstance(choice, str):
         return choice
     if choice.get("type") == "allowed_tools":
         tools = choice.get("tools")
@@ -222,9 +213,8 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     if format is None:
         return None
     if format.type == "json_schema" and format.schema_ is None:
-        raise ApiError(400, "text.format.schema is missing; json_schema needs it", param="text")
+        raise field_error("text.format.schema", "is missing; json_schema needs it")
     schema = {"name": format.name, "strict": format.strict, "schema": format.schema_}
-    value: dict[str, Any] = {"type": format.type}
-    if format.type == "json_schema":
-        value["json_schema"] = schema
-    return ResponseFormat.model_validate(value)
+    is_schema = format.type == "json_schema"
+    more = {"json_schema": schema} if is_schema else {}
+    return ResponseFormat.model_validate({"type": format.type, **more})

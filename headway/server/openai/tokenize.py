@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from headway.server.context import Context
-from headway.server.generation.prompts import chat_tokens_of, template_options
+from headway.server.generation.prompts import chat_tokens_of
 from headway.server.generation.request_fields import check_model, max_listed_tokens
 from headway.server.http.errors import attribute_errors_to, field_error, format_value
 from headway.server.http.offload import offload, yield_gil
 from headway.server.openai.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
-from headway.server.toolcalls.choice import ToolUse, tool_use
+from headway.server.openai.response_models import DetokenizeResponse, TokenizeResponse
+from headway.server.toolcalls.choice import tool_use
 from headway.text.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 4  # approximately
+TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 PART = 1024  # tokens converted between two pauses
 
 
-async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(context: Context, body: TokenizeRequest) -> TokenizeResponse:
     """The tokens of a prompt, or of a conversation as rendered by the chat template."""
     check_model(context, body.model)
     tokenizer = context.input_processor.need_tokenizer()
@@ -27,8 +27,11 @@ async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
         raise field_error("prompt", "and messages exclude each other; send only one")
     limit = max_listed_tokens(context)
     if body.messages is not None:
-        use, options = _template_arguments(context, body)
-        tokens = await chat_tokens_of(context, body.messages, use, options, limit)
+        parser = context.settings.tool_call_parser
+        use = tool_use(tokenizer.chat_template, body.tools, parser=parser)
+        given = {name: getattr(body, name) for name in TEMPLATE_FIELDS}
+        chat = ChatRequest.model_construct(messages=body.messages, **given)
+        tokens = await chat_tokens_of(context, chat, use, limit)
     else:
         text = body.prompt or ""
         special = body.add_special_tokens is not False
@@ -36,24 +39,14 @@ async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
             tokens = await offload(
                 len(text), lambda: tokenizer.encode(text, special=special, max_tokens=limit)
             )
-    value = {"count": len(tokens), "max_model_len": context.max_model_len, "tokens": tokens}
+    value: TokenizeResponse = {
+        "count": len(tokens),
+        "max_model_len": context.max_model_len,
+        "tokens": tokens,
+    }
     if body.return_token_strs:
         value["token_strs"] = await offload(len(tokens), lambda: _pieces(tokenizer, tokens))
     return value
-
-
-def _template_arguments(
-    context: Context, body: TokenizeRequest
-) -> tuple[ToolUse | None, dict[str, Any]]:
-    """The tools and template variables that a chat request with the same fields would have."""
-    template = context.input_processor.need_tokenizer().chat_template
-    use = tool_use(template, body.tools, parser=context.settings.tool_call_parser)
-    chat = ChatRequest.model_construct(
-        messages=body.messages, chat_template_kwargs=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )  # fmt: skip
-    return use, template_options(chat, use)
 
 
 def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
@@ -64,7 +57,7 @@ def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return pieces
 
 
-async def detokenize(context: Context, body: DetokenizeRequest) -> dict[str, Any]:
+async def detokenize(context: Context, body: DetokenizeRequest) -> DetokenizeResponse:
     """The text of tokens, including special tokens."""
     check_model(context, body.model)
     tokenizer = context.input_processor.need_tokenizer()
@@ -76,6 +69,5 @@ async def detokenize(context: Context, body: DetokenizeRequest) -> dict[str, Any
             problem = f"must be from 0 to {vocab_size - 1}, not {format_value(token)}"
             raise field_error("tokens", problem)
     size = CHARACTERS_PER_TOKEN * len(body.tokens)
-    decode = tokenizer.decode
-    text = await offload(size, lambda: decode(body.tokens, skip_special=False))
+    text = await offload(size, lambda: tokenizer.decode(body.tokens, skip_special=False))
     return {"prompt": text}

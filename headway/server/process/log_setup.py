@@ -1,8 +1,8 @@
 """Log output as text or JSON lines, each with the id of the HTTP request it belongs to.
 
 A separate thread writes the lines, so a slow disk or a full pipe delays neither the engine nor a
-response. Lines that do not fit into the queue or on the disk are dropped and counted. Headers, query strings and
-values of bodies are never logged, so logs contain no keys and no prompts.
+response. Lines that do not fit into the queue or on the disk are dropped and counted. Headers, query
+strings and values of bodies are never logged, so logs contain no keys and no prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from threading import Thread
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from headway.server.http.middleware import REQUEST_ID
 
@@ -102,7 +102,7 @@ class WaitingQueueListener(QueueListener):
         self.queue.put(None)  # type: ignore[attr-defined]  # it is a queue.Queue
 
 
-def _extra(record: logging.LogRecord) -> dict[str, Any]:
+def _extra(record: logging.LogRecord) -> dict[str, object]:
     """The attributes given as `extra`."""
     return {key: value for key, value in vars(record).items() if key not in STANDARD_ATTRIBUTES}
 
@@ -111,7 +111,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
+        line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(), "logger": record.name,
             "message": record.getMessage(), **_extra(record),

@@ -140,10 +140,8 @@ class ChildProcess:
             message = self.control.recv()
         except EOFError:
             self.process.join()
-            name, status = self.process.name, self.process.exitcode
-            raise ExecutorError(
-                f"the {name} exited with status {status} before it was ready"
-            ) from None
+            exited = f"the {self.process.name} exited with status {self.process.exitcode}"
+            raise ExecutorError(f"{exited} before it was ready") from None
         if isinstance(message, Exception):
             raise message
         self._is_ready = True
@@ -171,8 +169,9 @@ class ChildProcess:
 class Supervisor:
     """Starts the engine's process and the API workers, replaces workers, and stops all in order."""
 
+    engine: ChildProcess
+
     def __init__(self, factory: ServerFactory, bound: socket.socket, num_workers: int) -> None:
-        self.engine: ChildProcess | None = None
         self.workers: list[ChildProcess] = []
         self._factory, self._bound, self._num_workers = factory, bound, num_workers
         self._signals: list[int] = []
@@ -184,6 +183,7 @@ class Supervisor:
             tempfile.TemporaryDirectory(prefix="headway-") as folder,  # of mode 0700
         ):
             path = Path(folder) / "engine"
+            self.engine = ChildProcess("engine", run_engine, self._factory, path)
             try:
                 model_info = self._start(path)
                 for number in SIGNALS:
@@ -198,8 +198,7 @@ class Supervisor:
         return status
 
     def _start(self, path: Path) -> Any:
-        """Start all processes; return the model info once all are ready."""
-        self.engine = ChildProcess("engine", run_engine, self._factory, path)
+        """Start the workers; return the model info once all processes are ready."""
         self.workers = [self._new_worker(path) for _ in range(self._num_workers)]
         model_info = self.engine.wait_until_ready()
         for worker in self.workers:
@@ -213,7 +212,6 @@ class Supervisor:
 
     def _watch(self, path: Path, model_info: Any) -> int:
         """Replace workers that exit, until a signal arrives or no worker is left."""
-        assert self.engine is not None, "_start() was called"
         is_logged = False
         while self.workers and not self._signals:
             if not is_logged and not self.engine.process.is_alive():
@@ -222,21 +220,16 @@ class Supervisor:
                 is_logged = True
             exited = wait([worker.process.sentinel for worker in self.workers], timeout=0.1)
             for worker in [w for w in self.workers if w.process.sentinel in exited]:
-                self._replace(worker, path, model_info)
+                worker.process.join()
+                log.error("an API worker exited with status %s", worker.process.exitcode)
+                self.workers.remove(worker)
+                # A worker that failed to start is not replaced: the next one would fail, too.
+                if worker.was_ready() and self.engine.process.is_alive():
+                    self.workers.append(self._new_worker(path))
+                    self.workers[-1].send(model_info)
         return 0 if self.workers and self.engine.process.is_alive() else 1
 
-    def _replace(self, worker: ChildProcess, path: Path, model_info: Any) -> None:
-        assert self.engine is not None, "_start() was called"
-        worker.process.join()
-        log.error("an API worker exited with status %s", worker.process.exitcode)
-        self.workers.remove(worker)
-        # A worker that failed to start is not replaced: the next one would fail, too.
-        if worker.was_ready() and self.engine.process.is_alive():
-            self.workers.append(self._new_worker(path))
-            self.workers[-1].send(model_info)
-
     def _stop(self) -> None:
-        assert self.engine is not None, "_start() was called"
         self._bound.close()  # clients would connect and wait as long as any process has it open
         for worker in self.workers:
             worker.send(STOP)
@@ -246,7 +239,7 @@ class Supervisor:
         self.engine.join_or_kill(DRAIN_TIMEOUT)
 
     def _kill(self) -> None:
-        for child in (*self.workers, *([self.engine] if self.engine else [])):
+        for child in (*self.workers, self.engine):
             child.process.kill()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,11 +19,7 @@ from headway.grammar.grammar import Grammar, check_grammar, with_bounded_whitesp
 from headway.grammar.json_schema import close_objects
 from headway.server.toolcalls.formats import AUTO, FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
 from headway.server.toolcalls.parser import ToolCallParser
-from headway.server.toolcalls.prompt import (
-    NO_PARAMETERS,
-    render_tool_prompt,
-    with_tools_described,
-)
+from headway.server.toolcalls.prompt import NO_PARAMETERS, render_tool_prompt, with_tools_described
 from headway.text.chat_template import Message
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -102,15 +98,13 @@ def tool_use(
     if choice == "none":
         return None
     format, is_described = format_of(template, parser)
-    grammar = None
+    grammar, are_closed = None, disable_additional_properties
     if chosen.must_call:
         is_one = chosen.is_one or not (parallel and format.between)
-        is_closed = disable_additional_properties
-        grammar = _calls_grammar(format, chosen.allowed, is_one=is_one, is_closed=is_closed)
+        grammar = _calls_grammar(format, chosen.allowed, is_one=is_one, is_closed=are_closed)
     return ToolUse(
         format=format, tools=tuple(tools), grammar=grammar, is_described=is_described,
-        are_closed=disable_additional_properties,
-        names=frozenset(_name(tool) for tool in chosen.allowed.values()),
+        are_closed=are_closed, names=frozenset(map(_name, chosen.allowed.values())),
     )  # fmt: skip
 
 
@@ -135,36 +129,34 @@ def format_of(template: str | None, parser: str = AUTO) -> tuple[ToolFormat, boo
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise InvalidRequest(f"tools must be a list, not {tools!r}")
     names = set[str]()
     for number, tool in enumerate(tools):
-        where = f"tools[{number}]"
-        if not _is_map(tool):
-            raise InvalidRequest(f"{where} must be an object, not {shorten(tool)}")
-        kind, function = tool.get("type"), tool.get("function")
-        if kind != "function":
-            raise InvalidRequest(f"{where}.type must be 'function', not {shorten(kind)}")
-        if not _is_map(function):
-            raise InvalidRequest(f"{where}.function must be an object, not {shorten(function)}")
-        name, parameters = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            problem = "1 to 64 letters, digits, _ and -"
-            raise InvalidRequest(f"{where}.function.name must be {problem}, not {name!r}")
-        if name in names:
-            raise InvalidRequest(f"{where}.function.name {name!r} is a duplicate; names are unique")
-        names.add(name)
-        if parameters is not None and not _is_map(parameters):
-            wrong = shorten(parameters)
-            raise InvalidRequest(
-                f"{where}.function.parameters must be a JSON schema (an object), not {wrong}"
-            )
+        if problem := _tool_problem(tool, names):
+            raise InvalidRequest(f"tools[{number}].{problem}")
+        names.add(_name(tool))
+
+
+def _tool_problem(tool: Tool, names: Collection[str]) -> str | None:
+    """What is wrong with a tool; None if it is valid and its name is new."""
+    kind, function = tool.get("type"), tool.get("function")
+    if kind != "function":
+        return f"type must be 'function', not {shorten(kind)}"
+    if not _is_map(function):
+        return f"function must be an object, not {shorten(function)}"
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        return f"function.name must be 1 to 64 letters, digits, _ and -, not {name!r}"
+    if name in names:
+        return f"function.name {name!r} is a duplicate; names are unique"
+    if parameters is not None and not _is_map(parameters):
+        limit = "must be a JSON schema (an object)"
+        return f"function.parameters {limit}, not {shorten(parameters)}"
+    return None
 
 
 def _parse_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:
-    every = dict(enumerate(tools))
     if choice in (None, "none", "auto", "required"):
-        return ToolChoice(choice == "required", every)
+        return ToolChoice(choice == "required", dict(enumerate(tools)))
     if _is_map(choice) and choice.get("type") == "allowed_tools":
         return _parse_allowed(choice.get("allowed_tools"), tools)
     function = choice.get("function") if _is_map(choice) else None
@@ -236,8 +228,7 @@ def _attribute_errors_to(number: int) -> Iterator[None]:
 
 
 def _name(tool: Tool) -> str:
-    name: str = tool["function"]["name"]
-    return name
+    return str(tool["function"]["name"])
 
 
 def _is_map(value: object) -> TypeGuard[Mapping[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -41,7 +41,7 @@ class ToolCall:
     name: str
     arguments: str
 
-    def as_message(self) -> dict[str, Any]:
+    def as_message(self) -> dict[str, object]:
         """The call as an item of a message's `tool_calls`."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -55,7 +55,7 @@ class CallDelta(NamedTuple):
     id: str | None = None
     name: str | None = None
 
-    def as_chunk(self) -> dict[str, Any]:
+    def as_chunk(self) -> dict[str, object]:
         """The part as an item of a streamed delta's `tool_calls`."""
         if self.id is None:
             return {"index": self.number, "function": {"arguments": self.arguments}}

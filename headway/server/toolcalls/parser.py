@@ -11,15 +11,9 @@ import json
 import re
 from collections.abc import Callable
 
-from headway.server.toolcalls.formats import (
-    CallDelta,
-    OutputPiece,
-    ToolFormat,
-    new_call_id,
-)
+from headway.server.toolcalls.formats import CallDelta, OutputPiece, ToolFormat, new_call_id
 
 WHITESPACE = " \t\r\n"
-TRAILING_WHITESPACE = re.compile(r"[ \t\r\n]*\Z")
 DECODER = json.JSONDecoder(strict=False)  # models write raw line breaks into strings
 # The beginning of a call that can be streamed: the name is first and the arguments are an object.
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w-]+)"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)')
@@ -104,10 +98,9 @@ class ToolCallParser:
         found: list[OutputPiece] = []
         held, self._held = self._held, ""
         if self._state == self._call:
-            call = self._complete_call(_decode(held)[0])
-            found += call or [self._opening + held]
+            found = self._complete_call(_decode(held)[0]) or [self._opening + held]
         elif self._state in (self._start, self._text) and (held.strip() or not self.num_calls):
-            found.append(held)
+            found = [held]
         self._state = self._text
         return [piece for piece in found if piece]
 
@@ -135,10 +128,8 @@ class ToolCallParser:
 
     def _plain(self) -> list[OutputPiece] | None:
         """Text in a format that allows calls only at the beginning."""
-        if not self._held:
-            return None
         text, self._held = self._held, ""
-        return [text]
+        return [text] if text else None
 
     def _text(self) -> list[OutputPiece] | None:
         """Text up to the opening tag of a call."""
@@ -148,11 +139,9 @@ class ToolCallParser:
             self._held, self._opening = after, before[len(text) :] + tag
             self._state = self._list if self.format.is_list else self._call
             return [text]
-        num_held = self._num_held_back(before)
-        if num_held == len(before):
-            return None
-        self._held = before[len(before) - num_held :]
-        return [before[: len(before) - num_held]]
+        end = len(before) - self._num_held_back(before)
+        self._held = before[end:]
+        return [before[:end]] if end else None
 
     def _list(self) -> list[OutputPiece] | None:
         """After the tag of a list: the list or a function name."""
@@ -169,12 +158,12 @@ class ToolCallParser:
         head = HEAD.match(self._held)
         if head is None and self.format.is_list:
             head = NAMED_HEAD.match(self._held)
-        is_known = head is not None and head[1] in self._names
-        if is_known and head is not None and head.re is HEAD:
-            is_known = head[2] == self.format.arguments
-        if not is_known or head is None:
+        if head is None or head[1] not in self._names:
             return self._unstreamed_call()
-        self._scanner, self._has_outer = JsonScanner(), head.re is HEAD
+        self._has_outer = head.re is HEAD
+        if self._has_outer and head[2] != self.format.arguments:
+            return self._unstreamed_call()
+        self._scanner = JsonScanner()
         self._held = self._held[head.end() :]
         self._state = self._arguments
         return [self._begin_call(head[1])]
@@ -186,14 +175,12 @@ class ToolCallParser:
         self._held = self._held[length:]
         if self._scanner.depth == 0:
             self._state = self._rest
-            self._scanner.depth = 1 if self._has_outer else 0  # the object around the arguments
+            self._scanner.depth = int(self._has_outer)  # the object around the arguments
         return [CallDelta(self.num_calls - 1, text)]
 
     def _rest(self) -> list[OutputPiece] | None:
         """The rest of the object around the arguments; further members are ignored."""
         if self._scanner.depth:
-            if not self._held:
-                return None
             _, length = self._scanner.feed(self._held)
             self._held = self._held[length:]
             if self._scanner.depth:
@@ -275,8 +262,7 @@ class ToolCallParser:
         tag = self.format.open
         lengths = range(min(len(tag) - 1, len(text)), 0, -1)
         num_tag = next((n for n in lengths if text.endswith(tag[:n])), 0)
-        blanks = TRAILING_WHITESPACE.search(text[: len(text) - num_tag])
-        return num_tag + (len(blanks[0]) if blanks else 0)
+        return len(text) - len(text[: len(text) - num_tag].rstrip(WHITESPACE))
 
     def _begin_call(self, name: str, arguments: str = "") -> CallDelta:
         self.num_calls += 1

@@ -38,7 +38,8 @@ def template_messages(
     a call that cannot be parsed.
     """
     found = [_with_parsed_calls(number, message) for number, message in enumerate(messages)]
-    if any(_has_calls(message) for message in found) and not renders_calls(template):
+    has_calls = any(each.get("tool_calls") or each["role"] == "tool" for each in found)
+    if has_calls and not renders_calls(template):
         return [_as_text(message, format) for message in found]
     return found
 
@@ -89,10 +90,6 @@ def renders_calls(template: str | None) -> bool:
         return True
 
 
-def _has_calls(message: Message) -> bool:
-    return bool(message.get("tool_calls")) or message["role"] == "tool"
-
-
 def _as_text(message: Message, format: ToolFormat) -> Message:
     """A message with its calls, or with a tool's result, written into the content."""
     if message["role"] == "tool":
@@ -100,13 +97,9 @@ def _as_text(message: Message, format: ToolFormat) -> Message:
         return {"role": "user", "content": result}
     if not message.get("tool_calls"):
         return message
-    calls = [
-        json.dumps(
-            {"name": call["function"]["name"], format.arguments: call["function"]["arguments"]},
-            ensure_ascii=False,
-        )
-        for call in message["tool_calls"]
-    ]
+    functions = [call["function"] for call in message["tool_calls"]]
+    values = [{"name": each["name"], format.arguments: each["arguments"]} for each in functions]
+    calls = [json.dumps(value, ensure_ascii=False) for value in values]
     if format.is_list:
         written = f"{format.open}[{', '.join(calls)}]"
     else:
@@ -117,9 +110,9 @@ def _as_text(message: Message, format: ToolFormat) -> Message:
 
 
 def _plain_text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content or ())
 
 
 def _with_parsed_calls(number: int, message: Message) -> Message:
@@ -129,15 +122,13 @@ def _with_parsed_calls(number: int, message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise InvalidRequest(f"messages[{number}].tool_calls must be a list, not {calls!r}")
-    places = (f"messages[{number}].tool_calls[{place}]" for place in range(len(calls)))
-    parsed = [_parse_call(call, where) for call, where in zip(calls, places, strict=True)]
+    where = f"messages[{number}].tool_calls"
+    parsed = [_parse_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
     return {**message, "tool_calls": parsed}
 
 
-def _parse_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
+def _parse_call(call: Mapping[str, Any], where: str) -> Message:
+    function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where}.function must have a name and arguments, not {function!r}")
     arguments = function.get("arguments") or {}
