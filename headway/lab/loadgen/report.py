@@ -1,7 +1,7 @@
 """Benchmark reports with the keys of `vllm bench throughput`, `latency` and `serve`.
 
 Latencies are milliseconds, of requests that completed. For a server, ITL is the time between two
-pieces of a stream, as a client sees it, and the stall of a request is its longest ITL. Knows no server, no model and no clock.
+pieces of a stream, as a client sees it, and the stall of a request is its longest ITL.
 """
 
 from __future__ import annotations
