@@ -24,9 +24,9 @@ import optuna
 
 from bench.harness import Bench, Figures
 from headway.lab.cost import load_profile
-from headway.lab.planner.capacity import CapacityQuestion, find_capacity
+from headway.lab.planner.capacity import find_capacity
 from headway.lab.planner.confidence import interval
-from headway.lab.planner.evaluate import Evaluator, History, Settings, make_config
+from headway.lab.planner.evaluate import Evaluator, History, Job, Settings, make_config
 from headway.lab.planner.executors import Processes
 from headway.lab.planner.objective import MET, Objective
 from headway.lab.planner.search import Search, TuneQuestion
@@ -144,7 +144,7 @@ def with_optuna(question: TuneQuestion, objective: Objective) -> Settings:
 
 def capacity(asked: Namespace) -> Figures:
     """How often the interval of NUM_SEEDS seeds contains the mean of other seeds."""
-    question = CapacityQuestion(
+    question = Job(
         profile=PROFILE, settings={"preset": "headway"}, targets=TARGETS,
         workload=Workload(text=CAPACITY.replace("=2000", "=200") if asked.quick else CAPACITY),
     )  # fmt: skip
