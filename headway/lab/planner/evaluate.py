@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -157,20 +156,17 @@ def code_version() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-@cache
-def _fingerprint(workload: Workload) -> str:
-    return workload.fingerprint()
+_fingerprint = cache(Workload.fingerprint)
 
 
 @cache
 def _module_hash(value: str) -> str:
     """The hash of the file of a `module:function` policy; "" for other values."""
     module, colon, _ = value.partition(":")
-    if not colon or "(" in module:
+    spec = find_spec(module) if colon and "(" not in module else None
+    if spec is None or spec.origin is None:
         return ""
-    spec = find_spec(module)
-    origin = spec.origin if spec else None
-    return hashlib.sha256(Path(origin).read_bytes()).hexdigest() if origin else ""
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 
 class History:
@@ -199,14 +195,10 @@ class History:
     def put(self, key: str, outcome: Outcome) -> None:
         """Remember an outcome, on disk before this returns."""
         self.known[key] = outcome
-        if self._path is None:
-            return
-        line = json.dumps({"key": key, "code": code_version(), "outcome": asdict(outcome)})
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, f"{line}\n".encode())
-        finally:
-            os.close(file)
+        if self._path is not None:
+            line = json.dumps({"key": key, "code": code_version(), "outcome": asdict(outcome)})
+            with self._path.open("ab", buffering=0) as file:
+                file.write(f"{line}\n".encode())
 
     def _read(self, file: Any) -> None:
         file.seek(0)
