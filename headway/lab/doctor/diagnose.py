@@ -52,7 +52,6 @@ class Examined:
         return None if is_used else Remedy(f"use {slot} {value}", f"{slot}={value}")
 
     def scale(self, name: str, factor: float) -> Remedy:
-        """Raise or lower a number."""
         verb = "raise" if factor > 1 else "lower"
         return Remedy(f"{verb} {name}", f"{name}={max(1, round(int(self.config[name]) * factor))}")
 
@@ -66,7 +65,7 @@ class Examined:
     @property
     def is_held_up(self) -> bool:
         """Whether requests wait although there is memory, which other findings cover."""
-        return self.summary["per_step"]["waiting"] >= 1 and self.top_reason not in MEMORY
+        return self.top_reason not in MEMORY and bool(self.summary["per_step"]["waiting"] >= 1)
 
 
 def diagnose(summary: Summary, config: Mapping[str, str | int]) -> list[Finding]:

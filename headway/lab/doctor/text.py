@@ -38,7 +38,6 @@ def show(value: float | None, unit: str) -> str:
 
 
 def findings_text(findings: Iterable[Mapping[str, Any]]) -> str:
-    """Symptom, cause, remedy and changes to try of each finding."""
     texts = []
     for finding in findings:
         parts = {**finding, "try": ", ".join(finding["changes"])}
@@ -52,7 +51,6 @@ def findings_text(findings: Iterable[Mapping[str, Any]]) -> str:
 
 
 def diagnosis_text(found: Mapping[str, Any]) -> str:
-    """The vitals of a server and its findings."""
     rows = [("", "now", "healthy", "")]
     for vital in found["vitals"]:
         mark = "" if vital["is_healthy"] else "!"

@@ -151,7 +151,8 @@ def _costs(recording: Recording, profile: str | None) -> tuple[Profile, Document
     Half of the steps are fitted; the error is that of the other half.
     """
     chosen = None if profile is None else load_profile(profile)
-    model, problem = recording.model or (chosen and chosen.model), "the model's sizes are not known"
+    model = recording.model or (chosen.model if chosen else None)
+    problem = "the model's sizes are not known"
     try:
         if model is not None:
             return _fitted(recording, model)

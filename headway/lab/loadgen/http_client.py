@@ -112,10 +112,11 @@ class ClientConnection(asyncio.Protocol):
         """Send a request and return the response; with `receive`, pass on the body of a 200."""
         assert self._transport is not None and self._response is None, "one request at a time"
         self.reader, self._receive, self._body = ResponseReader(), receive, bytearray()
-        self._response = asyncio.get_running_loop().create_future()
+        response: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
+        self._response = response
         self._transport.write(request)
         try:
-            return await self._response
+            return await response
         except asyncio.CancelledError:
             self.close()  # the rest of this response would be read as the next one
             raise
@@ -168,8 +169,6 @@ class ClientConnection(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of a server."""
-
     host: str
     port: int
     path: str  # in front of /v1; usually empty

@@ -139,7 +139,6 @@ class LoadGenerator:
         await asyncio.gather(*(send_in_turn() for _ in range(concurrency)))
 
     async def send(self, request: WorkloadRequest, due: float) -> None:
-        """Send one request and wait until it ends."""
         outcome = Outcome(due)
         recorder, body = StreamRecorder(outcome), self._format.body(request)
         self.outcomes.append(outcome)

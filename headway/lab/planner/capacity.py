@@ -19,6 +19,7 @@ from headway.lab.planner.confidence import Interval, interval
 from headway.lab.planner.evaluate import Evaluator, Job, Outcome, check_completed
 from headway.lab.planner.targets import Targets, duration_text, missed
 from headway.lab.planner.workload import at_rate
+from headway.lab.summary import Summary
 
 TOLERANCE = 0.01  # width of the last bracket, relative to its upper end
 LIGHT, ALONE = 1 / 16, 1 / 1000  # of the saturated rate; ALONE: requests hardly ever meet
@@ -110,7 +111,7 @@ def find_capacity(job: Job, seeds: Sequence[int], evaluator: Evaluator) -> Capac
     return Capacity(
         rate=Interval(mean, max(0.0, low), high), by_seed=rates, saturated_rate=saturated,
         limited_by=dict(sorted(limits.items())), num_runs=num_runs,
-        is_short=any(map(_is_short, latest.values())),
+        is_short=any(_is_short(outcome.summary) for outcome in latest.values()),
     )  # fmt: skip
 
 
@@ -133,9 +134,8 @@ def failures(targets: Targets, outcome: Outcome) -> list[str]:
     return [*failed, *([SATURATED] if outcome.is_saturated else [])]
 
 
-def _is_short(outcome: Outcome) -> bool:
+def _is_short(summary: Summary) -> bool:
     """Whether requests stay so long that the arrivals end before the batch is steady."""
-    summary = outcome.summary
     return bool(summary["seconds"] < (MIN_SPANS + 1) * summary["end_to_end"]["mean"])
 
 

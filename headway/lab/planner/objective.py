@@ -1,9 +1,8 @@
 """What `tune` maximises: throughput or latency, subject to the targets.
 
-If work arrives faster than it is done, or all at once, the objective is throughput: output tokens
-per second. Otherwise throughput is that of the arrivals, and the objective is latency: the statistic
-that is closest to its target, relative to it; without targets, the mean end-to-end time. Settings
-that meet all targets are better than settings that do not.
+If work arrives faster than it is done, or all at once, it is output tokens per second. Otherwise it
+is latency: the statistic that is closest to its target, relative to it; without targets, the mean
+end-to-end time. Settings that meet all targets are better than settings that do not.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class Objective:
 
     @property
     def text(self) -> str:
-        """A sentence."""
         if self.is_throughput:
             what = "output tokens per second, because the workload saturates the defaults"
         elif self.targets:

@@ -105,21 +105,18 @@ class Search:
 
     def evaluate(self, points: Sequence[Settings], share: float) -> list[tuple[Score, Settings]]:
         """Scores of points on a part of the workload, in their order."""
-        self.considered.update(map(self._identity, points))
+        names, score = [self._identity(point) for point in points], self.objective.score
+        self.considered.update(names)
         if share < 1:
-            outcomes = self._evaluator.run([self._job(point, share) for point in points])
-            return list(zip(map(self.objective.score, outcomes), points, strict=True))
-        names = [self._identity(point) for point in points]
+            return list(zip(map(score, self._run(points, share)), points, strict=True))
         new = {n: p for n, p in zip(names, points, strict=True) if n not in self.tried}
-        outcomes = self._evaluator.run([self._job(point, 1.0) for point in new.values()])
-        for (name, point), outcome in zip(new.items(), outcomes, strict=True):
-            score = self.objective.score(outcome)
-            self.tried[name] = Tried(point=point, outcome=outcome, score=score)
+        for (name, point), outcome in zip(new.items(), self._run(new.values(), 1.0), strict=True):
+            self.tried[name] = Tried(point=point, outcome=outcome, score=score(outcome))
         return [(self.tried[n].score, p) for n, p in zip(names, points, strict=True)]
 
-    def _job(self, point: Settings, share: float) -> Job:
-        job = self._question.job(point, share)
-        return job if self._stops else replace(job, targets=())
+    def _run(self, points: Iterable[Settings], share: float) -> list[Outcome]:
+        jobs = [self._question.job(point, share) for point in points]
+        return self._evaluator.run(jobs if self._stops else [replace(j, targets=()) for j in jobs])
 
     def _ranked(self, points: list[Settings], share: float) -> list[tuple[Score, Settings]]:
         """Points with their scores, best first. If all are stopped, they run again to their end:

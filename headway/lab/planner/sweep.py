@@ -22,8 +22,6 @@ from headway.scheduler.policies.presets import SLOTS
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One combination of knob values and its result."""
-
     knobs: Settings
     outcome: Outcome
 

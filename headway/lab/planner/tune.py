@@ -66,8 +66,6 @@ class ParetoPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What `tune` found."""
-
     objective: Objective
     settings: Settings  # what differs from the base; empty: the defaults are best
     seeds_met: tuple[int, int]  # fresh seeds that meet all targets: defaults, best

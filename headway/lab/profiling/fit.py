@@ -52,10 +52,8 @@ class Observations:
     @property
     def is_plain(self) -> npt.NDArray[np.bool_]:
         """[step]: whether it computes and does not copy."""
-        computes = np.zeros(len(self.seconds), dtype=bool)
-        computes[self.step_of] = True
-        computes &= self.copies[:, 0] == 0
-        return computes
+        num_passes = np.bincount(self.step_of, minlength=len(self.seconds))
+        return np.asarray((num_passes > 0) & (self.copies[:, 0] == 0))
 
     @cached_property
     def columns(self) -> Numbers:
@@ -68,7 +66,6 @@ class Observations:
         return np.array_equal(self.step_of, np.arange(len(self.seconds)))
 
     def select(self, is_selected: npt.NDArray[np.bool_]) -> Observations:
-        """The observations of the selected steps."""
         kept = is_selected[self.step_of]
         places = np.cumsum(is_selected) - 1
         return replace(
@@ -198,12 +195,11 @@ def missing_coverage(plain: Observations) -> list[str]:
 def _machine(point: Numbers) -> Machine:
     """The machine of a search point: logarithms, and the log-odds of the overlap."""
     bounded = np.minimum(np.maximum(point, LOWER_BOUNDS), UPPER_BOUNDS)
-    bandwidth, flops, fixed, min_attention, prompt = np.exp(bounded[:5]).tolist()
+    bandwidth, flops, *times = np.exp(bounded[:5]).tolist()
+    fixed, attention, prompt = (time if time > NEGLIGIBLE else 0.0 for time in times)
     return Machine(
         bandwidth=bandwidth, bandwidth_share=1.0, flops=flops, flops_share=1.0,
-        fixed_seconds=fixed if fixed > NEGLIGIBLE else 0.0,
-        attention_seconds=min_attention if min_attention > NEGLIGIBLE else 0.0,
-        prompt_seconds=prompt if prompt > NEGLIGIBLE else 0.0,
+        fixed_seconds=fixed, attention_seconds=attention, prompt_seconds=prompt,
         overlap=float(1 / (1 + np.exp(-bounded[5]))),
         host_seconds=0.0, copy_bandwidth=bandwidth, copy_seconds=0.0,
     )  # fmt: skip

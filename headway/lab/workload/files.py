@@ -60,7 +60,9 @@ def read_workload(
     Arrivals are divided by `speed`; the time from arrival to deadline stays. A request without a
     limit in the file gets `max_tokens`, or its output length if that is larger.
     """
-    requests = adjust(_requests(Path(path), max_tokens), limit, speed)
+    make = row_reader(max_tokens)
+    rows = _recorded(Path(path), make) if is_trace(Path(path)) else read_rows(Path(path), make)
+    requests = adjust(rows, limit, speed)
     if not requests:
         raise FormatError(path, None, "the file contains no requests")
     return requests
@@ -103,11 +105,6 @@ def _line(request: WorkloadRequest) -> dict[str, object]:
         "output": request.num_output, "max_tokens": request.max_tokens, "client": request.client,
         "priority": request.priority, "n": request.n, **deadline,
     }  # fmt: skip
-
-
-def _requests(path: Path, max_tokens: int) -> Iterator[WorkloadRequest]:
-    make = row_reader(max_tokens)
-    return _recorded(path, make) if is_trace(path) else read_rows(path, make)
 
 
 def row_reader(max_tokens: int = 1) -> Callable[[Row], WorkloadRequest]:

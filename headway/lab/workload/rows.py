@@ -47,7 +47,6 @@ class Row:
     def whole(
         self, key: str, low: int, high: int = MAX_TOKENS, *, default: int | None = None
     ) -> int:
-        """A whole number in [low, high]."""
         if default is not None and key not in self:
             return default
         return whole_number(self._names.get(key, key), self.get(key), low, high)
