@@ -87,7 +87,7 @@ def search_against_grid(
         "objective": objective.unit, "grid_points": len(grid),
         "grid_best": objective.figure(best), "grid_class": objective.score(best)[0],
         "search_best": objective.figure(found), "search_class": objective.score(found)[0],
-        "search_to_grid": 1 + objective.gain(objective.figure(found), objective.figure(best)),
+        "search_to_grid": 1 + objective.gain(found, best),
         "search_cost": round(answer.cost, 1), "search_seconds": round(seconds, 1),
         "gain_over_defaults": list(answer.gain), "settings": answer.settings,
     }  # fmt: skip
@@ -118,7 +118,7 @@ def search_against_optuna(question: TuneQuestion, evaluator: Evaluator, budget: 
         "search_mean": fmean(new for new, _ in figures),
         "optuna_mean": fmean(old for _, old in figures),
         "search_met": sum(new for new, _ in classes), "optuna_met": sum(old for _, old in classes),
-        "gain_over_optuna": list(interval([objective.gain(*pair) for pair in figures])),
+        "gain_over_optuna": list(interval([objective.gain(*pair) for pair in pairs])),
         "search_cost": round(answer.cost, 1), "search_seconds": round(seconds, 1),
         "optuna_seconds": round(optuna_seconds, 1),
         "settings": answer.settings, "optuna_settings": explicit(question, trial),

@@ -160,8 +160,7 @@ def _prefill(run: Examined) -> Finding | None:
     share = run.summary["per_step"]["prefill_share"]
     if share <= vitals.MAX_PREFILL_SHARE:
         return None
-    is_cut = run.has("chunk", "at_most")
-    smaller = "lower n of at_most(n)" if is_cut else "use chunk at_most(n)"
+    smaller = _smaller_chunks(run).text
     return Finding(
         f"{share:.0%} of the computed tokens are prompt tokens (typical: 20-40%)",
         "the workload is prefill-bound: long prompts, short outputs",

@@ -202,24 +202,24 @@ class Client:
         self._idle: list[ClientConnection] = []
 
     async def get(self, path: str) -> HttpResponse:
-        return await self._exchange(self._request("GET", path, b""), None)
+        return await self._exchange("GET", path, b"", None)
 
     async def post(self, path: str, body: bytes, receive: Receive | None = None) -> HttpResponse:
         """Send JSON. Raises ConnectionLost, BadResponse, OSError or TimeoutError without a response."""
-        return await self._exchange(self._request("POST", path, body), receive)
+        return await self._exchange("POST", path, body, receive)
 
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
 
-    def _request(self, verb: str, path: str, body: bytes) -> bytes:
+    async def _exchange(
+        self, verb: str, path: str, body: bytes, receive: Receive | None
+    ) -> HttpResponse:
         head = (
             f"{verb} {self.address.path}{path} HTTP/1.1\r\n{self._fields}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        return head.encode("latin-1") + body
-
-    async def _exchange(self, request: bytes, receive: Receive | None) -> HttpResponse:
+        request = head.encode("latin-1") + body
         while True:
             connection = await self._take()
             is_used = connection.is_used

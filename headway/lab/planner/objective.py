@@ -48,16 +48,16 @@ class Objective:
             return worst_ratio(self.targets, outcome.summary)
         return float(outcome.summary["end_to_end"]["mean"])
 
-    def gain(self, new: float, old: float) -> float:
-        """How much better one figure is than another, as a share: 0.1 is 10 % better."""
-        if self.is_throughput:
-            return new / old - 1 if old else 0.0
-        return old / new - 1 if new else 0.0
+    def gain(self, outcome: Outcome, other: Outcome) -> float:
+        """How much better the figure of one run is, as a share: 0.1 is 10 % better."""
+        new, old = self.figure(outcome), self.figure(other)
+        better, worse = (new, old) if self.is_throughput else (old, new)
+        return better / worse - 1 if worse else 0.0
 
     def advantage(self, outcome: Outcome, other: Outcome) -> float:
         """How much better one complete run is: by the figure, or by the missed targets."""
         if self.score(outcome)[0] == MET:
-            return self.gain(self.figure(outcome), self.figure(other))
+            return self.gain(outcome, other)
         ratios = [worst_ratio(self.targets, each.summary) for each in (outcome, other)]
         return ratios[1] / ratios[0] - 1 if ratios[0] else 0.0
 

@@ -111,9 +111,9 @@ def neighbours(values: list[Any], now: Any) -> list[Any]:
     """The values to try next: those beside a number, or all others."""
     if not all(isinstance(value, int) for value in values) or not isinstance(now, int):
         return [value for value in values if value != now]
-    below = [value for value in values if value < now]
-    above = [value for value in values if value > now]
-    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+    below = sorted(value for value in values if value < now)
+    above = sorted(value for value in values if value > now)
+    return below[-1:] + above[:1]
 
 
 def text_of(settings: Settings) -> str:

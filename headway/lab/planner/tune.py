@@ -97,10 +97,7 @@ def tune(question: TuneQuestion, evaluator: Evaluator, *, budget: int, seed: int
     fresh = range(1 + 1000 * seed, 1 + 1000 * seed + num_seeds)
     runs = _confirm(question, evaluator, [{}, *finalists], fresh)
     defaults, best = runs[0], max(runs, key=lambda run: _confirmed(objective, run[1]))
-    gains = [
-        objective.gain(objective.figure(b), objective.figure(d))
-        for b, d in zip(best[1], defaults[1], strict=True)
-    ]
+    gains = [objective.gain(b, d) for b, d in zip(best[1], defaults[1], strict=True)]
     return Answer(
         objective=objective, settings=best[0], num_seeds=num_seeds,
         seeds_met=(_num_met(objective, defaults[1]), _num_met(objective, best[1])),
