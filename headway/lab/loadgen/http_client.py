@@ -7,7 +7,6 @@ support redirects, proxies and compression, which it does not request.
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,11 +77,20 @@ class EventReader:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._data: list[bytes] = []
 
     def feed(self, body: bytes) -> list[bytes]:
-        *events, self._rest = (self._rest + body).replace(b"\r\n", b"\n").split(b"\n\n")
-        fields = (re.findall(rb"^data: ?(.*)", event, re.MULTILINE) for event in events)
-        return [b"\n".join(data) for data in fields if data]
+        events: list[bytes] = []
+        lines = (self._rest + body).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        return events
 
 
 class HttpResponse(NamedTuple):
