@@ -153,7 +153,9 @@ def _late_gaps(target: Target, num_ignored: int) -> MissTest:
     def is_missed(metrics: RunStats) -> bool:
         nonlocal place, num_missed
         gaps, counts = metrics.gap_seconds, metrics.gap_counts
-        num_missed += sum(counts[i] for i in range(place, len(gaps)) if gaps[i] > target.seconds)
+        for i in range(place, len(gaps)):
+            if gaps[i] > target.seconds:
+                num_missed += counts[i]
         place = len(gaps)
         return num_missed > num_ignored
 
