@@ -24,9 +24,9 @@ import optuna
 
 from bench.harness import Bench, Figures
 from headway.lab.cost import load_profile
-from headway.lab.planner.capacity import CapacityQuestion, find_capacity
+from headway.lab.planner.capacity import find_capacity
 from headway.lab.planner.confidence import interval
-from headway.lab.planner.evaluate import Evaluator, History, Settings, make_config
+from headway.lab.planner.evaluate import Evaluator, History, Job, Settings, make_config
 from headway.lab.planner.executors import Processes
 from headway.lab.planner.objective import MET, Objective
 from headway.lab.planner.search import Search, TuneQuestion
@@ -87,7 +87,7 @@ def search_against_grid(
         "objective": objective.unit, "grid_points": len(grid),
         "grid_best": objective.figure(best), "grid_class": objective.score(best)[0],
         "search_best": objective.figure(found), "search_class": objective.score(found)[0],
-        "search_to_grid": 1 + objective.gain(objective.figure(found), objective.figure(best)),
+        "search_to_grid": 1 + objective.gain(found, best),
         "search_cost": round(answer.cost, 1), "search_seconds": round(seconds, 1),
         "gain_over_defaults": list(answer.gain), "settings": answer.settings,
     }  # fmt: skip
@@ -118,7 +118,7 @@ def search_against_optuna(question: TuneQuestion, evaluator: Evaluator, budget: 
         "search_mean": fmean(new for new, _ in figures),
         "optuna_mean": fmean(old for _, old in figures),
         "search_met": sum(new for new, _ in classes), "optuna_met": sum(old for _, old in classes),
-        "gain_over_optuna": list(interval([objective.gain(*pair) for pair in figures])),
+        "gain_over_optuna": list(interval([objective.gain(*pair) for pair in pairs])),
         "search_cost": round(answer.cost, 1), "search_seconds": round(seconds, 1),
         "optuna_seconds": round(optuna_seconds, 1),
         "settings": answer.settings, "optuna_settings": explicit(question, trial),
@@ -144,7 +144,7 @@ def with_optuna(question: TuneQuestion, objective: Objective) -> Settings:
 
 def capacity(asked: Namespace) -> Figures:
     """How often the interval of NUM_SEEDS seeds contains the mean of other seeds."""
-    question = CapacityQuestion(
+    question = Job(
         profile=PROFILE, settings={"preset": "headway"}, targets=TARGETS,
         workload=Workload(text=CAPACITY.replace("=2000", "=200") if asked.quick else CAPACITY),
     )  # fmt: skip

@@ -12,7 +12,7 @@ and `Machine` below: {"name": ..., "description": ..., "kv_tokens": ..., "model"
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,9 +36,14 @@ SOURCES = {
     "40%.",
     "": "Of unknown origin: expect errors of up to 40%, or measure with `headway bench profile`.",
 }
-# Relative errors on a run that the profile was not fitted to: of a step (median, p90), of the sum
-# of all steps, of the simulated duration and of the simulated median time to first token.
-HELD_OUT = ("median", "p90", "total", "simulated", "ttft")
+# Relative errors on a run that the profile was not fitted to.
+HELD_OUT = {
+    "median": "steps {:.1%} (median)",
+    "p90": "steps {:.1%} (p90)",
+    "total": "sum of all steps {:+.1%}",
+    "simulated": "simulated duration {:+.1%}",
+    "ttft": "simulated time to first token (p50) {:+.1%}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +98,7 @@ class Profile:
         error = self.held_out
         if not error:
             return SOURCES[self.source]
-        parts = {
-            "steps {:.1%} (median)": error.get("median"),
-            "steps {:.1%} (p90)": error.get("p90"),
-            "sum of all steps {:+.1%}": error.get("total"),
-            "simulated duration {:+.1%}": error.get("simulated"),
-            "simulated time to first token (p50) {:+.1%}": error.get("ttft"),
-        }
-        listed = ", ".join(text.format(value) for text, value in parts.items() if value is not None)
+        listed = ", ".join(text.format(error[k]) for k, text in HELD_OUT.items() if k in error)
         return f"Measured on this machine; error on a held-out run: {listed}."
 
     @cached_property
@@ -132,8 +130,8 @@ class Profile:
     def step_seconds(self, plan: Plan, block_size: int = 16) -> float:
         """Device time of a plan; 0 for a plan without work."""
         seconds = 0.0
-        if plan.copies_out or plan.copies_in:
-            for copies in filter(None, (plan.copies_out, plan.copies_in)):
+        for copies in (plan.copies_out, plan.copies_in):
+            if copies:
                 seconds += self.copy_seconds(len(copies) * block_size)
         num_rows, context = len(plan.decodes), plan.decode_context
         if num_rows or plan.chunks:
@@ -218,18 +216,14 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     Path(path).write_text(json.dumps(as_json(profile), indent=2) + "\n", encoding="utf-8")
 
 
-def as_json(profile: Profile) -> dict[str, Any]:
+def as_json(part: Profile | Model | Machine) -> dict[str, Any]:
     """The fields of a profile file; optional fields that keep their default are left out."""
-    return _without_defaults(profile)
-
-
-def _without_defaults(part: Any) -> dict[str, Any]:
     values = {}
     for each in fields(part):
         value = getattr(part, each.name)
         default = each.default_factory() if each.default_factory is not MISSING else each.default
         if default is MISSING or value != default:
-            values[each.name] = _without_defaults(value) if is_dataclass(value) else value
+            values[each.name] = as_json(value) if isinstance(value, Model | Machine) else value
     return values
 
 
@@ -250,18 +244,15 @@ def _read(path: Path) -> Profile:
 
 def _filled(kind: type[T], values: Any, where: str) -> T:
     """A dataclass from a JSON object; ValueError names the field that is missing or invalid."""
-    is_object = isinstance(values, dict)
-    if not is_object:
+    if not isinstance(values, dict):
         raise ValueError(f"{where.rstrip('.') or 'a profile'} must be a JSON object")
-    known = fields(kind)  # type: ignore[arg-type]
-    names = [f.name for f in known]
-    for each in known:
-        is_required = each.default is MISSING and each.default_factory is MISSING
-        if each.name not in values and is_required:
-            raise ValueError(f"missing field {where}{each.name}")
+    known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    for name, each in known.items():
+        if name not in values and each.default is each.default_factory is MISSING:
+            raise ValueError(f"missing field {where}{name}")
     for name in values:
-        if name not in names:
-            raise ValueError(f"unknown field {where}{name}; known: {', '.join(names)}")
+        if name not in known:
+            raise ValueError(f"unknown field {where}{name}; known: {', '.join(known)}")
     return kind(**{name: _value(name, value, where) for name, value in values.items()})
 
 
@@ -289,8 +280,7 @@ def _value(name: str, value: Any, where: str) -> Any:
 
 def _held_out(values: Any) -> dict[str, float]:
     """The errors of a held-out run, each a number by its name."""
-    is_object = isinstance(values, dict)
-    if not is_object:
+    if not isinstance(values, dict):
         raise ValueError("held_out must be a JSON object")
     for name, value in values.items():
         real_number(f"held_out.{one_of('an error of held_out', name, HELD_OUT)}", value, low=-1)
@@ -299,8 +289,9 @@ def _held_out(values: Any) -> dict[str, float]:
 
 def _corrections(shown: str, values: Any) -> Corrections:
     """Pairs of rows and factor, ascending."""
-    is_list = isinstance(values, list)
-    if not is_list or not all(isinstance(each, list) and len(each) == 2 for each in values):
+    if not isinstance(values, list) or not all(
+        isinstance(each, list) and len(each) == 2 for each in values
+    ):
         raise ValueError(f"{shown} must be a list of pairs: a number of rows and a factor")
     for rows, factor in values:
         real_number(f"rows of {shown}", rows, low=1)

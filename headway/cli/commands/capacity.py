@@ -13,8 +13,8 @@ from headway.cli.options import planner as planner_options
 from headway.cli.options.simulation import DEFAULT_WORKLOAD, SimulationFlags, WorkloadText
 from headway.cli.view import render
 from headway.errors import ConfigError
-from headway.lab.planner.capacity import Capacity, CapacityQuestion, find_capacity
-from headway.lab.planner.evaluate import make_config
+from headway.lab.planner.capacity import Capacity, find_capacity
+from headway.lab.planner.evaluate import Job, make_config
 from headway.lab.planner.targets import Targets, redundant
 
 LONG_WORKLOAD = DEFAULT_WORKLOAD.replace("requests=200", "requests=1000")
@@ -49,7 +49,7 @@ def capacity_command(
     """
     if rate is not None and not 0 < rate < float("inf"):
         raise ConfigError(f"--rate must be a number above 0, not {rate:g}")
-    question = CapacityQuestion(
+    question = Job(
         profile=simulation.machine, workload=simulation.workload(workload),
         settings=simulation.settings, targets=planner_options.read_targets(targets),
         async_scheduling=simulation.async_scheduling,
@@ -65,7 +65,7 @@ def capacity_command(
     _print(question, found, rate)
 
 
-def _described(question: CapacityQuestion, found: Capacity, rate: float | None) -> dict[str, Any]:
+def _described(question: Job, found: Capacity, rate: float | None) -> dict[str, Any]:
     described = {
         **planner_options.described(question.profile),
         "targets": {target.name: target.seconds for target in question.targets},
@@ -75,7 +75,7 @@ def _described(question: CapacityQuestion, found: Capacity, rate: float | None) 
     return described if rate is None else {**described, "replicas": found.replicas(rate)}
 
 
-def _print(question: CapacityQuestion, found: Capacity, rate: float | None) -> None:
+def _print(question: Job, found: Capacity, rate: float | None) -> None:
     console, name = Console(highlight=False), question.profile.name
     mean, low, high = found.rate
     console.print(f"[bold]{mean:.2f} requests/s[/] meet {_listed(question.targets)} on {name}")

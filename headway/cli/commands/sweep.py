@@ -15,6 +15,7 @@ from headway.cli.view import render
 from headway.lab.cost import load_profile
 from headway.lab.film.spec import DEFAULT_PROFILE
 from headway.lab.planner import breakeven
+from headway.lab.planner.evaluate import Job
 from headway.lab.planner.space import KNOBS, WORKLOAD_KNOBS, check, parse_knobs, points, text_of
 from headway.lab.planner.sweep import (
     SweepPoint,
@@ -57,13 +58,16 @@ def sweep_command(
 ) -> None:
     """Simulate every combination of settings on one workload, as a table and a plot."""
     planner_options.check_plot(plot)
-    machine, work = simulation.machine, simulation.workload(workload)
-    base = simulation.settings
+    machine = simulation.machine
+    base = Job(
+        profile=machine, workload=simulation.workload(workload), settings=simulation.settings,
+        async_scheduling=simulation.async_scheduling,
+    )  # fmt: skip
     with runs.evaluator() as evaluator:
-        space = check(parse_knobs(knobs, (*KNOBS, *WORKLOAD_KNOBS)), base, machine)
-        check_metric(metric, base, machine)
+        space = check(parse_knobs(knobs, (*KNOBS, *WORKLOAD_KNOBS)), base.settings, machine)
+        check_metric(metric, base)
         with options.progress_bar("simulating", len(points(space))) as evaluator.advance:
-            results = run_sweep(space, base, machine, work, evaluator, simulation.async_scheduling)
+            results = run_sweep(space, base, evaluator)
     num_seeds = len(space.get("seed", ()))
     shown = over_seeds(results) if num_seeds > 1 and len(space) > 1 else results
     drawn = plot_of(shown, metric)

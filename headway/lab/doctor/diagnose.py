@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from headway.lab.summary import Summary
 from headway.observe import vitals
 from headway.scheduler.policies.presets import slot
+
+NUM_TOKENS = "max_num_batched_tokens"
+CHUNK = 512  # tokens; a chunk that stops other streams for a short time on most machines
+MIN_BUDGET = 64  # tokens; a lower one makes the prefill of short prompts slow
+MIN_GAP = 0.05  # seconds; p99 of the times between tokens
+MEMORY = ("blocks", "headroom", "back_off", "just_preempted", "after_preemption")
+DERIVED = ("behind_blocked", "not_reached", "parent")  # other requests have the actual reason
 
 
 class Finding(NamedTuple):
@@ -20,185 +29,174 @@ class Finding(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """A phrase, and the change of the configuration that it describes."""
+    """A phrase, and the change of the configuration that it describes; "" for none."""
 
     text: str
-    change: str
+    change: str = ""
 
 
-def diagnose(summary: Summary, config: dict[str, Any]) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A run, and remedies that change its configuration."""
+
+    summary: Summary
+    config: Mapping[str, str | int]
+
+    def has(self, slot: str, value: str) -> bool:
+        """Whether the slot has this value, with any numbers."""
+        return str(self.config[slot]).partition("(")[0] == value.partition("(")[0]
+
+    def use(self, slot: str, value: str) -> Remedy | None:
+        """Use this value of a slot; None if the configuration has it."""
+        is_used = self.has(slot, value)
+        return None if is_used else Remedy(f"use {slot} {value}", f"{slot}={value}")
+
+    def scale(self, name: str, factor: float) -> Remedy:
+        verb = "raise" if factor > 1 else "lower"
+        return Remedy(f"{verb} {name}", f"{name}={max(1, round(int(self.config[name]) * factor))}")
+
+    @property
+    def top_reason(self) -> str:
+        """The most frequent reason for waiting; one that follows from others counts only alone."""
+        reasons: dict[str, int] = self.summary["waiting_steps_by_reason"]
+        own = {reason: n for reason, n in reasons.items() if reason not in DERIVED} or reasons
+        return max(own, key=lambda reason: own[reason], default="")
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether requests wait although there is memory, which other findings cover."""
+        return self.top_reason not in MEMORY and bool(self.summary["per_step"]["waiting"] >= 1)
+
+
+def diagnose(summary: Summary, config: Mapping[str, str | int]) -> list[Finding]:
     """All problems found; empty for a healthy run."""
     if not summary["steps"]:
-        return [
-            Finding(
-                "no steps ran",
-                "all requests were rejected",
-                "read the reasons listed with the rejected requests",
-            )
-        ]
+        remedy = "read the reasons listed with the rejected requests"
+        return [Finding("no steps ran", "all requests were rejected", remedy)]
     checks = (_thrash, _waiting, _idle, _budget, _prefill, _swap, _swap_in, _stalls, _late, _unfair)
-    return [finding for check in checks if (finding := check(summary, config))]
+    return [finding for check in checks if (finding := check(Examined(summary, config)))]
 
 
-NUM_TOKENS = "max_num_batched_tokens"
-CHUNK = 512  # tokens; a chunk that stops other streams for a short time on most machines
-MEMORY = ("blocks", "headroom", "back_off", "just_preempted", "after_preemption")
-DERIVED = ("behind_blocked", "not_reached", "parent")  # other requests have the actual reason
+def _finding(symptom: str, cause: str, *remedies: Remedy | str | None) -> Finding:
+    """A finding with the remedies as one sentence; None is left out."""
+    given = [Remedy(each) if isinstance(each, str) else each for each in remedies if each]
+    *others, last = (each.text for each in given)
+    sentence = f"{', '.join(others)} or {last}" if others else last
+    return Finding(symptom, cause, sentence, tuple(each.change for each in given if each.change))
 
 
-def _top_reason(summary: Summary) -> str:
-    """The most frequent reason for waiting; one that follows from others counts only alone."""
-    reasons = summary["waiting_steps_by_reason"]
-    own = {reason: steps for reason, steps in reasons.items() if reason not in DERIVED} or reasons
-    return max(own, key=lambda reason: own[reason]) if own else ""
-
-
-def _has(config: dict[str, Any], slot: str, value: str) -> bool:
-    """Whether the slot has this value, with any numbers."""
-    return str(config[slot]).partition("(")[0] == value.partition("(")[0]
-
-
-def _use(config: dict[str, Any], slot: str, value: str) -> Remedy | None:
-    """Use this value of a slot; None if the configuration has it."""
-    is_used = _has(config, slot, value)
-    return None if is_used else Remedy(f"use {slot} {value}", f"{slot}={value}")
-
-
-def _scale(config: dict[str, Any], name: str, factor: float) -> Remedy:
-    """Raise or lower a number."""
-    verb = "raise" if factor > 1 else "lower"
-    return Remedy(f"{verb} {name}", f"{name}={max(1, round(config[name] * factor))}")
-
-
-def _remedies(*remedies: Remedy | str | None) -> tuple[str, tuple[str, ...]]:
-    """The remedies as one sentence, and the changes among them."""
-    given = [each for each in remedies if each is not None]
-    texts = [each if isinstance(each, str) else each.text for each in given]
-    sentence = f"{', '.join(texts[:-1])} or {texts[-1]}" if len(texts) > 1 else texts[0]
-    return sentence, tuple(each.change for each in given if isinstance(each, Remedy))
-
-
-def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    rate, tax = summary["preemptions_per_second"], summary["recompute_tax"]
+def _thrash(run: Examined) -> Finding | None:
+    rate, tax = run.summary["preemptions_per_second"], run.summary["recompute_tax"]
     if rate <= vitals.MAX_PREEMPTIONS and tax <= vitals.MAX_RECOMPUTE_TAX:
         return None
     degree = "thrashing" if rate > 10 or tax > 0.15 else "preempting often"
-    return Finding(
+    return _finding(
         f"{degree}: {rate:.1f} preemptions/s, {tax:.1%} of all computed tokens are recomputed",
         "requests are admitted although the KV cache has no room for their outputs",
-        *_remedies(
-            _use(config, "headroom", "future_peak"),
-            "raise the watermark" if "watermark" in str(config["headroom"]) else None,
-            _scale(config, "max_num_seqs", 0.5),
-            _use(config, "victim", "least_work"),
-            "swap if the host has memory" if _has(config, "swap", "recompute") else None,
-        ),
+        run.use("headroom", "future_peak"),
+        "raise the watermark" if "watermark" in str(run.config["headroom"]) else None,
+        run.scale("max_num_seqs", 0.5),
+        run.use("victim", "least_work"),
+        "swap if the host has memory" if run.has("swap", "recompute") else None,
     )
 
 
-def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    waiting, queue = summary["per_step"]["waiting"], summary["queue_time"]["p90"]
+def _waiting(run: Examined) -> Finding | None:
+    waiting, queue = run.summary["per_step"]["waiting"], run.summary["queue_time"]["p90"]
     if waiting <= vitals.MAX_WAITING or queue < 1:
         return None
-    remedies: dict[str, str | Remedy | None] = {
-        "max_num_seqs": _scale(config, "max_num_seqs", 2),
-        "token_budget": _scale(config, NUM_TOKENS, 2),
+    remedies: dict[str, str | Remedy] = {
+        "max_num_seqs": run.scale("max_num_seqs", 2),
+        "token_budget": run.scale(NUM_TOKENS, 2),
         "blocks": "add KV blocks (a larger GPU or a smaller model) or lower max_tokens of the requests",
         "window_blocks": "add KV memory: the sliding-window layers have too few blocks",
         "headroom": "add KV blocks or use a less cautious headroom",
         "back_off": "add KV blocks: back_off delays admission after preemptions",
         "just_preempted": "add KV blocks: preempted requests wait until the next step",
         "reserved_rows": "raise max_num_seqs: the last rows are reserved for other clients",
-        "after_preemption": _use(config, "headroom", "future_peak")
+        "after_preemption": run.use("headroom", "future_peak")
         or "add KV blocks: preemptions stop admissions",
         "behind_blocked": "set the queue's max_overtakes, so that requests can overtake a blocked one",
         "not_reached": "use a batching rule that admits requests while others decode",
     }
-    reason = _top_reason(summary)
-    remedy, changes = _remedies(remedies.get(reason, "add capacity"))
-    return Finding(
+    found = _finding(
         f"{waiting:.0f} requests wait on average; p90 of the queue time is {queue:.1f} s",
         f"more work arrives than completes; the most frequent reason to wait is "
-        f"{reason or 'unknown'}",
-        f"{remedy}; or add GPUs",
-        changes,
+        f"{run.top_reason or 'unknown'}",
+        remedies.get(run.top_reason, "add capacity"),
     )
+    return found._replace(remedy=f"{found.remedy}; or add GPUs")
 
 
-def _idle(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    share, waiting = summary["per_step"]["running_share"], summary["per_step"]["waiting"]
-    if share >= vitals.MIN_RUNNING or waiting < 1 or _top_reason(summary) in MEMORY:
-        return None  # another finding covers memory limits
-    return Finding(
+def _idle(run: Examined) -> Finding | None:
+    share = run.summary["per_step"]["running_share"]
+    if share >= vitals.MIN_RUNNING or not run.is_held_up:
+        return None
+    return _finding(
         f"only {share:.0%} of max_num_seqs run on average while requests wait",
         "the batching rule or the queue rule admits too few requests; "
-        f"the most frequent reason to wait is {_top_reason(summary)}",
-        *_remedies(
-            _use(config, "batching", "mixed") if _has(config, "batching", "static") else None,
-            _use(config, "chunk", "split_any"),
-            _scale(config, NUM_TOKENS, 2),
-        ),
+        f"the most frequent reason to wait is {run.top_reason}",
+        run.use("batching", "mixed") if run.has("batching", "static") else None,
+        run.use("chunk", "split_any"),
+        run.scale(NUM_TOKENS, 2),
     )
 
 
-def _budget(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    share, waiting = summary["per_step"]["tokens_share"], summary["per_step"]["waiting"]
-    if share >= vitals.MIN_TOKENS or waiting < 1 or _top_reason(summary) in MEMORY:
+def _budget(run: Examined) -> Finding | None:
+    per_step = run.summary["per_step"]
+    if per_step["tokens_share"] >= vitals.MIN_TOKENS or not run.is_held_up:
         return None
-    return Finding(
-        f"a step computes {summary['per_step']['tokens']:.0f} tokens, {share:.1%} of its budget",
+    return _finding(
+        f"a step computes {per_step['tokens']:.0f} tokens, {per_step['tokens_share']:.1%} of its "
+        "budget",
         "steps use little of max_num_batched_tokens while requests wait",
-        *_remedies(
-            _use(config, "chunk", "split_any"), _scale(config, "max_num_seqs", 2), "add KV blocks"
-        ),
+        run.use("chunk", "split_any"),
+        run.scale("max_num_seqs", 2),
+        "add KV blocks",
     )
 
 
-def _prefill(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    share = summary["per_step"]["prefill_share"]
+def _prefill(run: Examined) -> Finding | None:
+    share = run.summary["per_step"]["prefill_share"]
     if share <= vitals.MAX_PREFILL_SHARE:
         return None
-    is_cut = _has(config, "chunk", "at_most")
-    smaller = "lower n of at_most(n)" if is_cut else "use chunk at_most(n)"
+    smaller = _smaller_chunks(run).text
     return Finding(
         f"{share:.0%} of the computed tokens are prompt tokens (typical: 20-40%)",
         "the workload is prefill-bound: long prompts, short outputs",
         f"raise max_num_batched_tokens with a low max_num_seqs, or share prefixes; {smaller} if the "
         "time between tokens is too long; separate prefill and decode replicas may help as well: see "
         "`headway simulate --disaggregate 1:1`",
-        (_scale(config, NUM_TOKENS, 2).change,),
+        (run.scale(NUM_TOKENS, 2).change,),
     )
 
 
-def _swap(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    fallbacks = summary["preemptions"] - summary["preemptions_by_swap"]
-    wants_swap = not str(config["swap"]).startswith("recompute")
-    if not wants_swap or config["num_host_blocks"] or not fallbacks:
+def _swap(run: Examined) -> Finding | None:
+    fallbacks = run.summary["preemptions"] - run.summary["preemptions_by_swap"]
+    rule = str(run.config["swap"])
+    if rule.startswith("recompute") or run.config["num_host_blocks"] or not fallbacks:
         return None
     return Finding(
-        f"{fallbacks} preemptions recompute although the swap rule is {config['swap']}",
+        f"{fallbacks} preemptions recompute although the swap rule is {rule}",
         "num_host_blocks is 0, so there is no host memory to swap to",
         "set num_host_blocks",
     )
 
 
-def _swap_in(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    seconds = summary["swap_in"]["p50"]
+def _swap_in(run: Examined) -> Finding | None:
+    seconds = run.summary["swap_in"]["p50"]
     if seconds <= vitals.MAX_SWAP_IN:
         return None
-    return Finding(
+    return _finding(
         f"a swap-in takes {_ms(seconds)} (p50; usual: 1-5 ms)",
         "the link to the host is slow, or requests are long",
-        *_remedies(_use(config, "swap", "swap_if_cheaper"), _use(config, "swap", "recompute")),
+        run.use("swap", "swap_if_cheaper"),
+        run.use("swap", "recompute"),
     )
 
 
-MIN_BUDGET = 64  # tokens; a lower one makes the prefill of short prompts slow
-MIN_GAP = 0.05  # seconds; p99 of the times between tokens
-
-
-def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    gaps, stalls = summary["time_between_tokens"], summary["longest_stall"]
+def _stalls(run: Examined) -> Finding | None:
+    gaps, stalls = run.summary["time_between_tokens"], run.summary["longest_stall"]
     usual = gaps["p50"] or gaps["mean"]  # with multi-step decodes most gaps are 0
     limits = (
         (gaps["p99"], MIN_GAP), (stalls["p99"], vitals.MAX_P99_STALL),
@@ -206,24 +204,21 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
     )  # fmt: skip
     if usual <= 0 or not any(value >= max(least, 8 * usual) for value, least in limits):
         return None
-    return Finding(
+    preemptions = run.summary["preemptions"]
+    return _finding(
         f"streams pause for up to {_ms(stalls['max'])}, {stalls['max'] / usual:.0f}x the usual time "
         f"between tokens; longest stall of a request: p50 {_ms(stalls['p50'])}, p99 "
         f"{_ms(stalls['p99'])}; time between tokens: p99 {_ms(gaps['p99'])}",
-        f"long prompts{' or preemptions' if summary['preemptions'] else ''} delay decoding requests",
-        *_remedies(
-            _held_steps(config, usual),
-            _smaller_chunks(config),
-            _lower_budget(config, stalls["max"]),
-            None
-            if _has(config, "batching", "swapped_first")
-            else _use(config, "batching", "mixed"),
-            "avoid preemptions" if summary["preemptions"] else None,
-        ),
+        f"long prompts{' or preemptions' if preemptions else ''} delay decoding requests",
+        _held_steps(run, usual),
+        _smaller_chunks(run),
+        _lower_budget(run, stalls["max"]),
+        None if run.has("batching", "swapped_first") else run.use("batching", "mixed"),
+        "avoid preemptions" if preemptions else None,
     )
 
 
-def _held_steps(config: dict[str, Any], usual: float) -> Remedy | None:
+def _held_steps(run: Examined, usual: float) -> Remedy | None:
     """Steps of about four usual times between tokens; a shorter time makes long prompts wait.
 
     None if the chunk rule holds that already.
@@ -232,28 +227,28 @@ def _held_steps(config: dict[str, Any], usual: float) -> Remedy | None:
     power = 10.0 ** math.floor(math.log10(wanted))
     seconds = max(digit * power for digit in (1, 2, 5) if digit * power <= wanted * (1 + 1e-9))
     change = f"chunk=hold_tbt({seconds:g})"
-    if not _has(config, "chunk", "hold_tbt"):
+    if not run.has("chunk", "hold_tbt"):
         return Remedy(f"use chunk hold_tbt({seconds:g}) to keep steps under {_ms(seconds)}", change)
-    is_longer = slot("chunk", config["chunk"]).seconds > seconds
+    is_longer = slot("chunk", run.config["chunk"]).seconds > seconds
     return Remedy(f"lower seconds of hold_tbt to {seconds:g}", change) if is_longer else None
 
 
-def _smaller_chunks(config: dict[str, Any]) -> Remedy:
+def _smaller_chunks(run: Examined) -> Remedy:
     """Chunks of at most 512 tokens, and of at most half of the present limit."""
-    if _has(config, "chunk", "at_most"):
-        limit = int("".join(filter(str.isdigit, config["chunk"])) or CHUNK)
+    if run.has("chunk", "at_most"):
+        limit = int("".join(filter(str.isdigit, str(run.config["chunk"]))) or CHUNK)
         return Remedy("lower n of at_most(n)", f"chunk=at_most({max(1, limit // 2)})")
-    limit = max(1, min(CHUNK, config[NUM_TOKENS] // 2))
+    limit = max(1, min(CHUNK, int(run.config[NUM_TOKENS]) // 2))
     return Remedy("use chunk at_most(n)", f"chunk=at_most({limit})")
 
 
-def _lower_budget(config: dict[str, Any], stall: float) -> Remedy | None:
+def _lower_budget(run: Examined, stall: float) -> Remedy | None:
     """A budget whose steps are about as long as a stall that is not noticed, as a power of two.
 
     None with whole prompts: a lower budget would refuse the long ones.
     """
-    budget = config[NUM_TOKENS]
-    if _has(config, "chunk", "whole") or budget <= MIN_BUDGET:
+    budget = int(run.config[NUM_TOKENS])
+    if run.has("chunk", "whole") or budget <= MIN_BUDGET:
         return None
     least = vitals.MAX_P99_STALL
     wanted = max(MIN_BUDGET, budget * min(0.5, least / max(stall, least)))
@@ -264,24 +259,25 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f} ms"
 
 
-def _late(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    misses, deadlines = summary["deadline_misses"], summary["deadlines"]
+def _late(run: Examined) -> Finding | None:
+    misses, deadlines = run.summary["deadline_misses"], run.summary["deadlines"]
     if not deadlines or misses <= 0.01 * deadlines:
         return None
-    return Finding(
+    ignored = "" if run.has("queue", "earliest_deadline") else "the queue ignores deadlines, or "
+    return _finding(
         f"{misses} of {deadlines} deadlines missed",
-        "capacity is too low"
-        if _has(config, "queue", "earliest_deadline")
-        else "the queue ignores deadlines, or capacity is too low",
-        *_remedies(_use(config, "queue", "earliest_deadline"), "send fewer requests to each GPU"),
+        f"{ignored}capacity is too low",
+        run.use("queue", "earliest_deadline"),
+        "send fewer requests to each GPU",
     )
 
 
-def _unfair(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    if summary["clients"] < 2 or summary["fairness"] >= 0.8:
+def _unfair(run: Examined) -> Finding | None:
+    if run.summary["clients"] < 2 or run.summary["fairness"] >= 0.8:
         return None
-    return Finding(
-        f"fairness between clients is {summary['fairness']:.2f} (1 is equal)",
+    return _finding(
+        f"fairness between clients is {run.summary['fairness']:.2f} (1 is equal)",
         "a few clients send most of the work",
-        *_remedies(_use(config, "queue", "fair"), _scale(config, NUM_TOKENS, 0.5)),
+        run.use("queue", "fair"),
+        run.scale(NUM_TOKENS, 0.5),
     )

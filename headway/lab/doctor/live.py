@@ -96,7 +96,6 @@ class RecentTrace:
         return list(islice(self._lines, begin, end))
 
     def end(self) -> None:
-        """Allow the next trial."""
         self._trial_ends = 0.0
 
     def _drop(self, line: Line) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, median
-from typing import Any
 
 from headway.lab.doctor.diagnose import Finding, diagnose
 from headway.lab.summary import Summary
@@ -18,17 +17,12 @@ MIN_HITS = 0.1  # mean hit ratio; below, no replica's cache is worth much
 MIN_SHARED = 20  # requests; a replica with fewer has hardly had a chance to hit
 
 
-def diagnose_replicas(summary: Summary, config: dict[str, Any]) -> list[Finding]:
+def diagnose_replicas(summary: Summary, config: Mapping[str, str | int]) -> list[Finding]:
     """Problems between the replicas of each pool, then those of the run as a whole."""
-    checks: tuple[Callable[[Sequence[Summary], str], Finding | None], ...] = (
-        _hot_spot, _imbalance, _cold,
-    )  # fmt: skip
-    found = [
-        finding
-        for pool in summary["pools"].values() if pool["replicas"] > 1
-        for check in checks if (finding := check(pool["each"], summary["route"]))
-    ]  # fmt: skip
-    return [*found, *diagnose(summary, config)]
+    pools = [pool["each"] for pool in summary["pools"].values() if pool["replicas"] > 1]
+    checks, route = (_hot_spot, _imbalance, _cold), summary["route"]
+    found = (check(replicas, route) for replicas in pools for check in checks)
+    return [*filter(None, found), *diagnose(summary, config)]
 
 
 def _hot_spot(replicas: Sequence[Summary], route: str) -> Finding | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
@@ -38,22 +38,19 @@ def show(value: float | None, unit: str) -> str:
 
 
 def findings_text(findings: Iterable[Mapping[str, Any]]) -> str:
-    """Symptom, cause, remedy and changes to try of each finding."""
     texts = []
     for finding in findings:
-        parts = {name: finding[name] for name in ("symptom", "cause", "remedy")}
-        parts["try"] = ", ".join(finding["changes"])
+        parts = {**finding, "try": ", ".join(finding["changes"])}
         texts += [
-            fill(text, WIDTH, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
-            for name, text in parts.items()
-            if text
+            fill(parts[name], WIDTH, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
+            for name in ("symptom", "cause", "remedy", "try")
+            if parts[name]
         ]
         texts.append("")
     return "\n".join(texts)
 
 
 def diagnosis_text(found: Mapping[str, Any]) -> str:
-    """The vitals of a server and its findings."""
     rows = [("", "now", "healthy", "")]
     for vital in found["vitals"]:
         mark = "" if vital["is_healthy"] else "!"
@@ -67,11 +64,8 @@ def trial_text(tried: Mapping[str, Any]) -> str:
     changes = ", ".join(f"{name}={value}" for name, value in tried["changes"].items())
     rows: list[Row] = [("", "measured", "simulated", changes)]
     for name, (key, mark, unit) in ROWS.items():
-        values = [
-            tried[run][key][mark] if mark else tried[run][key]
-            for run in ("measured", "before", "after")
-        ]
-        rows.append((name, *(show(value, unit) for value in values)))
+        values = (tried[run][key] for run in ("measured", "before", "after"))
+        rows.append((name, *(show(value[mark] if mark else value, unit) for value in values)))
     about = (
         f"{tried['requests']:,} requests, {tried['steps']:,} steps of {tried['seconds']:,.0f} s; "
         f"costs: {_costs(tried['costs'])}"
@@ -87,14 +81,10 @@ def _costs(costs: Mapping[str, Any]) -> str:
     return f"fitted to {costs['steps']:,} of the steps{checked}"
 
 
-def _table(rows: Iterable[Row], left: Container[int] = (0,)) -> str:
+def _table(rows: Sequence[Row], left: Container[int] = (0,)) -> str:
     """Columns as wide as their longest cell; those in `left` are aligned left, the others right."""
-    cells = list(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{width}}" if place in left else f"{cell:>{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    )
+    columns = []
+    for place, cells in enumerate(zip(*rows, strict=True)):
+        width, align = max(map(len, cells)), "<" if place in left else ">"
+        columns.append([f"{cell:{align}{width}}" for cell in cells])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))

@@ -4,9 +4,8 @@
 
 The requests arrive when they did, and generate as many tokens. The costs of a step are fitted to the
 recorded steps where these suffice; otherwise they come from a profile. Both runs are simulated, with
-the same costs, so that a difference between them comes from the change alone; the recorded numbers
-are given beside them. Lengths suffice in place of token ids: tokens that the prefix cache had are then
-modelled as one shared prefix. Reads no clock and knows no server.
+the same costs, so that a difference between them comes from the change alone. Lengths suffice in
+place of token ids: tokens that the prefix cache had are then modelled as one shared prefix.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from collections import defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace as changed
 
 from headway.config import Config
-from headway.engine.queries import TrialStart
+from headway.engine.queries import Document, TrialStart
 from headway.errors import ConfigError, HeadwayError
 from headway.events import Added
 from headway.lab.cost import Model, Profile, load_profile
@@ -80,21 +78,18 @@ def try_changes(
     changes: Mapping[str, str],
     profile: str | None = None,
     own: Container[str] = READY_MADE,
-) -> dict[str, Any]:
+) -> Document:
     """The recorded run, the simulated run, and the simulated run with these changes.
 
     `own` has the `module:function` that may be imported. ConfigError if a change is wrong, no
     requests arrived, or the costs are not known.
     """
-    config: dict[str, Any] = recording.header.config
+    config, is_async = recording.header.config, recording.header.async_scheduling
     changed = {**config, **read_changes(changes)}
     configs = {"before": read_preset(config, own=own), "after": read_preset(changed, own=own)}
     requests, lead = workload(recording)
-    costs, about = costs_of(recording, profile)
-    runs = {
-        name: _simulated(requests, lead, each, costs, recording.header.async_scheduling)
-        for name, each in configs.items()
-    }
+    costs, about = _costs(recording, profile)
+    runs = {k: _simulated(requests, lead, each, costs, is_async) for k, each in configs.items()}
     measured = _measured(recording)
     return {
         "changes": dict(changes), "costs": about,
@@ -129,11 +124,8 @@ def workload(recording: Recording) -> tuple[list[WorkloadRequest], float]:
 def _open_ends(recording: Recording) -> list[EndLine]:
     """Output lengths of requests that have not ended: their tokens so far, or a typical number."""
     ended = [num_packed(end.output) for line in recording.lines for end in ends_of(line)]
-    typical = round(median(ended)) if ended else 1
-    generated = recording.generated or {}
-    return [
-        EndLine(id=id, finish_reason="", output=count or typical) for id, count in generated.items()
-    ]
+    typical, generated = round(median(ended or [1])), recording.generated or {}
+    return [EndLine(id=id, finish_reason="", output=n or typical) for id, n in generated.items()]
 
 
 def _cached(recording: Recording) -> list[int]:
@@ -153,13 +145,13 @@ def _cached(recording: Recording) -> list[int]:
     return found
 
 
-def costs_of(recording: Recording, profile: str | None) -> tuple[Profile, dict[str, Any]]:
+def _costs(recording: Recording, profile: str | None) -> tuple[Profile, Document]:
     """Costs fitted to the steps, or those of a profile, and a description of them.
 
     Half of the steps are fitted; the error is that of the other half.
     """
     chosen = None if profile is None else load_profile(profile)
-    model = recording.model if chosen is None else recording.model or chosen.model
+    model = recording.model or (chosen.model if chosen else None)
     problem = "the model's sizes are not known"
     try:
         if model is not None:
@@ -171,18 +163,17 @@ def costs_of(recording: Recording, profile: str | None) -> tuple[Profile, dict[s
     return chosen, {"source": "profile", "name": chosen.name, "because": problem}
 
 
-def _fitted(recording: Recording, model: Model) -> tuple[Profile, dict[str, Any]]:
+def _fitted(recording: Recording, model: Model) -> tuple[Profile, Document]:
     seen, config = observations(recording.lines), recording.header.config
     stride = max(1, len(seen.seconds) // (2 * MAX_FITTED))
-    places = np.arange(len(seen.seconds))
-    # Copies are rare: all steps with copies are fitted.
-    is_fitted = (places % (2 * stride) == 0) | (seen.copies[:, 0] > 0)
+    places = np.arange(len(seen.seconds)) % (2 * stride)
+    is_fitted = (places == 0) | (seen.copies[:, 0] > 0)  # copies are rare: all are fitted
     found = fit(seen.select(is_fitted), model, config["block_size"])
     costs = Profile(
         name="fitted", description=f"Fitted to {int(is_fitted.sum())} recent steps.",
         kv_tokens=config["num_blocks"] * config["block_size"], model=model, machine=found.machine,
     )  # fmt: skip
-    others = seen.select(seen.is_plain & (places % (2 * stride) == stride))
+    others = seen.select(seen.is_plain & (places == stride))
     ratios = predict(costs, others) / others.seconds
     return costs, {
         "source": "fitted", "steps": int(is_fitted.sum()), "warnings": found.warnings,
@@ -214,16 +205,15 @@ def _measured(recording: Recording) -> Summary:
     return summarize(stats)
 
 
-COMPARED = {"ttft": "p50", "time_between_tokens": "p50", "end_to_end": "p50"}
-
-
 def _error(simulated: Summary, measured: Summary) -> dict[str, float | None]:
     """Relative errors of the simulated run; positive is too slow, None is not measured."""
+    medians = {
+        each: measured[each]["p50"] for each in ("ttft", "time_between_tokens", "end_to_end")
+    }
     return {
-        f"{name}_{mark}": simulated[name][mark] / measured[name][mark] - 1
-        if measured[name][mark] else None
-        for name, mark in COMPARED.items()
-    }  # fmt: skip
+        f"{name}_p50": simulated[name]["p50"] / median - 1 if median else None
+        for name, median in medians.items()
+    }
 
 
 def main() -> None:
@@ -235,8 +225,8 @@ def main() -> None:
     source = sys.stdin.buffer
     start: TrialStart
     start, asked = pickle.load(source)
-    lines = list[Line]()
     os.nice(asked["niceness"])
+    lines = list[Line]()
     while part := pickle.load(source):
         lines += part
     try:

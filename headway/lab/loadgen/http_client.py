@@ -1,8 +1,7 @@
 """An HTTP/1.1 client for load tests: many open streams, a few microseconds per event.
 
-Connections are kept alive and reused. Bytes of a response are passed on as they arrive. Knows
-nothing of models; does not support redirects, proxies and compression, which it does not request.
-Responses are parsed by httptools, from the extra `server`.
+Connections are kept alive and reused. Bytes of a response are passed on as they arrive. Does not
+support redirects, proxies and compression, which it does not request.
 """
 
 from __future__ import annotations
@@ -107,11 +106,11 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_used = False  # it has carried a request
         self.is_lost = False
+        self.reader = ResponseReader()
         self._transport: asyncio.Transport | None = None
-        self._reader = ResponseReader()
         self._receive: Receive | None = None
         self._response: asyncio.Future[HttpResponse] | None = None
-        self._body: list[bytes] = []
+        self._body = bytearray()
 
     @property
     def is_free(self) -> bool:
@@ -119,10 +118,8 @@ class ClientConnection(asyncio.Protocol):
 
     async def send(self, request: bytes, receive: Receive | None) -> HttpResponse:
         """Send a request and return the response; with `receive`, pass on the body of a 200."""
-        assert self._transport is not None and self._response is None, (
-            "send needs a connected and free connection"
-        )
-        self._reader, self._receive, self._body = ResponseReader(), receive, []
+        assert self._transport is not None and self._response is None, "one request at a time"
+        self.reader, self._receive, self._body = ResponseReader(), receive, bytearray()
         response: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
         self._response = response
         self._transport.write(request)
@@ -139,11 +136,6 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a part of the response has arrived."""
-        return self._reader.status is not None
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
@@ -152,33 +144,31 @@ class ClientConnection(asyncio.Protocol):
         if self._response is None or self._response.done():
             self.close()  # data without a request
             return
-        reader = self._reader
         try:
-            body = reader.feed(data)
-            if self._receive is not None and reader.status == 200:
-                if body:
-                    self._receive(body)
+            body = self.reader.feed(data)
+            if self._receive is None or self.reader.status != 200:
+                self._body += body
             elif body:
-                self._body.append(body)
+                self._receive(body)
         except Exception as error:  # invalid bytes, or an error of the receiver
             self._response.set_exception(error)
             self.close()
             return
-        if reader.is_done:
+        if self.reader.is_done:
             self._finish()
 
     def _finish(self) -> None:
-        assert self._response is not None and self._reader.status is not None
-        if not self._reader.stays_open:
+        assert self._response is not None and self.reader.status is not None
+        if not self.reader.stays_open:
             self.close()
-        self._response.set_result(HttpResponse(self._reader.status, b"".join(self._body)))
+        self._response.set_result(HttpResponse(self.reader.status, bytes(self._body)))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
         if self._response is None or self._response.done():
             return
         try:
-            self._reader.end()
+            self.reader.end()
         except ConnectionLost as lost:
             self._response.set_exception(lost)
         else:
@@ -187,8 +177,6 @@ class ClientConnection(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of a server."""
-
     host: str
     port: int
     path: str  # in front of /v1; usually empty
@@ -197,15 +185,14 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Address:
         """Parse http://host:port or https://...; a path in front of /v1 is kept. ConfigError if invalid."""
+        problem = ConfigError(f"the URL must look like http://127.0.0.1:8000, not {url!r}")
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError:
-            raise ConfigError(
-                f"the URL must look like http://127.0.0.1:8000, not {url!r}"
-            ) from None
+            raise problem from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"the URL must look like http://127.0.0.1:8000, not {url!r}")
+            raise problem
         is_secure = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if is_secure else 80), path, is_secure)
@@ -223,44 +210,41 @@ class Client:
         self._idle: list[ClientConnection] = []
 
     async def get(self, path: str) -> HttpResponse:
-        return await self._exchange(self._request("GET", path, b""), None)
+        return await self._exchange("GET", path, b"", None)
 
     async def post(self, path: str, body: bytes, receive: Receive | None = None) -> HttpResponse:
         """Send JSON. Raises ConnectionLost, BadResponse, OSError or TimeoutError without a response."""
-        return await self._exchange(self._request("POST", path, body), receive)
+        return await self._exchange("POST", path, body, receive)
 
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
 
-    def _request(self, verb: str, path: str, body: bytes) -> bytes:
+    async def _exchange(
+        self, verb: str, path: str, body: bytes, receive: Receive | None
+    ) -> HttpResponse:
         head = (
             f"{verb} {self.address.path}{path} HTTP/1.1\r\n{self._fields}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        return head.encode("latin-1") + body
-
-    async def _exchange(self, request: bytes, receive: Receive | None) -> HttpResponse:
+        request = head.encode("latin-1") + body
         while True:
-            connection = self._take() or await self._connect()
+            connection = await self._take()
             is_used = connection.is_used
             try:
                 return await connection.send(request, receive)
             except ConnectionLost:
-                if not is_used or connection.has_begun:
+                if not is_used or connection.reader.status is not None:
                     raise  # otherwise the server closed an idle connection: retry with another one
             finally:
                 if connection.is_free:
                     self._idle.append(connection)
 
-    def _take(self) -> ClientConnection | None:
+    async def _take(self) -> ClientConnection:
+        """A connection that is free, or a new one."""
         while self._idle:
-            connection = self._idle.pop()
-            if connection.is_free:
-                return connection
-        return None
-
-    async def _connect(self) -> ClientConnection:
+            if (idle := self._idle.pop()).is_free:
+                return idle
         secure = ssl.create_default_context() if self.address.is_secure else None
         async with asyncio.timeout(CONNECT_SECONDS):
             _, connection = await asyncio.get_running_loop().create_connection(

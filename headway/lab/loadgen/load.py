@@ -1,8 +1,7 @@
 """The load generator: send a workload to a server and record what happens to every request.
 
 Open loop: a request is sent at its arrival time, even if the server is slow, so that queues build up
-as with real users. Closed loop: a new request is sent when another one ends. Every request ends with
-its last token, an error or a timeout. report.py summarizes the outcomes.
+as with real users. Closed loop: a new request is sent when another one ends.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -51,6 +50,14 @@ class Outcome:
     def num_pieces(self) -> int:
         return len(self.gaps) + (self.first > 0)
 
+    def record(self, now: float) -> None:
+        """A piece of text has arrived."""
+        if self.first:
+            self.gaps.append(now - self.last)
+        else:
+            self.first = now
+        self.last = now
+
 
 class StreamRecorder:
     """Reads one streamed response and records when its tokens arrive."""
@@ -79,25 +86,17 @@ class StreamRecorder:
             if end := choice.get("finish_reason"):
                 self._ends.append(end)
             if _has_token(choice):
-                self._record(now)
-
-    def _record(self, now: float) -> None:
-        outcome = self.outcome
-        if outcome.first:
-            outcome.gaps.append(now - outcome.last)
-        else:
-            outcome.first = now
-        outcome.last = now
+                self.outcome.record(now)
 
     def finish(self, num_input: int) -> None:
         """Count the tokens of the complete response, and set an error if it is incomplete."""
         outcome, usage = self.outcome, self._usage or {}
         outcome.num_input = usage.get("prompt_tokens", num_input)
         outcome.num_output = usage.get("completion_tokens", outcome.num_pieces)
+        bad = [end for end in self._ends if end not in GOOD_ENDS]
         if outcome.error is None and not (self.is_done and self._ends):
             outcome.error = "incomplete stream"
-        bad = [end for end in self._ends if end not in GOOD_ENDS]
-        if outcome.error is None and bad:
+        elif outcome.error is None and bad:
             outcome.error = f"finished by {bad[0]}"
 
 
@@ -133,14 +132,13 @@ class LoadGenerator:
         """Keep `concurrency` requests open until all are done."""
         left = iter(requests)
 
-        async def send_in_turn(left: Iterator[WorkloadRequest]) -> None:
+        async def send_in_turn() -> None:
             for request in left:
                 await self.send(request, perf_counter())
 
-        await asyncio.gather(*(send_in_turn(left) for _ in range(concurrency)))
+        await asyncio.gather(*(send_in_turn() for _ in range(concurrency)))
 
     async def send(self, request: WorkloadRequest, due: float) -> None:
-        """Send one request and wait until it ends."""
         outcome = Outcome(due)
         recorder, body = StreamRecorder(outcome), self._format.body(request)
         self.outcomes.append(outcome)

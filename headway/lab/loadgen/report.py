@@ -1,7 +1,7 @@
 """Benchmark reports with the keys of `vllm bench throughput`, `latency` and `serve`.
 
 Latencies are milliseconds, of requests that completed. For a server, ITL is the time between two
-pieces of a stream, as a client sees it, and the stall of a request is its longest ITL. Knows no server, no model and no clock.
+pieces of a stream, as a client sees it, and the stall of a request is its longest ITL.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ LATENCIES = {
     "e2el": "end-to-end latency", "stall": "longest stall of a request",
 }  # fmt: skip
 STATISTICS = ("mean", "median", "std", "p90", "p99", "p99.9", "max")
-ENGINE_STATISTICS = {  # and their keys in RunStats
-    "mean": "mean", "median": "p50", "p90": "p90", "p99": "p99", "p99.9": "p99.9", "max": "max",
-}  # fmt: skip
+# Of an engine, and their keys in RunStats.
+ENGINE_STATISTICS = {n: "p50" if n == "median" else n for n in STATISTICS if n != "std"}
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 OBJECTIVES = ("ttft", "tpot", "e2el")  # latencies that a single request has
 

@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,19 +81,19 @@ class RequestFormat:
 
     def body(self, request: WorkloadRequest) -> bytes:
         """The JSON body: streamed, with usage, and with exactly the request's output length."""
-        fields: dict[str, Any] = {"model": self.model, **self._prompt(self.tokens(request))}
-        fields |= {
-            "max_tokens": request.num_output, "ignore_eos": True, "temperature": self.temperature,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
         n = request.n if request.n > 1 else 0
         optional = {"user": request.client, "priority": request.priority, "n": n}
-        fields |= {name: value for name, value in optional.items() if value}
+        fields = {
+            "model": self.model, **self._prompt(self.tokens(request)),
+            "max_tokens": request.num_output, "ignore_eos": True, "temperature": self.temperature,
+            "stream": True, "stream_options": {"include_usage": True},
+            **{name: value for name, value in optional.items() if value},
+        }  # fmt: skip
         if request.deadline is not None:  # seconds from sending, which is the arrival
             fields["deadline"] = max(0.0, request.deadline - request.arrival)
         return json.dumps(fields, separators=(",", ":")).encode()
 
-    def _prompt(self, tokens: list[int]) -> dict[str, Any]:
+    def _prompt(self, tokens: list[int]) -> dict[str, object]:
         if self.kind == "ids":
             return {"prompt": tokens}
         text = " ".join(WORDS[token % len(WORDS)] for token in tokens)
@@ -119,11 +119,10 @@ def random_requests(
     source, space = random.Random(seed), TokenSpace()
     requests = []
     for place in range(count):
-        length, num_output = inputs.draw(source), outputs.draw(source)
+        pieces, num = (space.take(inputs.draw(source)),), outputs.draw(source)
         requests.append(
-            WorkloadRequest(id=str(place), pieces=(space.take(length),), num_output=num_output,
-                            max_tokens=num_output)
-        )  # fmt: skip
+            WorkloadRequest(id=str(place), pieces=pieces, num_output=num, max_tokens=num)
+        )
     return requests
 
 
@@ -145,11 +144,11 @@ def truncate(
     request: WorkloadRequest, max_input: int | None, max_output: int | None
 ) -> WorkloadRequest:
     """The request with at most this many prompt and output tokens."""
-    pieces: list[Any] = []
     left = request.num_prompt if max_input is None else max_input
+    pieces: Pieces = ()
     for piece in request.pieces:
-        pieces += [piece[:left]] if left > 0 else []
+        pieces += (piece[: max(0, left)],)
         left -= len(piece)
     output = min(request.num_output, max_output or request.num_output)
-    kept: Pieces = tuple(pieces)
+    kept = tuple(filter(None, pieces))
     return replace(request, pieces=kept, num_output=output, max_tokens=output)

@@ -38,10 +38,7 @@ class VllmAdvice(NamedTuple):
 
 def headway_flags(settings: Settings) -> str:
     """Flags of any command that runs a scheduler."""
-    flags = []
-    for name, value in settings.items():
-        flags.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
-    return " ".join(flags)
+    return " ".join(f"--{k.replace('_', '-')} {shlex.quote(str(v))}" for k, v in settings.items())
 
 
 def wrapped(command: str, width: int = 96) -> str:
@@ -84,10 +81,8 @@ def lab_command(base: Settings, settings: Settings, workload: str, profile: str)
     """Opens the settings beside the base in the lab; None for a workload file."""
     if not is_synthetic(workload):
         return None
-    other = "; ".join(
-        [str(base["preset"]), *(f"{k}={v}" for k, v in base.items() if k != "preset")]
-    )
-    flags = headway_flags({**base, **settings})
+    changes = (f"{name}={value}" for name, value in base.items() if name != "preset")
+    other, flags = "; ".join([str(base["preset"]), *changes]), headway_flags({**base, **settings})
     return (
         f"headway lab {shlex.quote(workload)} --profile {shlex.quote(profile)} {flags} "
         f"--against {shlex.quote(other)}"

@@ -7,6 +7,7 @@ steps; as `swap_if_cheaper` does, it counts the time that they add, without a st
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from headway.lab.cost import Profile
@@ -52,29 +53,19 @@ def crossing(profile: Profile) -> int | None:
 
     Recomputation grows at least linearly and a swap linearly, so there is one crossing at most.
     """
-    rule = profile.swap_if_cheaper()
-    # pair/2 n^2 + (compute - 2 copy) n - 2 start = 0
-    square, linear, start = rule.pair / 2, rule.compute - 2 * rule.copy, 2 * rule.start
-    if square:
-        root = (-linear + math.sqrt(linear**2 + 4 * square * start)) / (2 * square)
-    elif linear > 0:
-        root = start / linear
-    else:
-        return None
-    tokens = max(1, math.floor(root) - 1)
-    while row(profile, tokens).cheaper != "swap":  # rounding, a few tokens at most
-        tokens += 1
-    return tokens if tokens <= profile.model.max_model_len else None
+    lengths = range(1, profile.model.max_model_len + 1)
+    place = bisect_left(lengths, True, key=lambda tokens: row(profile, tokens).cheaper == "swap")
+    return lengths[place] if place < len(lengths) else None
 
 
 def plot(profile: Profile) -> Plot:
     """Milliseconds over the length."""
-    rows = table(profile)
+    rows, title = table(profile), f"preemption on {profile.name}"
     curves = tuple(
-        Curve(name=name, points=tuple((r.tokens, 1e3 * getattr(r, field)) for r in rows))
-        for name, field in (("swap", "swap"), ("recompute", "recompute"),
-                            ("recompute alone", "recompute_alone"))
-    )  # fmt: skip
-    return Plot(
-        title=f"preemption on {profile.name}", x="tokens", y="ms", curves=curves, is_log=True
+        Curve(
+            name=name.replace("_", " "),
+            points=tuple((r.tokens, 1e3 * getattr(r, name)) for r in rows),
+        )
+        for name in ("swap", "recompute", "recompute_alone")
     )
+    return Plot(title=title, x="tokens", y="ms", curves=curves, is_log=True)

@@ -3,11 +3,8 @@
 For every seed, bisection finds the highest rate that its run meets; the capacity is the mean over
 the seeds, with a confidence interval. One seed keeps its lengths and the pattern of its arrivals at
 every rate (common random numbers); only the time between arrivals is stretched. The midpoints do not
-depend on the targets, so looser targets never give a lower capacity.
-
-A run fails if it misses a target, or if its queue grows while requests arrive. The second test
-recognises over-saturation: a run with few requests can meet its targets although work arrives faster
-than it is done.
+depend on the targets, so looser targets never give a lower capacity. A run also fails if its queue
+grows while requests arrive: with few requests it can meet its targets although it is over-saturated.
 """
 
 from __future__ import annotations
@@ -18,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from headway.errors import ConfigError
-from headway.lab.cost import Profile
 from headway.lab.planner.confidence import Interval, interval
-from headway.lab.planner.evaluate import Evaluator, Job, Outcome, Settings, check_completed
+from headway.lab.planner.evaluate import Evaluator, Job, Outcome, check_completed
 from headway.lab.planner.targets import Targets, duration_text, missed
-from headway.lab.planner.workload import Workload, at_rate
+from headway.lab.planner.workload import at_rate
+from headway.lab.summary import Summary
 
 TOLERANCE = 0.01  # width of the last bracket, relative to its upper end
 LIGHT, ALONE = 1 / 16, 1 / 1000  # of the saturated rate; ALONE: requests hardly ever meet
@@ -47,10 +44,12 @@ class SeedSearch:
     limits: Counter[str] = field(default_factory=Counter)  # what failed at the lowest failed rate
 
     @property
+    def is_zero(self) -> bool:
+        return self.high <= ALONE * self.start
+
+    @property
     def is_done(self) -> bool:
-        if self.high <= ALONE * self.start:
-            return True
-        return self.high < math.inf and self.high - self.low <= TOLERANCE * self.high
+        return self.is_zero or self.high - self.low <= TOLERANCE * self.high < math.inf
 
     @property
     def next_rate(self) -> float:
@@ -60,7 +59,7 @@ class SeedSearch:
 
     @property
     def rate(self) -> float:
-        return 0.0 if self.high <= ALONE * self.start else (self.low + self.high) / 2
+        return 0.0 if self.is_zero else (self.low + self.high) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,50 +78,32 @@ class Capacity:
         return math.ceil(rate / self.rate.low) if self.rate.low > 0 else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CapacityQuestion:
-    """What to find the capacity of."""
-
-    profile: Profile
-    workload: Workload
-    settings: Settings
-    targets: Targets
-    async_scheduling: bool = False
-
-    def job(self, seed: int, rate: float) -> Job:
-        return Job(
-            profile=self.profile, workload=self.workload, settings=self.settings, seed=seed,
-            rate=rate, targets=self.targets if rate < math.inf else (),
-            async_scheduling=self.async_scheduling,
-        )  # fmt: skip
-
-
 class Impossible(ConfigError):
     """Targets that no rate meets."""
 
 
-def find_capacity(
-    question: CapacityQuestion, seeds: Sequence[int], evaluator: Evaluator
-) -> Capacity:
-    """ConfigError if the workload has no arrival process or too few requests, Impossible if no rate
-    meets the targets."""
-    at_rate(question.workload.requests(), 1.0)
-    job = question.job(0, math.inf)
-    (at_once,) = evaluator.run([job])
+def find_capacity(job: Job, seeds: Sequence[int], evaluator: Evaluator) -> Capacity:
+    """The capacity for the workload, settings and targets of a job.
+
+    ConfigError if the workload has no arrival process or too few requests, Impossible if no rate
+    meets the targets.
+    """
+    at_rate(job.workload.requests(), 1.0)
+    (at_once,) = evaluator.run([replace(job, rate=math.inf, targets=())])
     check_completed(job, at_once)
     saturated = at_once.summary["requests_per_second"]
-    num_runs = 1 + _check_possible(question, seeds[:NUM_ALONE], saturated, evaluator)
+    num_runs = 1 + _check_possible(job, seeds[:NUM_ALONE], saturated, evaluator)
     searches = [SeedSearch(seed, saturated) for seed in seeds]
     latest: dict[int, Outcome] = {}
     while active := [search for search in searches if not search.is_done]:
-        outcomes = evaluator.run([question.job(s.seed, s.next_rate) for s in active])
+        jobs = [replace(job, seed=search.seed, rate=search.next_rate) for search in active]
         num_runs += len(active)
-        for search, outcome in zip(active, outcomes, strict=True):
-            if failed := failures(question.targets, outcome):
+        for search, outcome in zip(active, evaluator.run(jobs), strict=True):
+            if failed := failures(job.targets, outcome):
                 search.high, search.limits = search.next_rate, Counter(failed)
             else:
                 search.low = search.next_rate
-                _check_limited(question, search)
+                _check_limited(job, search)
                 latest[search.seed] = outcome
     rates = tuple(search.rate for search in searches)
     limits = Counter(name for search in searches for name in search.limits)
@@ -130,16 +111,16 @@ def find_capacity(
     return Capacity(
         rate=Interval(mean, max(0.0, low), high), by_seed=rates, saturated_rate=saturated,
         limited_by=dict(sorted(limits.items())), num_runs=num_runs,
-        is_short=any(_is_short(outcome) for outcome in latest.values()),
+        is_short=any(_is_short(outcome.summary) for outcome in latest.values()),
     )  # fmt: skip
 
 
-def _check_limited(question: CapacityQuestion, search: SeedSearch) -> None:
+def _check_limited(job: Job, search: SeedSearch) -> None:
     """ConfigError if a run fails nothing although its requests practically arrive at once."""
     if search.low >= AT_ONCE * search.start:
-        passed = "all targets are met and the queue" if question.targets else "the queue"
+        passed = "all targets are met and the queue" if job.targets else "the queue"
         raise ConfigError(
-            f"the {len(question.workload.requests())} requests of the workload are too few to find "
+            f"the {len(job.workload.requests())} requests of the workload are too few to find "
             f"a capacity: {passed} does not grow even at {search.low:.3g} requests/s "
             f"(seed {search.seed}); give the workload more requests"
         )
@@ -153,31 +134,28 @@ def failures(targets: Targets, outcome: Outcome) -> list[str]:
     return [*failed, *([SATURATED] if outcome.is_saturated else [])]
 
 
-def _is_short(outcome: Outcome) -> bool:
+def _is_short(summary: Summary) -> bool:
     """Whether requests stay so long that the arrivals end before the batch is steady."""
-    summary = outcome.summary
     return bool(summary["seconds"] < (MIN_SPANS + 1) * summary["end_to_end"]["mean"])
 
 
-def _check_possible(
-    question: CapacityQuestion, seeds: Sequence[int], saturated: float, evaluator: Evaluator
-) -> int:
+def _check_possible(job: Job, seeds: Sequence[int], saturated: float, evaluator: Evaluator) -> int:
     """The number of runs at low rates; Impossible if no rate meets one of the targets."""
-    if not question.targets:
+    if not job.targets:
         return 0
-    (light,) = evaluator.run([question.job(seeds[0], saturated * LIGHT)])
-    if not failures(question.targets, light):
+    (light,) = evaluator.run([replace(job, seed=seeds[0], rate=saturated * LIGHT)])
+    if not failures(job.targets, light):
         return 1
-    outcomes = evaluator.run([question.job(seed, saturated * ALONE) for seed in seeds])
-    failed = [set(failures(question.targets, outcome)) - {SATURATED} for outcome in outcomes]
-    if hopeless := [t for t in question.targets if all(t.name in names for names in failed)]:
-        share = min(1.0, MAX_ALONE / len(question.workload.requests()))
-        job = replace(question.job(seeds[0], saturated * ALONE), targets=(), share=share)
-        (complete,) = evaluator.run([job])  # the others were stopped, so their figures are partial
+    alone = [replace(job, seed=seed, rate=saturated * ALONE) for seed in seeds]
+    failed = [failures(job.targets, outcome) for outcome in evaluator.run(alone)]
+    if hopeless := [t for t in job.targets if all(t.name in names for names in failed)]:
+        share = min(1.0, MAX_ALONE / len(job.workload.requests()))
+        # The others were stopped, so their figures are partial.
+        (complete,) = evaluator.run([replace(alone[0], targets=(), share=share)])
         found = (
             f"{t} cannot be met: requests that run alone have {t.name} "
             f"{duration_text(float(f'{t.measured(complete.summary):.3g}'))} already"
             for t in hopeless
         )
         raise Impossible("; ".join(found))
-    return 1 + len(outcomes)
+    return 1 + len(alone)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -35,8 +34,8 @@ Settings = dict[str, Any]  # preset, slots as text, numbers
 PACKAGE = Path(__file__).parents[2]
 # What the result of a simulation depends on.
 CODE = (
-    "request.py", "plan.py", "config.py", "step_cost.py", "kv", "scheduler", "engine", "observe",
-    "executor/simulated.py", "lab/cost.py", "lab/corrections.py", "lab/simulate.py",
+    "request.py", "plan.py", "events.py", "config.py", "step_cost.py", "kv", "scheduler", "engine",
+    "record", "executor/simulated.py", "lab/cost.py", "lab/corrections.py", "lab/simulate.py",
     "lab/summary.py", "lab/workload", "lab/planner/evaluate.py", "lab/planner/targets.py",
     "lab/planner/workload.py",
 )  # fmt: skip
@@ -62,9 +61,14 @@ class Job:
     targets: Targets = ()  # a run that has certainly missed one is stopped
     async_scheduling: bool = False
 
+    @property
+    def config(self) -> Config:
+        """ConfigError if a setting is unknown or out of range."""
+        return make_config(self.settings, self.profile)
+
     def key(self) -> str:
         """Content hash: equal jobs give equal outcomes, in every process and session."""
-        config = describe(make_config(self.settings, self.profile))
+        config = describe(self.config)
         content = [
             asdict(self.profile), _fingerprint(self.workload), config, self.seed, self.share,
             self.rate, self.targets, self.async_scheduling, code_version(),
@@ -102,11 +106,11 @@ def evaluate(job: Job) -> Outcome:
     requests = part(job.workload.requests(job.seed), job.share)
     if job.rate is not None:
         requests = at_rate(requests, job.rate)
-    config, total = make_config(job.settings, job.profile), sum(r.n for r in requests)
+    total = sum(r.n for r in requests)
     max_gaps = sum(r.n * (r.num_output - 1) for r in requests)
     counter = MissCounter(job.targets, total, max_gaps) if job.targets else None
     result = simulate(
-        requests, config, job.profile, async_scheduling=job.async_scheduling, stop=counter
+        requests, job.config, job.profile, async_scheduling=job.async_scheduling, stop=counter
     )
     summary = summarize(result.metrics, len(result.rejected))
     stopped_by = counter.missed.name if counter and counter.missed else ""
@@ -122,8 +126,7 @@ def check_completed(job: Job, outcome: Outcome) -> None:
     """ConfigError with the first reason if the settings reject all requests."""
     if not outcome.summary["completed"]:
         first = job.workload.requests(job.seed)[:1]
-        config = make_config(job.settings, job.profile)
-        _, reason = simulate(first, config, job.profile).rejected[0]
+        _, reason = simulate(first, job.config, job.profile).rejected[0]
         raise ConfigError(f"all requests are rejected; the first: {reason}")
 
 
@@ -136,8 +139,7 @@ def queue_growth(requests: list[RequestTimeline], end: float) -> float:
     arrivals = np.array([request.arrival for request in requests])
     if end <= 0 or not len(arrivals):
         return math.inf
-    never = np.inf
-    admitted = np.sort([r.admitted if r.admitted >= 0 else never for r in requests])
+    admitted = np.sort([r.admitted if r.admitted >= 0 else np.inf for r in requests])
     times = np.linspace(end / 3, end, NUM_SAMPLES)
     waiting = np.searchsorted(arrivals, times, "right") - np.searchsorted(admitted, times, "right")
     shares = np.linspace(1 / 3, 1, NUM_SAMPLES)  # of the time: `times` may be too short to square
@@ -154,20 +156,17 @@ def code_version() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-@cache
-def _fingerprint(workload: Workload) -> str:
-    return workload.fingerprint()
+_fingerprint = cache(Workload.fingerprint)
 
 
 @cache
 def _module_hash(value: str) -> str:
     """The hash of the file of a `module:function` policy; "" for other values."""
     module, colon, _ = value.partition(":")
-    if not colon or "(" in module:
+    spec = find_spec(module) if colon and "(" not in module else None
+    if spec is None or spec.origin is None:
         return ""
-    spec = find_spec(module)
-    origin = spec.origin if spec else None
-    return hashlib.sha256(Path(origin).read_bytes()).hexdigest() if origin else ""
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 
 class History:
@@ -179,7 +178,8 @@ class History:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path, self._known = path, dict[str, Outcome]()
+        self._path = path
+        self.known: dict[str, Outcome] = {}  # by the key of the job
         if path is None:
             return
         try:
@@ -190,22 +190,15 @@ class History:
             raise FormatError(path, None, f"cannot be used: {error.strerror}") from None
 
     def __len__(self) -> int:
-        return len(self._known)
-
-    def get(self, key: str) -> Outcome | None:
-        return self._known.get(key)
+        return len(self.known)
 
     def put(self, key: str, outcome: Outcome) -> None:
         """Remember an outcome, on disk before this returns."""
-        self._known[key] = outcome
-        if self._path is None:
-            return
-        line = json.dumps({"key": key, "code": code_version(), "outcome": asdict(outcome)})
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, f"{line}\n".encode())
-        finally:
-            os.close(file)
+        self.known[key] = outcome
+        if self._path is not None:
+            line = json.dumps({"key": key, "code": code_version(), "outcome": asdict(outcome)})
+            with self._path.open("ab", buffering=0) as file:
+                file.write(f"{line}\n".encode())
 
     def _read(self, file: Any) -> None:
         file.seek(0)
@@ -214,7 +207,7 @@ class History:
             try:
                 line = json.loads(last)
                 if line["code"] == code_version():
-                    self._known[line["key"]] = Outcome(**line["outcome"])
+                    self.known[line["key"]] = Outcome(**line["outcome"])
             except (ValueError, TypeError, KeyError):
                 continue  # cut off by the end of a process
         if not last.endswith(b"\n"):
@@ -235,26 +228,17 @@ class Evaluator:
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """The outcomes in the order of the jobs."""
-        by_key = {job.key(): job for job in jobs}
-        new = {key: job for key, job in by_key.items() if key not in self._counted}
-        missing = {key: job for key, job in new.items() if self.history.get(key) is None}
+        keys, known = [job.key() for job in jobs], self.history.known
+        new = {k: j for k, j in zip(keys, jobs, strict=True) if k not in self._counted}
+        missing = [key for key in new if key not in known]
         self.num_known += len(new) - len(missing)
-        order = list(missing)
-        for place, outcome in self.executor.run(evaluate, list(missing.values())):
-            self.history.put(order[place], outcome)
-            self.advance(_cost(missing[order[place]], outcome))
+        for place, outcome in self.executor.run(evaluate, [new[key] for key in missing]):
+            self.history.put(missing[place], outcome)
+            self.advance(new[missing[place]].share * outcome.progress)
         for key, job in new.items():  # in order: a sum must not depend on which job ends first
-            self.cost += _cost(job, self._outcome(key))
+            cost = job.share * known[key].progress
+            self.cost += cost
             if key not in missing:
-                self.advance(_cost(job, self._outcome(key)))
+                self.advance(cost)
         self._counted.update(new)
-        return [self._outcome(job.key()) for job in jobs]
-
-    def _outcome(self, key: str) -> Outcome:
-        outcome = self.history.get(key)
-        assert outcome is not None, f"job {key} was not run"
-        return outcome
-
-
-def _cost(job: Job, outcome: Outcome) -> float:
-    return job.share * outcome.progress
+        return [known[key] for key in keys]

@@ -1,9 +1,8 @@
 """What `tune` maximises: throughput or latency, subject to the targets.
 
-If work arrives faster than it is done, or all at once, the objective is throughput: output tokens
-per second. Otherwise throughput is that of the arrivals, and the objective is latency: the statistic
-that is closest to its target, relative to it; without targets, the mean end-to-end time. Settings
-that meet all targets are better than settings that do not.
+If work arrives faster than it is done, or all at once, it is output tokens per second. Otherwise it
+is latency: the statistic that is closest to its target, relative to it; without targets, the mean
+end-to-end time. Settings that meet all targets are better than settings that do not.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class Objective:
 
     @property
     def text(self) -> str:
-        """A sentence."""
         if self.is_throughput:
             what = "output tokens per second, because the workload saturates the defaults"
         elif self.targets:
@@ -50,16 +48,16 @@ class Objective:
             return worst_ratio(self.targets, outcome.summary)
         return float(outcome.summary["end_to_end"]["mean"])
 
-    def gain(self, new: float, old: float) -> float:
-        """How much better one figure is than another, as a share: 0.1 is 10 % better."""
-        if self.is_throughput:
-            return new / old - 1 if old else 0.0
-        return old / new - 1 if new else 0.0
+    def gain(self, outcome: Outcome, other: Outcome) -> float:
+        """How much better the figure of one run is, as a share: 0.1 is 10 % better."""
+        new, old = self.figure(outcome), self.figure(other)
+        better, worse = (new, old) if self.is_throughput else (old, new)
+        return better / worse - 1 if worse else 0.0
 
     def advantage(self, outcome: Outcome, other: Outcome) -> float:
         """How much better one complete run is: by the figure, or by the missed targets."""
         if self.score(outcome)[0] == MET:
-            return self.gain(self.figure(outcome), self.figure(other))
+            return self.gain(outcome, other)
         ratios = [worst_ratio(self.targets, each.summary) for each in (outcome, other)]
         return ratios[1] / ratios[0] - 1 if ratios[0] else 0.0
 

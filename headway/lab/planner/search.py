@@ -1,13 +1,9 @@
 """The search of `tune`: a race of settings, then small changes to the survivors.
 
-1. Successive halving. Many settings run on the first ninth of the workload (the first 27th of one
-   with 15,000 requests or more), the best third of them on a part three times as long, and so on up
-   to all of it. The first settings are the presets, every single change of the defaults, and random
-   combinations; settings that combine the best single changes join after the first round.
-2. Coordinate descent. Every single change of the best settings runs on a third of the workload; the
-   best ones, and all of them together, run on all of it.
-3. Jumps. If no single change is better, random changes of two or three knobs of the best settings run
-   on all of the workload, as long as the budget lasts; the descent goes on from a better one.
+1. Successive halving: many settings run on the start of the workload, the best of them on a part
+   three times as long, and so on up to all of it.
+2. Coordinate descent: every single change of the best settings.
+3. Jumps: random changes of two or three knobs, if no single change is better.
 
 All runs have the same requests (common random numbers), and a run that has certainly missed a
 target is stopped. Costs are counted in full runs.
@@ -17,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from random import Random
 from typing import Any
 
+from headway.config import Config
 from headway.lab.cost import Profile
 from headway.lab.planner.evaluate import Evaluator, Job, Outcome, Settings, make_config
 from headway.lab.planner.objective import STOPPED, Objective, Score
@@ -55,9 +53,12 @@ class TuneQuestion:
             seed=seed, share=share, targets=self.targets, async_scheduling=self.async_scheduling,
         )  # fmt: skip
 
+    def config(self, point: Settings) -> Config:
+        return make_config({**self.base, **point}, self.profile)
+
     def identity(self, point: Settings) -> str:
         """Equal for points with equal configs."""
-        return repr(describe(make_config({**self.base, **point}, self.profile)))
+        return repr(describe(self.config(point)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,31 +105,28 @@ class Search:
 
     def evaluate(self, points: Sequence[Settings], share: float) -> list[tuple[Score, Settings]]:
         """Scores of points on a part of the workload, in their order."""
-        self.considered.update(map(self._identity, points))
+        names, score = [self._identity(point) for point in points], self.objective.score
+        self.considered.update(names)
         if share < 1:
-            outcomes = self._evaluator.run([self._job(point, share) for point in points])
-            return list(zip(map(self.objective.score, outcomes), points, strict=True))
-        names = [self._identity(point) for point in points]
+            return list(zip(map(score, self._run(points, share)), points, strict=True))
         new = {n: p for n, p in zip(names, points, strict=True) if n not in self.tried}
-        outcomes = self._evaluator.run([self._job(point, 1.0) for point in new.values()])
-        for (name, point), outcome in zip(new.items(), outcomes, strict=True):
-            score = self.objective.score(outcome)
-            self.tried[name] = Tried(point=point, outcome=outcome, score=score)
+        for (name, point), outcome in zip(new.items(), self._run(new.values(), 1.0), strict=True):
+            self.tried[name] = Tried(point=point, outcome=outcome, score=score(outcome))
         return [(self.tried[n].score, p) for n, p in zip(names, points, strict=True)]
 
-    def _job(self, point: Settings, share: float) -> Job:
-        job = self._question.job(point, share)
-        return job if self._stops else replace(job, targets=())
+    def _run(self, points: Iterable[Settings], share: float) -> list[Outcome]:
+        jobs = [self._question.job(point, share) for point in points]
+        return self._evaluator.run(jobs if self._stops else [replace(j, targets=()) for j in jobs])
 
     def _ranked(self, points: list[Settings], share: float) -> list[tuple[Score, Settings]]:
         """Points with their scores, best first. If all are stopped, they run again to their end:
         then no settings may meet the targets, and the search looks for those that come closest."""
-        ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
-        if self._stops and points and all(score[0] == STOPPED for score, point in ranked if point):
+        scored = self.evaluate(points, share)
+        if self._stops and points and all(score[0] == STOPPED for score, point in scored if point):
             self._stops = False
             self.tried = {k: t for k, t in self.tried.items() if not t.outcome.is_stopped}
-            ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
-        return ranked
+            scored = self.evaluate(points, share)
+        return sorted(scored, key=itemgetter(0), reverse=True)
 
     def _race(self, cost: float, limit: float) -> None:
         points = self._start(int(cost / self.shares[0]))
@@ -136,10 +134,9 @@ class Search:
             points = self._unique(points)[: self.affordable(share, limit)]
             ranked = self._ranked(points, share)
             if share < 1:
-                survivors = [point for _, point in ranked]
-                count = max(2, int(cost / self.shares[place + 1]))
                 combined = self._combined(ranked) if place == 0 else []
-                points = [*combined, *survivors][:count]
+                count = max(2, int(cost / self.shares[place + 1]))
+                points = [*combined, *(point for _, point in ranked)][:count]
 
     def _start(self, count: int) -> list[Settings]:
         """The defaults, every single change, and random combinations."""
@@ -156,19 +153,15 @@ class Search:
             })  # fmt: skip
         return self._unique(points)[:count]
 
-    def _combined(self, ranked: Iterable[tuple[Score, Settings]]) -> list[Settings]:
+    def _combined(self, ranked: Sequence[tuple[Score, Settings]]) -> list[Settings]:
         """The best single change of every knob, combined: the best two knobs, three, and so on."""
-        scores = [(score, point) for score, point in ranked if len(point) <= 1]
-        default = next((score for score, point in scores if not point), None)
-        changes: Settings = {}
-        combined = []
-        for score, point in scores:
-            name = next(iter(point), None)
-            if default is None or name is None or name in changes or score <= default:
-                continue
-            changes[name] = point[name]
-            combined.append(dict(changes))
-        return combined[1:MAX_COMBINED]
+        default = next((score for score, point in ranked if not point), None)
+        combined: list[Settings] = [{}]
+        for score, point in ranked:
+            is_better = default is not None and score > default
+            if is_better and len(point) == 1 and not point.keys() & combined[-1].keys():
+                combined.append({**combined[-1], **point})
+        return combined[2 : MAX_COMBINED + 1]
 
     def _descend(self, limit: float) -> bool:
         """One round of changes to the best point; False if none is better or the cost is reached."""
@@ -176,18 +169,14 @@ class Search:
         changes = self._changes(best.point)[: max(0, self.affordable(share, limit) - 1)]
         if not changes:
             return False
-        (now, _), *ranked = self.evaluate([best.point, *(p for _, p in changes)], share)
-        better = sorted(
-            ((score, name, point) for (score, point), (name, _) in zip(ranked, changes, strict=True)
-             if score > now), key=lambda x: x[0], reverse=True,
-        )  # fmt: skip
-        together = dict(best.point)
-        for _, name, point in reversed(better):
-            together = {**together, name: point[name]}
-        tried = [together, *(point for _, _, point in better[:NUM_TRIED])]
+        (now, _), *scored = self.evaluate([best.point, *(p for _, p in changes)], share)
+        named = ((score, name, p) for (score, p), (name, _) in zip(scored, changes, strict=True))
+        better = sorted((x for x in named if x[0] > now), key=itemgetter(0), reverse=True)
         affordable = self.affordable(1.0, limit)
         if not better or not affordable:
             return False
+        together = {**best.point, **{name: point[name] for _, name, point in reversed(better)}}
+        tried = [together, *(point for _, _, point in better[:NUM_TRIED])]
         self.evaluate(self._unique(tried)[:affordable], 1.0)
         return self.best.score > best.score
 
@@ -207,8 +196,7 @@ class Search:
     def _changes(self, point: Settings) -> list[tuple[str, Settings]]:
         """Every single change of a point, with the knob that it changes; new configs only."""
         question = self._question
-        described = describe(make_config({**question.base, **point}, question.profile))
-        now = {**described, "preset": point.get("preset", question.base["preset"])}
+        now: Settings = {**question.base, **point, **describe(question.config(point))}
         seen, changes = {question.identity(point)}, list[tuple[str, Settings]]()
         for name, values in question.space.items():
             for value in neighbours(values, now[name]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 from headway.checks import real_number, whole_number
@@ -43,13 +44,12 @@ def parse_knobs(texts: Iterable[str], known: Sequence[str] = KNOBS) -> Space:
 
 def split_values(text: str) -> list[str]:
     """The parts between commas outside parentheses."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        if character == "," and depth == 0:
-            parts.append("")
+    parts: list[str] = []
+    for piece in text.split(","):
+        if parts and parts[-1].count("(") != parts[-1].count(")"):
+            parts[-1] += f",{piece}"
         else:
-            parts[-1] += character
+            parts.append(piece)
     return [part.strip() for part in parts]
 
 
@@ -69,9 +69,7 @@ def _value(name: str, text: str) -> Any:
 
 def points(space: Space) -> list[Settings]:
     """Every combination of the values, the last knob changing fastest."""
-    total = 1
-    for values in space.values():
-        total *= len(values)
+    total = prod(map(len, space.values()))
     if total > MAX_POINTS:
         raise ConfigError(f"the knobs have {total} combinations; at most {MAX_POINTS} can be run")
     return [dict(zip(space, values, strict=True)) for values in product(*space.values())]
@@ -113,9 +111,9 @@ def neighbours(values: list[Any], now: Any) -> list[Any]:
     """The values to try next: those beside a number, or all others."""
     if not all(isinstance(value, int) for value in values) or not isinstance(now, int):
         return [value for value in values if value != now]
-    below = [value for value in values if value < now]
-    above = [value for value in values if value > now]
-    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+    below = sorted(value for value in values if value < now)
+    above = sorted(value for value in values if value > now)
+    return below[-1:] + above[:1]
 
 
 def text_of(settings: Settings) -> str:

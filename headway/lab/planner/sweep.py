@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.lab.cost import Profile
-from headway.lab.planner.evaluate import Evaluator, Job, Outcome, Settings, make_config
+from headway.lab.planner.evaluate import Evaluator, Job, Outcome, Settings
 from headway.lab.planner.space import WORKLOAD_KNOBS, Space, points, text_of
-from headway.lab.planner.workload import Workload, rate_of
+from headway.lab.planner.workload import rate_of
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.svg import Curve, Plot
@@ -22,37 +22,22 @@ from headway.scheduler.policies.presets import SLOTS
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One combination of knob values and its result."""
-
     knobs: Settings
     outcome: Outcome
 
 
-def run_sweep(
-    space: Space,
-    base: Settings,
-    profile: Profile,
-    workload: Workload,
-    evaluator: Evaluator,
-    async_scheduling: bool = False,
-) -> list[SweepPoint]:
+def run_sweep(space: Space, base: Job, evaluator: Evaluator) -> list[SweepPoint]:
     """The result of every combination; a knob of the space replaces the base's value."""
     combinations = points(space)
-    jobs = [_job(knobs, base, profile, workload, async_scheduling) for knobs in combinations]
-    outcomes = evaluator.run(jobs)
+    outcomes = evaluator.run([_job(base, knobs) for knobs in combinations])
     return [SweepPoint(knobs=k, outcome=o) for k, o in zip(combinations, outcomes, strict=True)]
 
 
-def _job(
-    knobs: Settings, base: Settings, profile: Profile, workload: Workload, is_async: bool
-) -> Job:
-    seed, speed = knobs.get("seed", 0), knobs.get("speed", 1.0)
+def _job(base: Job, knobs: Settings) -> Job:
+    seed, speed = knobs.get("seed", 0), knobs.get("speed")
     own = {name: value for name, value in knobs.items() if name not in WORKLOAD_KNOBS}
-    rate = rate_of(workload.requests(seed)) * speed if "speed" in knobs else None
-    return Job(
-        profile=profile, workload=workload, settings={**base, **own}, seed=seed, rate=rate,
-        async_scheduling=is_async,
-    )  # fmt: skip
+    rate = None if speed is None else rate_of(base.workload.requests(seed)) * speed
+    return replace(base, settings={**base.settings, **own}, seed=seed, rate=rate)
 
 
 def metric_of(summary: Summary, name: str) -> float:
@@ -68,12 +53,12 @@ def metric_of(summary: Summary, name: str) -> float:
     return float(value)
 
 
-def check_metric(name: str, base: Settings, profile: Profile) -> None:
+def check_metric(name: str, base: Job) -> None:
     """ConfigError for an unknown metric, before anything is simulated.
 
     The names below a count by reason are known only after a run.
     """
-    empty = summarize(simulate([], make_config(base, profile), profile).metrics)
+    empty = summarize(simulate([], base.config, base.profile).metrics)
     if empty.get(_parts(name)[0]) != {}:
         metric_of(empty, name)
 
@@ -85,20 +70,15 @@ def _parts(name: str) -> list[str]:
 
 def over_seeds(points: Sequence[SweepPoint]) -> list[SweepPoint]:
     """Points without the knob `seed`: every number of a summary is the mean over the seeds."""
-    groups: dict[tuple[Any, ...], list[SweepPoint]] = {}
+    groups = defaultdict[str, list[SweepPoint]](list)
     for point in points:
-        groups.setdefault(tuple(_without_seed(point).values()), []).append(point)
+        others = {name: value for name, value in point.knobs.items() if name != "seed"}
+        groups[repr(others)].append(replace(point, knobs=others))
+    means = (_mean([point.outcome.summary for point in same]) for same in groups.values())
     return [
-        SweepPoint(
-            knobs=_without_seed(same[0]),
-            outcome=replace(same[0].outcome, summary=_mean([p.outcome.summary for p in same])),
-        )
-        for same in groups.values()
+        replace(same[0], outcome=replace(same[0].outcome, summary=mean))
+        for same, mean in zip(groups.values(), means, strict=True)
     ]
-
-
-def _without_seed(point: SweepPoint) -> Settings:
-    return {name: value for name, value in point.knobs.items() if name != "seed"}
 
 
 def _mean(values: Sequence[Any]) -> Any:

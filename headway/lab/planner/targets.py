@@ -1,15 +1,16 @@
 """Latency targets: upper limits of statistics of a run, and when a run has certainly missed one.
 
-All targets are upper limits, so no two of them contradict each other. A target that another one
-implies is redundant; `redundant` names it. Whether a target can be met at all depends on profile
-and workload; `headway plan capacity` finds out.
+All targets are upper limits, so no two of them contradict each other; one that another implies is
+redundant. Whether a target can be met at all, `headway plan capacity` finds out.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 from headway.errors import ConfigError
@@ -21,6 +22,7 @@ LATENCIES = {
 }  # fmt: skip
 STATISTICS = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 STALL_STEPS = 64  # between two counts of stalls
+MissTest = Callable[[RunStats], bool]  # after every step: whether the target is certainly missed
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0}
 
 
@@ -108,74 +110,65 @@ class MissCounter:
     """
 
     def __init__(self, targets: Sequence[Target], num_requests: int, max_gaps: int) -> None:
-        self._counts: list[_Count | _GapCount | _StallCount] = []
-        for target in targets:
-            num_ignored = _num_ignored(target.share, num_requests)
-            if target.latency == "tbt":
-                self._counts.append(_GapCount(target, max_gaps))
-            elif target.latency == "stall":
-                self._counts.append(_StallCount(target, num_ignored))
-            else:
-                self._counts.append(_Count(target, num_ignored))
         self.missed: Target | None = None  # the first that was
+        self._tests = [(target, _miss_test(target, num_requests, max_gaps)) for target in targets]
 
     def __call__(self, metrics: RunStats) -> bool:
-        self.missed = next((c.target for c in self._counts if c.is_missed(metrics)), None)
+        self.missed = next(
+            (target for target, is_missed in self._tests if is_missed(metrics)), None
+        )
         return self.missed is not None
 
 
-class _Count:
-    """The requests whose time for one target is over, in order of arrival, and the misses."""
-
-    def __init__(self, target: Target, num_ignored: int) -> None:
-        self.target, self._seconds, self._num_ignored = target, target.seconds, num_ignored
-        self._field = "first_token" if target.latency == "ttft" else "finished"
-        self._next = self._num_missed = 0
-
-    def is_missed(self, metrics: RunStats) -> bool:
-        requests, now = metrics.requests, metrics.ended_at
-        while self._next < len(requests):
-            request = requests[self._next]
-            if request.arrival + self._seconds >= now:
-                break
-            reached = getattr(request, self._field)
-            self._num_missed += not 0 <= reached - request.arrival <= self._seconds
-            self._next += 1
-        return self._num_missed > self._num_ignored
-
-
-class _GapCount:
-    """The times between tokens above the target."""
-
-    def __init__(self, target: Target, max_gaps: int) -> None:
-        self.target, self._seconds = target, target.seconds
+def _miss_test(target: Target, num_requests: int, max_gaps: int) -> MissTest:
+    if target.latency == "tbt":
         # A percentile of weighted values: without interpolation. Rounding must not stop a run.
-        self._num_ignored = math.floor((1 - target.share) * max_gaps + 1e-6)
-        self._next, self._num_missed = 0, 0.0
-
-    def is_missed(self, metrics: RunStats) -> bool:
-        gaps = metrics.gap_seconds
-        for place in range(self._next, len(gaps)):
-            if gaps[place] > self._seconds:
-                self._num_missed += metrics.gap_counts[place]
-        self._next = len(gaps)
-        return self._num_missed > self._num_ignored
+        return _late_gaps(target, math.floor((1 - target.share) * max_gaps + 1e-6))
+    # Values that may lie above a percentile with linear interpolation, at most.
+    num_ignored = num_requests - 1 - math.floor(target.share * (num_requests - 1))
+    return (_stalls if target.latency == "stall" else _late_requests)(target, num_ignored)
 
 
-class _StallCount:
-    """The requests with a longer stall; counted at some steps only, because it looks at all."""
+def _late_requests(target: Target, num_ignored: int) -> MissTest:
+    """Counts requests whose time for the target is over, in order of arrival, and the misses."""
+    time_of = attrgetter("first_token" if target.latency == "ttft" else "finished")
+    place = num_missed = 0
 
-    def __init__(self, target: Target, num_ignored: int) -> None:
-        self.target, self._seconds = target, target.seconds
-        self._num_ignored, self._num_calls = num_ignored, 0
+    def is_missed(metrics: RunStats) -> bool:
+        nonlocal place, num_missed
+        requests, now = metrics.requests, metrics.ended_at
+        while place < len(requests) and requests[place].arrival + target.seconds < now:
+            request = requests[place]
+            num_missed += not 0 <= time_of(request) - request.arrival <= target.seconds
+            place += 1
+        return num_missed > num_ignored
 
-    def is_missed(self, metrics: RunStats) -> bool:
-        self._num_calls += 1
-        if self._num_calls % STALL_STEPS:
+    return is_missed
+
+
+def _late_gaps(target: Target, num_ignored: int) -> MissTest:
+    """Counts the times between tokens above the target."""
+    place, num_missed = 0, 0.0
+
+    def is_missed(metrics: RunStats) -> bool:
+        nonlocal place, num_missed
+        gaps, counts = metrics.gap_seconds, metrics.gap_counts
+        for i in range(place, len(gaps)):
+            if gaps[i] > target.seconds:
+                num_missed += counts[i]
+        place = len(gaps)
+        return num_missed > num_ignored
+
+    return is_missed
+
+
+def _stalls(target: Target, num_ignored: int) -> MissTest:
+    """Counts the requests with a longer stall; at some steps only, because it looks at all."""
+    calls = count(1)
+
+    def is_missed(metrics: RunStats) -> bool:
+        if next(calls) % STALL_STEPS:
             return False
-        return sum(s > self._seconds for s in metrics.longest_stalls()) > self._num_ignored
+        return sum(s > target.seconds for s in metrics.longest_stalls()) > num_ignored
 
-
-def _num_ignored(share: float, num_values: int) -> int:
-    """Values that may lie above a percentile with linear interpolation, at most."""
-    return num_values - 1 - math.floor(share * (num_values - 1))
+    return is_missed

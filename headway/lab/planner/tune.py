@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from headway.errors import ConfigError
 from headway.lab.doctor.diagnose import Finding, diagnose
 from headway.lab.planner.confidence import Interval, interval
-from headway.lab.planner.evaluate import Evaluator, Outcome, Settings, check_completed, make_config
-from headway.lab.planner.objective import MET, Objective, choose_objective
+from headway.lab.planner.evaluate import Evaluator, Outcome, Settings, check_completed
+from headway.lab.planner.objective import MET, Objective, Score, choose_objective
 from headway.lab.planner.search import Search, Tried, TuneQuestion
+from headway.lab.planner.sweep import metric_of
 from headway.lab.planner.targets import worst_ratio
 from headway.lab.summary import Summary
 from headway.scheduler.policies.presets import PRESETS, SLOTS, describe, slot
@@ -20,15 +21,15 @@ from headway.scheduler.policies.presets import PRESETS, SLOTS, describe, slot
 MIN_BUDGET = 14
 NO_LOSS = 0.002  # a change that buys less is left out
 COMPARED = {
-    "output tokens/s": ("output_tokens_per_second",), "TTFT p50 (s)": ("ttft", "p50"),
-    "TTFT p99 (s)": ("ttft", "p99"), "time between tokens p99 (s)": ("time_between_tokens", "p99"),
-    "longest stall p99 (s)": ("longest_stall", "p99"), "end to end p50 (s)": ("end_to_end", "p50"),
-    "preemptions": ("preemptions",),
+    "output tokens/s": "output_tokens_per_second", "TTFT p50 (s)": "ttft.p50",
+    "TTFT p99 (s)": "ttft.p99", "time between tokens p99 (s)": "time_between_tokens.p99",
+    "longest stall p99 (s)": "longest_stall.p99", "end to end p50 (s)": "end_to_end.p50",
+    "preemptions": "preemptions",
 }  # fmt: skip
 VERIFIED = {
-    "output tokens/s": ("output_tokens_per_second",), "TTFT p50": ("ttft", "p50"),
-    "TTFT p99": ("ttft", "p99"), "time between tokens p50": ("time_between_tokens", "p50"),
-    "time between tokens p99": ("time_between_tokens", "p99"), "end to end p50": ("end_to_end", "p50"),
+    "output tokens/s": "output_tokens_per_second", "TTFT p50": "ttft.p50", "TTFT p99": "ttft.p99",
+    "time between tokens p50": "time_between_tokens.p50",
+    "time between tokens p99": "time_between_tokens.p99", "end to end p50": "end_to_end.p50",
 }  # fmt: skip
 
 
@@ -65,8 +66,6 @@ class ParetoPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What `tune` found."""
-
     objective: Objective
     settings: Settings  # what differs from the base; empty: the defaults are best
     seeds_met: tuple[int, int]  # fresh seeds that meet all targets: defaults, best
@@ -98,15 +97,11 @@ def tune(question: TuneQuestion, evaluator: Evaluator, *, budget: int, seed: int
     fresh = range(1 + 1000 * seed, 1 + 1000 * seed + num_seeds)
     runs = _confirm(question, evaluator, [{}, *finalists], fresh)
     defaults, best = runs[0], max(runs, key=lambda run: _confirmed(objective, run[1]))
-    is_default = not best[0]
-    gains = [
-        objective.gain(objective.figure(b), objective.figure(d))
-        for b, d in zip(best[1], defaults[1], strict=True)
-    ]
+    gains = [objective.gain(b, d) for b, d in zip(best[1], defaults[1], strict=True)]
     return Answer(
         objective=objective, settings=best[0], num_seeds=num_seeds,
         seeds_met=(_num_met(objective, defaults[1]), _num_met(objective, best[1])),
-        gain=Interval(0.0, 0.0, 0.0) if is_default else interval(gains),
+        gain=interval(gains) if best[0] else Interval(0.0, 0.0, 0.0),
         compared=_compare(defaults[1], best[1]),
         changes=_changes(question, search, best[0], budget),
         before=diagnose(defaults[1][0].summary, defaults[1][0].config),
@@ -118,32 +113,28 @@ def tune(question: TuneQuestion, evaluator: Evaluator, *, budget: int, seed: int
 
 def explicit(question: TuneQuestion, point: Settings) -> Settings:
     """A point as slots and numbers that differ from the base, without a preset."""
-    base = make_config(question.base, question.profile)
-    config = make_config({**question.base, **point}, question.profile)
-    described, old = describe(config), describe(base)
+    config, old = question.config(point), describe(question.config({}))
     return {
         name: _short(name, getattr(config, name), question) if name in SLOTS else value
-        for name, value in described.items()
+        for name, value in describe(config).items()
         if value != old[name]
     }
 
 
 def complete(question: TuneQuestion, point: Settings) -> Settings:
     """All slots and sizes of a point, and the numbers that were set, as short texts."""
-    settings = {**question.base, **point}
-    config = make_config(settings, question.profile)
-    sizes = ("max_num_seqs", "max_num_batched_tokens")
-    numbers = [name for name in describe(config) if name in sizes or name in settings]
+    config = question.config(point)
+    shown = {"max_num_seqs", "max_num_batched_tokens", *question.base, *point} - SLOTS.keys()
     slots = {name: _short(name, getattr(config, name), question) for name in SLOTS}
-    return {**slots, **{n: getattr(config, n) for n in numbers if n not in SLOTS}}
+    return {**slots, **{name: v for name, v in describe(config).items() if name in shown}}
 
 
 def _short(name: str, value: Any, question: TuneQuestion) -> str:
     """The shortest known text of a slot's value."""
     known = [*(str(each[name]) for each in PRESETS.values()), *question.space.get(name, ())]
     texts = [str(text) for text in known if slot(name, text) == value]
-    config = make_config(question.base, question.profile)
-    return min(texts, key=len) if texts else str(describe(replace(config, **{name: value}))[name])
+    changed = replace(question.config({}), **{name: value})
+    return min(texts, key=len) if texts else str(describe(changed)[name])
 
 
 def simplified(question: TuneQuestion, search: Search, limit: float) -> Settings:
@@ -151,21 +142,21 @@ def simplified(question: TuneQuestion, search: Search, limit: float) -> Settings
     best = search.best
     point, score = explicit(question, best.point), best.score
     tested = list(point)[: max(0, search.affordable(1.0, limit) - 1)]
-    without = [_without(point, name) for name in tested]
-    ranked = zip(tested, search.evaluate(without, 1.0), strict=True)
-    dropped = [name for name, (other, _) in ranked if _is_as_good(other, score)]
-    kept = {name: value for name, value in point.items() if name not in dropped}
+    scored = search.evaluate([_without(point, name) for name in tested], 1.0)
+    named = zip(tested, scored, strict=True)
+    dropped = [name for name, (other, _) in named if _is_as_good(other, score)]
     if not dropped:
         return point
+    kept = _without(point, *dropped)
     ((together, _),) = search.evaluate([kept], 1.0)
     return kept if _is_as_good(together, score) else point
 
 
-def _without(point: Settings, name: str) -> Settings:
-    return {key: value for key, value in point.items() if key != name}
+def _without(point: Settings, *names: str) -> Settings:
+    return {name: value for name, value in point.items() if name not in names}
 
 
-def _is_as_good(score: tuple[int, float, float], best: tuple[int, float, float]) -> bool:
+def _is_as_good(score: Score, best: Score) -> bool:
     return score[0] >= best[0] and score[1] >= best[1] - NO_LOSS * abs(best[1])
 
 
@@ -201,33 +192,25 @@ def _confirmed(objective: Objective, outcomes: Sequence[Outcome]) -> tuple[float
 
 def _compare(defaults: Sequence[Outcome], best: Sequence[Outcome]) -> list[Compared]:
     rows = []
-    for name, path in COMPARED.items():
-        old, new = ([_at(o.summary, path) for o in outcomes] for outcomes in (defaults, best))
-        differences = [n - o for n, o in zip(new, old, strict=True)]
-        rows.append(Compared(
-            name=name, default=fmean(old), best=fmean(new), difference=interval(differences)
-        ))  # fmt: skip
+    for name, metric in COMPARED.items():
+        old, new = ([metric_of(o.summary, metric) for o in run] for run in (defaults, best))
+        difference = interval([n - o for n, o in zip(new, old, strict=True)])
+        rows.append(Compared(name=name, default=fmean(old), best=fmean(new), difference=difference))
     return rows
-
-
-def _at(summary: Summary, path: tuple[str, ...]) -> float:
-    value: Any = summary
-    for key in path:
-        value = value[key]
-    return float(value)
 
 
 def _changes(question: TuneQuestion, search: Search, point: Settings, budget: int) -> list[Change]:
     """What each change buys, by a run without it, as far as the budget allows. Largest first."""
-    objective, old = search.objective, describe(make_config(question.base, question.profile))
-    new = [n for n in point if question.identity(_without(point, n)) not in search.tried]
+    objective, old = search.objective, describe(question.config({}))
+    identities = {name: question.identity(_without(point, name)) for name in point}
+    new = [name for name in point if identities[name] not in search.tried]
     untested = new[search.affordable(1.0, budget - 1) :]
     tested = [name for name in point if name not in untested]
     search.evaluate([point, *(_without(point, name) for name in tested)], 1.0)
     whole = search.tried[question.identity(point)]
     changes = []
     for name, value in point.items():
-        less = search.tried.get(question.identity(_without(point, name)), whole)
+        less = search.tried.get(identities[name], whole)
         is_complete = not less.outcome.is_stopped and not whole.outcome.is_stopped
         changes.append(Change(
             knob=name, default=old[name], value=value, is_tested=name in tested,
@@ -273,5 +256,7 @@ class Verified(NamedTuple):
 
 def compare(predicted: Summary, measured: Summary) -> list[Verified]:
     """The figures of two summaries side by side."""
-    return [Verified(name, _at(predicted, path), _at(measured, path))
-            for name, path in VERIFIED.items()]  # fmt: skip
+    return [
+        Verified(name, metric_of(predicted, metric), metric_of(measured, metric))
+        for name, metric in VERIFIED.items()
+    ]

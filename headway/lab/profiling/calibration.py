@@ -2,7 +2,7 @@
 
 The error is measured on a held-out run: a workload with other lengths than the fitted ones. It runs
 between the two halves of the fitted waves, so that a machine that slows down as it heats up affects
-both. Knows lengths and logs, no model.
+both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from headway.errors import ConfigError
 from headway.lab.cost import Profile
 from headway.lab.profiling.fit import observations, predict
 from headway.lab.simulate import simulate
-from headway.lab.summary import summarize
+from headway.lab.summary import Summary, summarize
 from headway.lab.workload.recorded import added_in, known_tokens
 from headway.lab.workload.request import WorkloadRequest
 from headway.record.lines import AddedLine, Line, PlannedLine, ends_of
@@ -48,6 +48,17 @@ class WaveSpec(NamedTuple):
     outputs: range
     max_num_seqs: int
 
+    def draw(self, source: random.Random, max_tokens: int) -> Wave:
+        lengths = [self._lengths(source, max_tokens) for _ in range(self.num_requests)]
+        return Wave(lengths, self.max_num_seqs)
+
+    def _lengths(self, source: random.Random, max_tokens: int) -> tuple[int, int]:
+        """Prompt lengths are uniform on a logarithmic scale, output lengths on a linear one."""
+        num_output = min(source.choice(self.outputs), max_tokens // 2)
+        longest = min(self.max_prompt, max_tokens - num_output)
+        shortest = min(self.min_prompt, (longest + 1) // 2)
+        return round(shortest * (longest / shortest) ** source.random()), num_output
+
 
 class CalibrationSpec(NamedTuple):
     """The waves to fit, which run twice, and the held-out wave."""
@@ -73,9 +84,7 @@ QUICK_CPU_CALIBRATION = CalibrationSpec(
     WaveSpec(14, 16, 150, range(4, 17), 14),
 )
 # More requests than the default max_num_seqs of 256: the last ones are admitted one by one as
-# others end. So are those of the waves with a limit, as with requests that arrive one by one: a few
-# decodes and one prompt in a step. Half of the held-out requests wait through several steps of
-# prompts.
+# others end, and so are those of the waves with a limit: a few decodes and one prompt in a step.
 GPU_CALIBRATION = CalibrationSpec(
     _fitted(range(16, 65), (1, 4096, 16384), (320, 16, 512), (2, 16, 8192), (128, 16, 1024),
             (4, 16, 4096), (64, 16, 2048), (8, 16, 2048), (32, 16, 4096), (16, 16, 1024),
@@ -113,23 +122,10 @@ def make_calibration(
             f"needs at least {MIN_TOKENS}"
         )
     source = random.Random(f"fit {seed}")
-    waves = [_wave(source, wave, max_tokens) for wave in (*spec.fitted, *reversed(spec.fitted))]
-    held_out = _wave(random.Random(f"held out {seed}"), spec.held_out, max_tokens)
-    half = len(spec.fitted)
-    return Calibration(before=waves[:half], held_out=held_out, after=waves[half:])
-
-
-def _wave(source: random.Random, wave: WaveSpec, max_tokens: int) -> Wave:
-    lengths = [_lengths(source, wave, max_tokens) for _ in range(wave.num_requests)]
-    return Wave(lengths, wave.max_num_seqs)
-
-
-def _lengths(source: random.Random, wave: WaveSpec, max_tokens: int) -> tuple[int, int]:
-    """Prompt lengths are uniform on a logarithmic scale, output lengths on a linear one."""
-    num_output = min(source.choice(wave.outputs), max_tokens // 2)
-    longest = min(wave.max_prompt, max_tokens - num_output)
-    shortest = min(wave.min_prompt, (longest + 1) // 2)
-    return round(shortest * (longest / shortest) ** source.random()), num_output
+    before = [wave.draw(source, max_tokens) for wave in spec.fitted]
+    after = [wave.draw(source, max_tokens) for wave in reversed(spec.fitted)]
+    held_out = spec.held_out.draw(random.Random(f"held out {seed}"), max_tokens)
+    return Calibration(before=before, held_out=held_out, after=after)
 
 
 class HeldOutError(NamedTuple):
@@ -161,7 +157,7 @@ def held_out_error(
 
 def compare_with_simulation(
     lines: Sequence[Line], config: Config, profile: Profile, async_scheduling: bool = False
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[Summary, Summary]:
     """The summary of a log, and of a simulation of the same requests."""
     lines = _align_arrivals(lines)
     real = stats_of([header(config, async_scheduling), *lines])

@@ -3,7 +3,6 @@
 Minimises the relative error of the step times by absolute values, so that a few steps that took
 twice their time, because the machine was busy, hardly change the result. Rates stay within physical
 limits. A rate that the log does not determine is set to the lowest value that fits, with a warning.
-Knows trace lines, no model and no clock; calibration.py chooses the run and checks the result.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ UPPER_BOUNDS = np.array([*(np.log(high) for _, _, high, _ in RATES.values()), 80
 MAX_LOSS_RATIO = 1.01  # a point whose loss is within this ratio of the best fits equally well
 FASTER = 4.0  # a rate is undetermined if this multiple of it fits equally well
 NUM_HALVINGS = 8
+Step = tuple[PlannedLine, CompletedLine]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,8 @@ class Observations:
     @property
     def is_plain(self) -> npt.NDArray[np.bool_]:
         """[step]: whether it computes and does not copy."""
-        computes = np.zeros(len(self.seconds), dtype=bool)
-        computes[self.step_of] = True
-        computes &= self.copies[:, 0] == 0
-        return computes
+        num_passes = np.bincount(self.step_of, minlength=len(self.seconds))
+        return np.asarray((num_passes > 0) & (self.copies[:, 0] == 0))
 
     @cached_property
     def columns(self) -> Numbers:
@@ -68,7 +66,6 @@ class Observations:
         return np.array_equal(self.step_of, np.arange(len(self.seconds)))
 
     def select(self, is_selected: npt.NDArray[np.bool_]) -> Observations:
-        """The observations of the selected steps."""
         kept = is_selected[self.step_of]
         places = np.cumsum(is_selected) - 1
         return replace(
@@ -84,37 +81,21 @@ class Fit(NamedTuple):
     warnings: list[str]
 
 
-class Step(NamedTuple):
-    """A plan and its result."""
-
-    plan: PlannedLine
-    result: CompletedLine
-
-    @property
-    def seconds(self) -> float:
-        return self.result.end - self.result.start
-
-
-def steps_of(lines: Iterable[Line]) -> list[Step]:
-    """The plans of a journal whose results it has, in the order of the results."""
-    plans, found = dict[int, PlannedLine](), []
+def observations(lines: Iterable[Line]) -> Observations:
+    """The steps of a journal that has their plans and results, in the order of the results."""
+    plans, steps = dict[int, PlannedLine](), list[Step]()
     for line in lines:
         if isinstance(line, PlannedLine):
             plans[line.step] = line
         elif isinstance(line, CompletedLine) and line.step in plans:
-            found.append(Step(plans.pop(line.step), line))
-    return found
-
-
-def observations(lines: Iterable[Line]) -> Observations:
-    """The steps of a journal."""
-    steps = [step for step in steps_of(lines) if step.seconds > 0]
-    passes = [(place, each) for place, step in enumerate(steps) for each in _passes(step.plan)]
-    copies = [(step.plan.copied_out, step.plan.copied_in) for step in steps]
+            steps.append((plans.pop(line.step), line))
+    steps = [(plan, result) for plan, result in steps if result.end > result.start]
+    passes = [(place, each) for place, (plan, _) in enumerate(steps) for each in _passes(plan)]
+    copies = [(plan.copied_out, plan.copied_in) for plan, _ in steps]
     return Observations(
         passes=np.array([each for _, each in passes], dtype=float).reshape(-1, 4),
         step_of=np.array([place for place, _ in passes], dtype=np.intp),
-        seconds=np.array([step.seconds for step in steps], dtype=float),
+        seconds=np.array([result.end - result.start for _, result in steps], dtype=float),
         copies=np.array([((a > 0) + (b > 0), a + b) for a, b in copies], float).reshape(-1, 2),
         gaps=np.array(_gaps(steps), dtype=float),
     )
@@ -136,11 +117,11 @@ def _gaps(steps: list[Step]) -> list[float]:
     A plan that was made while another one was in flight is skipped: its gap hides the scheduling.
     """
     gaps = []
-    for step, after in pairwise(steps):
-        num_left = step.plan.running + step.plan.waiting - len(step.result.finished)
-        is_hidden = after.plan.t < step.result.end
-        if after.plan.step == step.plan.step + 1 and num_left > 0 and not is_hidden:
-            gaps.append(max(0.0, after.result.start - step.result.end))
+    for (plan, result), (next_plan, next_result) in pairwise(steps):
+        num_left = plan.running + plan.waiting - len(result.finished)
+        is_hidden = next_plan.t < result.end
+        if next_plan.step == plan.step + 1 and num_left > 0 and not is_hidden:
+            gaps.append(max(0.0, next_result.start - result.end))
     return gaps
 
 
@@ -214,12 +195,11 @@ def missing_coverage(plain: Observations) -> list[str]:
 def _machine(point: Numbers) -> Machine:
     """The machine of a search point: logarithms, and the log-odds of the overlap."""
     bounded = np.minimum(np.maximum(point, LOWER_BOUNDS), UPPER_BOUNDS)
-    bandwidth, flops, fixed, min_attention, prompt = np.exp(bounded[:5]).tolist()
+    bandwidth, flops, *times = np.exp(bounded[:5]).tolist()
+    fixed, attention, prompt = (time if time > NEGLIGIBLE else 0.0 for time in times)
     return Machine(
         bandwidth=bandwidth, bandwidth_share=1.0, flops=flops, flops_share=1.0,
-        fixed_seconds=fixed if fixed > NEGLIGIBLE else 0.0,
-        attention_seconds=min_attention if min_attention > NEGLIGIBLE else 0.0,
-        prompt_seconds=prompt if prompt > NEGLIGIBLE else 0.0,
+        fixed_seconds=fixed, attention_seconds=attention, prompt_seconds=prompt,
         overlap=float(1 / (1 + np.exp(-bounded[5]))),
         host_seconds=0.0, copy_bandwidth=bandwidth, copy_seconds=0.0,
     )  # fmt: skip
@@ -257,8 +237,7 @@ def _limit_undetermined(loss: Loss, best: Numbers) -> tuple[Numbers, list[str]]:
 
     This happens where another time, mostly the fixed one, hides what the rate would explain.
     """
-    limited: list[int] = []
-    warnings: list[str] = []
+    limited, warnings = list[int](), list[str]()
     for place, (name, low, high, unit) in RATES.items():
         best[place] = np.clip(best[place], np.log(low), np.log(high))
         limit = loss(best) * MAX_LOSS_RATIO
@@ -305,12 +284,13 @@ def _copying(
     seen: Observations, rest: Numbers, block_bytes: float, bandwidth: float
 ) -> tuple[float, float]:
     """Bytes per second and seconds per batch; the memory's bandwidth if there are no copies."""
-    directions, blocks = seen.copies[seen.copies[:, 0] > 0].T
-    sizes, seconds = blocks / directions, rest[seen.copies[:, 0] > 0] / directions
+    is_copying = seen.copies[:, 0] > 0
+    if not is_copying.any():
+        return bandwidth, 0.0
+    directions, blocks = seen.copies[is_copying].T
+    sizes, seconds = blocks / directions, rest[is_copying] / directions
     first, second = np.triu_indices(len(sizes), 1)
     apart = sizes[first] != sizes[second]
-    if not len(sizes):
-        return bandwidth, 0.0
     slopes = ((seconds[first] - seconds[second])[apart]) / (sizes[first] - sizes[second])[apart]
     slope = float(np.median(slopes)) if apart.any() else 0.0
     if slope <= 0:  # all of one size, or only noise

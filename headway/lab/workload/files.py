@@ -1,22 +1,8 @@
 """Workload files: read and write requests. The format follows from the file's name and content.
 
-    .csv    Azure: arrival_s (or TIMESTAMP, a date), prompt_tokens (ContextTokens), output_tokens
-            (GeneratedTokens) and optionally client_id
-    .jsonl  Mooncake: arrival_s (or timestamp, ms), prompt_tokens (input_length), output_tokens
-            (output_length), hash_ids: one id for every 512 tokens, equal ids for equal tokens
-    .jsonl  Headway, if a line has no hash_ids:
-              arrival        seconds
-              prompt         a length, or a list of token ids in which [first, count, 1] stands for
-                             consecutive ids and [first, count, 0] for one id repeated
-              output         number of generated tokens, including the end token
-              max_tokens     the request's limit; default: `output`
-              prefix         the name of a shared prefix in front of `prompt`
-              prefix_tokens  the length of that prefix
-              client, priority, deadline (seconds, on the clock of `arrival`), n, id: optional
-    .jsonl  a decision trace, if it begins with the header of one; see recorded.py
-
-A prompt given as a length gets token ids that no other prompt of the file has, so it shares no
-prefix. Knows no engine.
+docs/simulator.md describes the formats: .csv of Azure, .jsonl of Mooncake (with hash_ids), .jsonl of
+Headway, and decision traces. A prompt given as a length gets token ids that no other prompt of the
+file has, so it shares no prefix.
 """
 
 from __future__ import annotations
@@ -74,7 +60,9 @@ def read_workload(
     Arrivals are divided by `speed`; the time from arrival to deadline stays. A request without a
     limit in the file gets `max_tokens`, or its output length if that is larger.
     """
-    requests = adjust(_requests(Path(path), max_tokens), limit, speed)
+    make = row_reader(max_tokens)
+    rows = _recorded(Path(path), make) if is_trace(Path(path)) else read_rows(Path(path), make)
+    requests = adjust(rows, limit, speed)
     if not requests:
         raise FormatError(path, None, "the file contains no requests")
     return requests
@@ -96,9 +84,8 @@ def move(request: WorkloadRequest, arrival: float) -> WorkloadRequest:
     """The request at another arrival time, with the same time to its deadline."""
     if arrival == request.arrival:
         return request
-    deadline = request.deadline
-    if deadline is not None:
-        deadline = arrival + (deadline - request.arrival)
+    due = request.deadline
+    deadline = None if due is None else arrival + (due - request.arrival)
     return replace(request, arrival=arrival, deadline=deadline)
 
 
@@ -108,21 +95,16 @@ def write_workload(path: str | Path, requests: Iterable[WorkloadRequest]) -> Non
         file.writelines(json.dumps(_line(r), separators=(",", ":")) + "\n" for r in requests)
 
 
-def _line(request: WorkloadRequest) -> dict[str, Any]:
-    prompt: list[Any] = []
+def _line(request: WorkloadRequest) -> dict[str, object]:
+    prompt: list[object] = []
     for piece in request.pieces:
         prompt += [[piece[0], len(piece), 1]] if isinstance(piece, range) else piece.tolist()
-    line: dict[str, Any] = {
+    deadline = {} if request.deadline is None else {"deadline": request.deadline}
+    return {
         "id": request.id, "arrival": request.arrival, "prompt": prompt,
         "output": request.num_output, "max_tokens": request.max_tokens, "client": request.client,
-        "priority": request.priority, "n": request.n,
+        "priority": request.priority, "n": request.n, **deadline,
     }  # fmt: skip
-    return line if request.deadline is None else {**line, "deadline": request.deadline}
-
-
-def _requests(path: Path, max_tokens: int) -> Iterator[WorkloadRequest]:
-    make = row_reader(max_tokens)
-    return _recorded(path, make) if is_trace(path) else read_rows(path, make)
 
 
 def row_reader(max_tokens: int = 1) -> Callable[[Row], WorkloadRequest]:

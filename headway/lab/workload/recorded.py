@@ -8,7 +8,7 @@ request that another engine had begun has the tokens from there in its prompt, a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,52 +42,41 @@ def added_in(lines: Iterable[Line]) -> Iterator[RequestLine]:
     return (each for line in lines if isinstance(line, AddedLine) for each in line.requests)
 
 
-def prompts(config: dict[str, Any], lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """The requests without a parent; each of the others is one more sample of its parent."""
-    lengths = _output_lengths(lines)
-    rows: list[dict[str, Any]] = []
-    by_id: dict[str, tuple[dict[str, Any], list[int]]] = {}  # the latest row, lengths of samples
+def prompts(config: Mapping[str, int], lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """The requests without a parent; each of the others is one more sample of its parent.
+
+    Ids may repeat in a trace, so requests are numbered.
+    """
+    lengths = defaultdict[str, deque[int]](deque)  # of outputs by id, in the order of the ends
+    for end in (end for line in lines for end in ends_of(line)):
+        lengths[end.id].append(num_packed(end.output))
+    found: list[tuple[RequestLine, int, list[int]]] = []  # with its limit, and lengths of samples
+    samples: dict[str, list[int]] = {}  # of the latest request with each id
     for entry in added_in(lines):
         num_resumed, ends = num_packed(entry.output), lengths[entry.id]
         limit = max(1, _limit(entry, config) - num_resumed)
-        num_output = min(limit, max(1, ends.popleft() - num_resumed if ends else limit))
-        if entry.parent is not None:
-            row, outputs = by_id[entry.parent]
-        else:
-            row, outputs = _row(entry, limit, len(rows)), []
-            rows.append(row)
-            by_id[entry.id] = row, outputs
-        outputs.append(num_output)
-        row |= {"n": len(outputs), "output": round(sum(outputs) / len(outputs))}
-    return rows
-
-
-def _row(entry: RequestLine, limit: int, number: int) -> dict[str, Any]:
-    """The fields that a workload has; ids may repeat in a trace, so requests are numbered."""
-    optional = {"client": entry.client, "priority": entry.priority, "deadline": entry.deadline}
-    return {
-        "id": str(number), "arrival": entry.arrival, "max_tokens": limit,
-        "prompt": known_tokens(entry), **{key: value for key, value in optional.items() if value},
-    }  # fmt: skip
+        if entry.parent is None:
+            samples[entry.id] = []
+            found.append((entry, limit, samples[entry.id]))
+        length = min(limit, max(1, ends.popleft() - num_resumed if ends else limit))
+        samples[entry.id if entry.parent is None else entry.parent].append(length)
+    return [
+        {
+            "id": str(number), "arrival": entry.arrival, "max_tokens": limit,
+            "prompt": known_tokens(entry), "n": len(outputs),
+            "output": round(sum(outputs) / len(outputs)),
+            **{name: value for name in OPTIONAL if (value := getattr(entry, name))},
+        }
+        for number, (entry, limit, outputs) in enumerate(found)
+    ]  # fmt: skip
 
 
 def known_tokens(entry: RequestLine) -> Packed:
     """The packed tokens, or their number, that an added request came with."""
-    if isinstance(entry.prompt, int) or isinstance(entry.output, int):
-        return entry.prompt + entry.output if isinstance(entry.prompt, int) else entry.prompt  # type: ignore[operator]
-    return entry.prompt + entry.output
+    return entry.prompt + entry.output if entry.output else entry.prompt  # type: ignore[operator]
 
 
-def _output_lengths(lines: Iterable[Line]) -> dict[str, deque[int]]:
-    """The output lengths of the requests with each id, in the order in which they ended."""
-    lengths = defaultdict[str, deque[int]](deque)
-    for end in (end for line in lines for end in ends_of(line)):
-        lengths[end.id].append(num_packed(end.output))
-    return lengths
-
-
-def _limit(entry: RequestLine, config: dict[str, Any]) -> int:
+def _limit(entry: RequestLine, config: Mapping[str, int]) -> int:
     """The maximum output; without max_tokens, as much as the model and the KV cache allow."""
     most = min(config["max_model_len"], config["num_blocks"] * config["block_size"] + 1)
-    limit: int = entry.max_tokens or most - num_packed(entry.prompt)
-    return min(max(1, limit), MAX_TOKENS)
+    return min(max(1, entry.max_tokens or most - num_packed(entry.prompt)), MAX_TOKENS)

@@ -1,14 +1,11 @@
-"""The lines of a workload file as rows of named values. Every error names the file and the line.
-
-Knows the syntax of CSV and JSON lines and the field names of the public traces; files.py turns rows
-into requests.
-"""
+"""The lines of a workload file as rows of named values. Every error names the file and the line."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +47,6 @@ class Row:
     def whole(
         self, key: str, low: int, high: int = MAX_TOKENS, *, default: int | None = None
     ) -> int:
-        """A whole number in [low, high]."""
         if default is not None and key not in self:
             return default
         return whole_number(self._names.get(key, key), self.get(key), low, high)
@@ -65,8 +61,7 @@ class Row:
     def text(self, key: str, default: str | None = None) -> str:
         """A string; an integer is accepted as its digits."""
         value = self.get(key) if default is None else self._values.get(key, default)
-        is_text = isinstance(value, str | int) and not isinstance(value, bool)
-        if not is_text:
+        if not isinstance(value, str | int) or isinstance(value, bool):
             raise ValueError(f"{self._names[key]} must be a string, not {value!r}")
         return str(value)
 
@@ -77,24 +72,8 @@ class Row:
         return values
 
     def refuse_unknown(self) -> None:
-        for key in sorted(self._values.keys() - set(FIELDS)):
+        for key in sorted(self._values.keys() - FIELDS):
             raise ValueError(f"unknown field {self._names[key]!r}; known: {', '.join(FIELDS)}")
-
-
-class Lines:
-    """The lines of a file, and the number of the line that was read last."""
-
-    def __init__(self, file: Iterable[str]) -> None:
-        self._file = iter(file)
-        self.number = 0
-
-    def __iter__(self) -> Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._file)
-        self.number += 1
-        return line
 
 
 def read_rows(path: Path, make: Callable[[Row], T]) -> Iterator[T]:
@@ -107,18 +86,25 @@ def read_rows(path: Path, make: Callable[[Row], T]) -> Iterator[T]:
         file = path.open(encoding="utf-8-sig", newline="")
     except OSError as error:
         raise FormatError(path, None, f"cannot be read: {error.strerror}") from None
+    number = 0  # of the line that was read last
+
+    def lines() -> Iterator[str]:
+        nonlocal number
+        for line in file:
+            number += 1
+            yield line
+
     with file:
-        lines = Lines(file)
         try:
-            for row in rows_of(lines):
+            for row in rows_of(lines()):
                 yield make(row)
         except UnicodeDecodeError:
-            raise FormatError(path, lines.number + 1, "not UTF-8 text") from None
+            raise FormatError(path, number + 1, "not UTF-8 text") from None
         except (ValueError, csv.Error, RecursionError) as error:
-            raise FormatError(path, lines.number or None, str(error)) from None
+            raise FormatError(path, number or None, str(error)) from None
 
 
-def _csv_rows(lines: Lines) -> Iterator[Row]:
+def _csv_rows(lines: Iterable[str]) -> Iterator[Row]:
     reader = csv.reader(lines, strict=True)
     names = next(reader, None)
     if names is None:
@@ -153,14 +139,12 @@ def _number(name: str, value: Any) -> Any:
     if ALIASES.get(name, name) not in REQUIRED:
         return value
     for kind in (int, float):
-        try:
+        with suppress(TypeError, ValueError):
             return kind(value)
-        except (TypeError, ValueError):
-            continue
     return value
 
 
-def _json_rows(lines: Lines) -> Iterator[Row]:
+def _json_rows(lines: Iterable[str]) -> Iterator[Row]:
     for text in lines:
         if text.isspace():
             continue
@@ -168,8 +152,7 @@ def _json_rows(lines: Lines) -> Iterator[Row]:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-        is_object = isinstance(values, dict)
-        if not is_object:
+        if not isinstance(values, dict):
             raise ValueError(f"a line must be a JSON object, not {text.strip()[:40]}")
         row = Row(values)
         if "hash_ids" not in row:
@@ -177,7 +160,7 @@ def _json_rows(lines: Lines) -> Iterator[Row]:
         yield row
 
 
-FORMATS: dict[str, Callable[[Lines], Iterator[Row]]] = {".csv": _csv_rows, ".jsonl": _json_rows}
+FORMATS = {".csv": _csv_rows, ".jsonl": _json_rows}
 
 
 def _spellings(key: str) -> str:

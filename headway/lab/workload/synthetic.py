@@ -1,18 +1,7 @@
 """Synthetic workloads: arrivals, lengths, shared prefixes and clients drawn from distributions.
 
-Text form, fields in any order and all optional:
-    requests=256          number of requests
-    arrivals=at_once      or poisson(rate), uniform(rate), bursty(rate,cv): gamma gaps; per second
-    prompt=fixed(512)     or 512, uniform(lo,hi), lognormal(mean,sigma,lo,hi), or a mix of them by
-    output=fixed(128)     weight: 0.9*uniform(10,200)+0.1*fixed(4000)
-    max_tokens=1024       the limit of every request; outputs are cut to it; default: the output
-    prefix=4x512@0.5      4 prefixes of 512 tokens, in front of half of the prompts
-    clients=8             with skew=even, zipf(exponent) or heavy(share of the first client)
-    priorities=3          levels, drawn uniformly
-    slack=uniform(1.0,5)  seconds from arrival to deadline
-    n=1, seed=0           samples of each prompt, and the seed
-uniform(lo,hi) of two whole numbers draws whole numbers including both ends; a length below 1 is 1.
-Every field has its own random stream: changing one does not change what the others draw.
+docs/simulator.md describes the fields of their text form, which are all optional. A length below 1
+is 1. Every field has its own random stream: changing one does not change what the others draw.
 """
 
 from __future__ import annotations
@@ -228,9 +217,8 @@ def _prefixes(text: str) -> Prefixes:
         raise ConfigError(
             f"synthetic workload: prefix must look like 4x512 or 4x512@0.5, not {text!r}"
         )
-    share = real_number(
-        "the share of requests with a prefix", float(match[3] or 1), above=0, high=1
-    )
+    name = "the share of requests with a prefix"
+    share = real_number(name, float(match[3] or 1), above=0, high=1)
     return Prefixes(int(match[1]), min(int(match[2]), MAX_TOKENS), share)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from headway.errors import ConfigError
 from headway.lab.cost import load_profile
-from headway.lab.planner.capacity import SATURATED, CapacityQuestion, Impossible, find_capacity
+from headway.lab.planner.capacity import SATURATED, Impossible, find_capacity
 from headway.lab.planner.confidence import Interval
-from headway.lab.planner.evaluate import Evaluator, History
+from headway.lab.planner.evaluate import Evaluator, History, Job
 from headway.lab.planner.targets import Target
 from headway.lab.planner.workload import Workload
 
@@ -20,10 +20,8 @@ SETTINGS = {"max_num_seqs": 4}
 HISTORY = History()
 
 
-def question(*targets: Target, text: str = TEXT) -> CapacityQuestion:
-    return CapacityQuestion(
-        profile=PROFILE, workload=Workload(text=text), settings=SETTINGS, targets=targets
-    )
+def question(*targets: Target, text: str = TEXT) -> Job:
+    return Job(profile=PROFILE, workload=Workload(text=text), settings=SETTINGS, targets=targets)
 
 
 def rate(*targets: Target) -> float:
