@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -127,7 +127,7 @@ class EngineService:
             client.send([self.stopped])
         try:
             async for messages in read_items(reader, to_engine()):
-                self._client.send(self._to_engine(client, messages))
+                self._client.send([*self._to_engine(client, messages)])
         except (ConnectionError, ExecutorError) as error:
             log.warning("the connection to a client was lost: %s", error)
         finally:
@@ -135,18 +135,21 @@ class EngineService:
             del self.clients[client.number]
             writer.close()
 
-    def _to_engine(self, client: ClientConnection, messages: list[ToLoop]) -> list[ToLoop]:
+    def _to_engine(
+        self, client: ClientConnection, messages: list[ToLoop | Refusal]
+    ) -> Iterator[ToLoop]:
         """Replace a client's ids and query numbers by the engine's; record its open requests."""
-        for place, message in enumerate(messages):
-            if isinstance(message, Query):
+        for message in messages:
+            if isinstance(message, Refusal):
+                client.send([message])
+            elif isinstance(message, Query):
                 number = next(self._numbers)
                 self._queries[number] = client, message.number
-                messages[place] = replace(message, number=number)
-                continue
-            if isinstance(message, Submit):
-                client.num_open[message.id] = message.num_open
-            messages[place] = replace(message, id=client.engine_id(message.id))
-        return messages
+                yield replace(message, number=number)
+            else:
+                if isinstance(message, Submit):
+                    client.num_open[message.id] = message.num_open
+                yield replace(message, id=client.engine_id(message.id))
 
     def _receive(self, messages: list[FromLoop]) -> None:
         """Send each client its messages, in one write."""
