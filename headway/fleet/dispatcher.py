@@ -131,12 +131,12 @@ class Dispatcher:
         """A replica has ended or hangs: its requests continue elsewhere."""
         if replica.is_gone:
             return
-        self.counters.num_deaths += self.replicas.get(replica.name) is replica
+        self.counters.num_losses += self.replicas.get(replica.name) is replica
         log.warning(
             "replica %s was lost with %d requests: %s", replica.name, len(replica.open), reason
         )
         for request in self._release(replica, reason):
-            self._move(request, reason, is_death=True)
+            self._move(request, reason, is_loss=True)
 
     def drain(self, replica: Replica) -> None:
         """Move the requests of a replica elsewhere. It gets no new ones."""
@@ -188,14 +188,14 @@ class Dispatcher:
         replicas[place].assign(request, view.num_new)
         replicas[place].post(request.message(now))
 
-    def _move(self, request: OpenRequest, reason: str, *, is_death: bool = False) -> None:
+    def _move(self, request: OpenRequest, reason: str, *, is_loss: bool = False) -> None:
         """Continue a request elsewhere; it fails if it has reached a limit."""
         request.avoids = {request.replica or ""}
         request.replica = None
         self.table.end_requested(request)
         if request.is_ended:
             return
-        request.num_deaths += is_death
+        request.num_losses += is_loss
         if problem := request.move_problem(self.settings, reason):
             self.table.fail(request, problem)
             return
@@ -249,7 +249,7 @@ class Dispatcher:
             del replica.open[request.replica_id]
             replica.post(Cancel(request.replica_id))  # its other samples
             reason = (end and end.error) or "the replica aborted it"
-            self._move(request, reason, is_death=has_failed)
+            self._move(request, reason, is_loss=has_failed)
         elif request.is_ended:
             del replica.open[request.replica_id]
             self.table.forget(request)

@@ -43,7 +43,7 @@ class OpenRequest:
     num_sent: int = 0  # replicas that it was sent to
     sent_at: float | None = None  # to its replica; None once that has sent a token
     num_moves: int = 0
-    num_deaths: int = 0  # replicas that were lost while this request ran on them
+    num_losses: int = 0  # replicas that were lost while this request ran on them
     first_token: float | None = None
     num_scored: int = 0  # prompt positions whose log probabilities were passed on
     is_cancelled: bool = False
@@ -86,10 +86,11 @@ class OpenRequest:
 
     def move_problem(self, settings: FleetSettings, reason: str) -> str | None:
         """Why it cannot move once more; None if it can. `reason` is why it cannot stay."""
-        if self.num_deaths >= settings.max_deaths:
+        if self.num_losses >= settings.max_replica_losses:
             return (
-                f"its replicas failed {self.num_deaths} times (limit {settings.max_deaths}: the "
-                f"request may be the cause); the latest failure: {reason}"
+                f"its replicas failed {self.num_losses} times (limit "
+                f"{settings.max_replica_losses}: the request may be the cause); the latest failure: "
+                f"{reason}"
             )
         if self.num_moves >= settings.max_moves:
             limit = f"limit {settings.max_moves}"

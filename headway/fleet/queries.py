@@ -116,7 +116,8 @@ class FleetQueries:
         from headway.fleet.merge import merge_metrics
 
         counts = {name.removeprefix("num_"): n for name, n in asdict(self._counters).items()}
-        return merge_metrics(answers, {**counts, "replicas": len(self._replicas)})
+        more = {"deaths": self._counters.num_losses, "replicas": len(self._replicas)}
+        return merge_metrics(answers, counts | more)
 
 
 def _first(answers: Answers) -> Any:

@@ -126,10 +126,10 @@ async def test_a_stopped_replica_is_replaced(tmp_path: Path) -> None:
         stopped.is_stopped = True
         hold.release()
         assert await asyncio.gather(*runs) == [WANTED] * 4
-        assert fleet.counters.num_deaths == 1 and fleet.counters.num_moves == 2
+        assert fleet.counters.num_losses == 1 and fleet.counters.num_moves == 2
         described = fleet.client.describe()
         assert [each["name"] for each in described["replicas"]] == ["b"]
-        assert described["num_deaths"] == 1 and described["num_open"] == 0
+        assert described["num_losses"] == 1 and described["num_open"] == 0
 
 
 @on_loop
@@ -175,7 +175,7 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on(
         other_hold.release()
         assert await asyncio.gather(*runs) == [WANTED] * 4
         assert (fleet.counters.num_drains, fleet.counters.num_moves) == (1, 2)
-        assert fleet.counters.num_resumed_tokens and not fleet.counters.num_deaths
+        assert fleet.counters.num_resumed_tokens and not fleet.counters.num_losses
 
 
 @on_loop
