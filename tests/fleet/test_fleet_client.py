@@ -214,10 +214,10 @@ async def test_the_tracker_equals_the_pools() -> None:
         tracker = fleet.client.dispatcher.router.tracker
         for name, engine in zip("ab", engines, strict=True):
             keys = engine.scheduler.kv.pool.index.block_of.keys()
-            await until(lambda name=name, keys=keys: tracker.keys_of(name) == keys)  # type: ignore[misc]
+            await until(lambda name=name, keys=keys: tracker.held.get(name, set()) == keys)  # type: ignore[misc]
             assert keys
         await fleet.client.remove("a")
-        assert not tracker.keys_of("a")
+        assert not tracker.held.get("a", set())
 
 
 @on_loop

@@ -170,8 +170,8 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in fleet.replicas.values():
             link = self.world.scripted(replica)
             if not link.outbox:
-                assert fleet.router.tracker.keys_of(replica.name) == link.reported_keys
-        assert fleet.router.tracker.match([]).keys() <= fleet.replicas.keys()
+                assert fleet.router.tracker.held.get(replica.name, set()) == link.reported_keys
+        assert fleet.router.tracker.held.keys() <= fleet.replicas.keys()
 
     def teardown(self) -> None:
         """Let everything end: then each sample has ended once, with the right tokens."""
