@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from headway.engine.async_engine import EngineClient
 from headway.engine.messages import LoadReport, ToLoop
+from headway.engine.queries import Document
 from headway.fleet.open_requests import OpenRequest
 from headway.fleet.router import ReplicaLoad
 from headway.fleet.settings import FleetSettings
@@ -99,7 +100,7 @@ class Replica:
             load.num_running, load.num_waiting + len(new), load.num_free_blocks, load.num_blocks,
         )  # fmt: skip
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Document:
         """State and load as plain values."""
         return {"name": self.name, "is_draining": self.is_draining, "num_open": len(self.open)} | {
             key: value for key, value in structs.asdict(self.load).items() if key != "step"
