@@ -61,8 +61,8 @@ from headway.scheduler.decode_batch import DecodeBatch
 HIDDEN = -1  # in place of each token id of a redacted journal
 UNKNOWN = Request("", [], RequestParams())  # a decode that began before the first line
 NO_BLOCK = -1  # in place of the numbers of blocks that were not recorded
-# Raised for lines that do not continue the run of the lines before them.
 NUMBERS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_model_len")
+# Raised for lines that do not continue the run of the lines before them.
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
@@ -75,13 +75,10 @@ class EventReader:
         self._is_partial = before is not None
         self.open: dict[str, Request] = {}  # added and not ended
         self._known: dict[str, Request] = {}  # the latest with each id
-        self._batch = self._new_batch()
+        self._batch = DecodeBatch(self._block_size, 0)
         self._in_flight: deque[Plan] = deque()
         for line in before or ():
             self._add(line)
-
-    def _new_batch(self) -> DecodeBatch:
-        return DecodeBatch(self._block_size, 0)
 
     def event(self, line: Line) -> Event:
         """The event of the next line; an error of MALFORMED if it does not continue the run."""
@@ -145,9 +142,7 @@ class EventReader:
                 self._batch.join(request)
         for id, start, end, is_last in line.chunks:
             self._compute(plan, Chunk(self.open[id], start, end, start, is_last))
-        plan.blocked = [
-            Blocked(self.open[id], why, need, have) for id, why, need, have in line.blocked
-        ]
+        plan.blocked = [Blocked(self.open[id], *why) for id, *why in line.blocked]
         if line.not_considered:
             plan.not_considered = NotConsidered(*line.not_considered)
         if not plan.is_empty:
@@ -239,7 +234,7 @@ class EventReader:
         preempted = self._preempt(line.preempted)
         for request in ended:
             del self.open[request.id]
-        self._batch = self._new_batch()
+        self._batch = DecodeBatch(self._block_size, 0)
         return Failed(line.reason, line.while_planning, ended, preempted, line.t)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,7 @@ class RunStats:
 
     def __init__(self, header: HeaderLine, started: float | None = None) -> None:
         self.header = header
-        self.config: dict[str, Any] = header.config
+        self.config = header.config
         self.started_at = started  # None: the first arrival
         self.totals: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()  # steps in which a request waited for this reason
