@@ -43,7 +43,6 @@ from headway.server.process.serve import (
     serve_http,
 )
 
-FOLDER: dict[str, Any] = {"prefix": "headway-ray-", "ignore_cleanup_errors": True}
 OBJECT_STORE_BYTES = 80 << 20  # close to Ray's minimum; no tokens or weights go through it
 START_ATTEMPTS = 4  # Ray gives its processes 30 s, which a busy machine may exceed
 SLOW_START = "timed out during startup"  # in the message of Ray's exception
@@ -55,7 +54,8 @@ def connected(options: FleetOptions) -> Iterator[None]:
     with ExitStack() as stack:
         handle_sigterm = stack.enter_context(_ended_by_sigterm())
         if options.address is None:
-            folder = stack.enter_context(TemporaryDirectory(**FOLDER))
+            files = TemporaryDirectory(prefix="headway-ray-", ignore_cleanup_errors=True)
+            folder = stack.enter_context(files)
             stack.enter_context(reaper(folder))
         stack.callback(ray.shutdown)
         _start(folder) if options.address is None else _connect(options.address)
@@ -170,8 +170,7 @@ def running_replicas(
         serve.start(proxy_location="Disabled", logging_config=QUIET)
         _run(replica_deployment(factory, options), options, route_prefix=None)
         num_ready = directory.num_announced
-        info, identity = wait_until_ready(directory, options, num_ready, on_ready)
-        yield directory, info, identity
+        yield directory, *wait_until_ready(directory, options, num_ready, on_ready)
     finally:
         if options.address is not None:  # a local Ray ends anyway
             _remove(directory, stops_serve=not was_running)
@@ -215,19 +214,7 @@ def serve_fleet(
     options: FleetOptions,
     on_ready: Callable[[int], None],
 ) -> int:
-    """Serve in this process over replicas on Ray until a signal; return the exit status."""
-    with connected(options):
-        return serve_connected(factory, bound, ready, options, on_ready)
-
-
-def serve_connected(
-    factory: ServerFactory,
-    bound: socket.socket,
-    ready: Ready,
-    options: FleetOptions,
-    on_ready: Callable[[int], None],
-) -> int:
-    """The same on a Ray that this process is connected to."""
+    """Serve over replicas on the connected Ray until a signal; return the exit status."""
     with (
         restored_signal_handlers(),
         running_replicas(factory, options, on_ready) as (directory, info, identity),
