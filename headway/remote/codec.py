@@ -87,28 +87,26 @@ class RequestDecoder(Decoder[list[ToLoop | Refusal]]):
 
     def __init__(self, kind: Any) -> None:
         super().__init__(list[kind])
-        self._one = Decoder[ToLoop](kind)
+        self._one, self._plain = Decoder[ToLoop](kind), Decoder[Any](Any)
+        self._parts = Decoder[list[msgspec.Raw]](list[msgspec.Raw])
 
     def decode(self, data: bytes | bytearray | memoryview) -> list[ToLoop | Refusal]:
         try:
             return super().decode(data)
         except ExecutorError:
             with suppress(ExecutorError):  # raised for the whole frame
-                return [self._message(bytes(part)) for part in PARTS.decode(bytes(data))]
+                return [self._message(bytes(part)) for part in self._parts.decode(bytes(data))]
             raise
 
     def _message(self, part: bytes) -> ToLoop | Refusal:
         try:
             return self._one.decode(part)
         except ExecutorError as error:
-            match PLAIN.decode(part):
+            match self._plain.decode(part):
                 case ["Submit", str(id), *_]:
                     problem = f"request {id!r} has a value of a wrong type: {error.__cause__}"
-                    return refusal_of(id, InvalidRequest(shorten(problem)))
+                    return refusal_of(id, InvalidRequest(problem))
             raise
-
-
-PARTS, PLAIN = Decoder[list[msgspec.Raw]](list[msgspec.Raw]), Decoder[Any](Any)
 
 
 def take_items(received: bytearray, decoder: Decoder[list[Item]]) -> list[Item]:
