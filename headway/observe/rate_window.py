@@ -54,16 +54,13 @@ class RateWindow:
 
     def _count_changes(self, event: Completed, stats: StepStats, counts: Counts) -> None:
         """Count what a steady decode step does not have."""
-        counts["prompt_tokens"] += stats.num_prompt
-        counts["prefill"] += stats.num_prefill
-        counts["recomputed"] += stats.num_recomputed
-        if swap_in := event.result.swap_in:
-            counts["swap_ins"] += 1
-            counts["swap_in_us"] += int(1e6 * swap_in)
-        counts["first_tokens"] += len(stats.first_tokens)
-        counts["ttft_us"] += int(1e6 * sum(stats.first_tokens))
-        counts["queried"] += stats.num_queried
-        counts["hit"] += stats.num_hit
+        swap_in = event.result.swap_in or 0
+        counts.update(
+            prompt_tokens=stats.num_prompt, prefill=stats.num_prefill,
+            recomputed=stats.num_recomputed, queried=stats.num_queried, hit=stats.num_hit,
+            swap_ins=bool(swap_in), swap_in_us=int(1e6 * swap_in),
+            first_tokens=len(stats.first_tokens), ttft_us=int(1e6 * sum(stats.first_tokens)),
+        )  # fmt: skip
 
     def _count_finished(self, stats: StepStats, counts: Counts) -> None:
         counts["requests"] += len(stats.finished)

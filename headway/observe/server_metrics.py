@@ -153,25 +153,19 @@ def _gauges(scheduler: Scheduler, num_unread: int) -> dict[tuple[str, str], floa
         ("num_requests_swapped", ""): float(len(scheduler.swapped)),
         ("kv_cache_usage_perc", ""): (num_blocks - scheduler.num_free) / num_blocks,
     }
-    reasons = waiting_by_reason(scheduler)
+    reasons = _waiting_by_reason(scheduler)
     reasons[NEW] += num_unread
     for reason in (*get_args(Reason), NEW):
         gauges["waiting_by_reason", reason] = float(reasons[reason])
     return gauges
 
 
-def waiting_by_reason(scheduler: Scheduler) -> Counter[str]:
+def _waiting_by_reason(scheduler: Scheduler) -> Counter[str]:
     """The number of waiting requests for each reason that the latest plan gave."""
     plan, num_waiting = scheduler.last_plan, len(scheduler.queue)
-    reasons = Counter[str](b.reason for b in plan.blocked if _waits(b.request))
-    if plan.not_considered:
-        num_known = reasons.total()
-        reasons[plan.not_considered.reason] += max(
-            0, min(plan.not_considered.num_requests, num_waiting - num_known)
-        )
+    waiting = (b for b in plan.blocked if b.request.row < 0 and not b.request.is_finished)
+    reasons = Counter[str](each.reason for each in waiting)
+    if rest := plan.not_considered:
+        reasons[rest.reason] += max(0, min(rest.num_requests, num_waiting - reasons.total()))
     reasons[NEW] = max(0, num_waiting - reasons.total())
     return reasons
-
-
-def _waits(request: Request) -> bool:
-    return request.row < 0 and not request.is_finished

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 from headway import __version__
 from headway.engine.loop import EngineLoop
+from headway.engine.queries import Document
 from headway.events import Event
 from headway.observe.rate_window import RateWindow
 from headway.observe.vitals import vitals
@@ -27,7 +27,7 @@ from headway.record.timeline import StepStats
 from headway.request import Request
 from headway.scheduler import Scheduler
 
-Snapshot = dict[str, Any]
+Snapshot = Document
 NUM_DECISIONS = 32
 MAX_REQUESTS = 64  # listed running requests, and listed waiting requests
 
@@ -55,7 +55,9 @@ class SnapshotBuilder:
         """
         engine, now, num_new = self._engine, self._engine.clock.now(), self._loop.num_unread
         scheduler, window = engine.scheduler, self._window
-        computed = _computed_before(scheduler)
+        # Requests whose prompt a plan in flight computes, and the tokens computed before it.
+        chunks = [chunk for plan in scheduler.in_flight for chunk in plan.chunks]
+        computed = {chunk.request: chunk.start for chunk in reversed(chunks)}
         minute = {**window.last_minute(now), "p99_stall": p99_stall}
         num_running, num_waiting = len(scheduler.running), len(scheduler.queue) + num_new
         running = [_row(r, now, computed) for r in islice(scheduler.running, MAX_REQUESTS)]
@@ -82,7 +84,7 @@ class SnapshotBuilder:
             ],
         }  # fmt: skip
 
-    def _queue(self, now: float) -> Iterator[dict[str, Any]]:
+    def _queue(self, now: float) -> Iterator[Document]:
         """Queued requests in any order; `walk` would sort them and call the queue's policy."""
         scheduler = self._engine.scheduler
         plan, planned = scheduler.last_plan, scheduler.last_plan.ended
@@ -105,16 +107,7 @@ def _kv_blocks(scheduler: Scheduler) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _computed_before(scheduler: Scheduler) -> dict[Request, int]:
-    """Requests whose prompt a plan in flight computes, and the tokens computed before it."""
-    computed: dict[Request, int] = {}
-    for plan in scheduler.in_flight:
-        for chunk in plan.chunks:
-            computed.setdefault(chunk.request, chunk.start)
-    return computed
-
-
-def _row(request: Request, now: float, in_flight: dict[Request, int]) -> dict[str, Any]:
+def _row(request: Request, now: float, in_flight: dict[Request, int]) -> Document:
     computed = in_flight.get(request)
     num_computed = request.num_computed if computed is None else computed
     return {

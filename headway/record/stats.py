@@ -15,7 +15,7 @@ import numpy.typing as npt
 from headway.events import Added, Completed, Event, preempted_by
 from headway.record.lines import HeaderLine, Line
 from headway.record.reader import EventReader, split_header
-from headway.record.timeline import RequestTimeline, StepStats, Timeline, reasons_of
+from headway.record.timeline import RequestTimeline, StepStats, Timeline
 
 PERCENTILES = (50, 90, 99, 99.9)
 STATISTICS = ("mean", *(f"p{p:g}" for p in PERCENTILES), "max")  # keys of a latency
@@ -98,8 +98,9 @@ class RunStats:
         if result.swap_in:
             self.swap_ins.append(result.swap_in)
         self.ended_at = max(self.ended_at, stats.now)
-        for reason in reasons_of(plan):
-            self.reasons[reason] += 1
+        if plan.blocked or plan.not_considered:
+            rest = [plan.not_considered.reason] if plan.not_considered else []
+            self.reasons.update({*rest, *[blocked.reason for blocked in plan.blocked]})
         for seconds, count in stats.gaps:
             self.gap_seconds.append(seconds)
             self.gap_counts.append(count)

@@ -11,7 +11,6 @@ found when it leaves the batch (see shared_gaps.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,9 +79,7 @@ class StepStats:
     num_admitted: int = 0  # prompt tokens of requests admitted for the first time
     num_queried: int = 0  # those of them that were looked up in the prefix cache
     num_hit: int = 0  # prompt tokens found in the prefix cache
-    first_tokens: list[float] = field(
-        default_factory=list
-    )  # seconds from arrival to the first token
+    first_tokens: list[float] = field(default_factory=list)  # seconds after the arrivals
     gaps: list[tuple[float, int]] = field(default_factory=list)  # seconds between tokens, count
     finished: list[tuple[Request, RequestTimeline]] = field(default_factory=list)
 
@@ -264,12 +261,6 @@ class Timeline:
         times.finished, times.finish_reason = stats.now, request.finish_reason or "abort"
         times.num_output = request.num_generated
         stats.finished.append((request, times))
-
-
-def reasons_of(plan: Plan) -> Iterable[str]:
-    """Why requests wait, each reason once."""
-    rest = (plan.not_considered.reason,) if plan.not_considered else ()
-    return {*rest, *[blocked.reason for blocked in plan.blocked]} if plan.blocked else rest
 
 
 def _times_of(request: Request) -> RequestTimeline:
