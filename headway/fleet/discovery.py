@@ -80,17 +80,14 @@ class DiscoveredFleet(FleetClient):
         try:
             await self.add(name, SocketClient(address, replace(self._model, name=name), self._key))
         except ExecutorError as error:
-            await self._failed(name, error)
+            failures = self._failures[name] = self._failures.get(name, 0) + 1
+            if failures == 1:
+                log.warning("%s", error)
+            if failures >= MAX_FAILURES:
+                del self._failures[name]
+                await asyncio.to_thread(self._directory.forget, name)
         else:
             self._failures.pop(name, None)
             log.info("replica %s joined at %s:%d", name, *address)
         finally:
             self._connecting.discard(name)
-
-    async def _failed(self, name: str, error: ExecutorError) -> None:
-        failures = self._failures[name] = self._failures.get(name, 0) + 1
-        if failures == 1:
-            log.warning("%s", error)
-        if failures >= MAX_FAILURES:
-            del self._failures[name]
-            await asyncio.to_thread(self._directory.forget, name)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from headway.engine.clock import Clock
 from headway.engine.engine import check_call
@@ -20,7 +20,6 @@ from headway.engine.messages import (
     Cancel,
     Drain,
     EngineStopped,
-    FinishInfo,
     FromLoop,
     LoadReport,
     QueryResult,
@@ -69,7 +68,7 @@ class Dispatcher:
             TokenBatch: self._take_tokens,
             SampleUpdate: self._take_update,
             LoadReport: Replica.report,
-            CacheDelta: self._take_delta,
+            CacheDelta: lambda replica, delta: router.tracker.apply(replica.name, *astuple(delta)),
             Refusal: self._take_refusal,
             QueryResult: self.queries.receive,
             Drain: lambda replica, _: on_drain(replica),
@@ -204,9 +203,6 @@ class Dispatcher:
         self.counters.num_resumed_tokens += request.num_tokens
         self._place(request)
 
-    def _take_delta(self, replica: Replica, delta: CacheDelta) -> None:
-        self.router.tracker.apply(replica.name, delta.added, delta.removed, delta.cleared)
-
     def _take_tokens(self, replica: Replica, batch: TokenBatch) -> None:
         ids, tokens, now = list[str](), list[list[int]](), self.clock.now()
         for id, gained in zip(batch.ids, batch.tokens, strict=True):
@@ -235,7 +231,8 @@ class Dispatcher:
         if request is None:
             return
         end = update.end
-        has_failed = end is not None and _is_replicas_fault(end)
+        # A step failed; with a code, the request itself caused the error.
+        has_failed = end is not None and end.reason == "error" and end.error_code is None
         is_dropped = end is not None and end.reason == "abort" and not request.is_cancelled
         if has_failed or is_dropped:
             update = replace(update, end=None)
@@ -284,8 +281,3 @@ class Dispatcher:
             replica.client.send([Cancel(request.replica_id) for request in requests])
         self._on_gone(replica)
         return requests
-
-
-def _is_replicas_fault(end: FinishInfo) -> bool:
-    """True if a step failed, false if the request itself caused the error."""
-    return end.reason == "error" and end.error_code is None

@@ -125,7 +125,10 @@ class OpenRequest:
             self.num_scored = scores[-1][0] if scores else self.num_scored
         if end is not None:
             sample.is_ended = True
-            end = self._times(end)
+            if self.num_moves and self.first_token is not None:
+                # As the caller saw it: the first token may have come from an earlier replica.
+                first = self.first_token - self.arrived
+                end = end._replace(queue=min(end.queue, first), first_token=first)
         return replace(update, id=self.id, prompt_logprobs=scores, end=end)
 
     def end(self, number: int, reason: str, now: float, error: str | None = None) -> SampleUpdate:
@@ -135,13 +138,6 @@ class OpenRequest:
         first = total if self.first_token is None else self.first_token - self.arrived
         info = FinishInfo(reason, None, error, 0, 0, first, first, total)
         return SampleUpdate(self.id, number, [], end=info)
-
-    def _times(self, end: FinishInfo) -> FinishInfo:
-        """The end as the caller saw it: the first token may have come from an earlier replica."""
-        if not self.num_moves or self.first_token is None:
-            return end
-        first = self.first_token - self.arrived
-        return end._replace(queue=min(end.queue, first), first_token=first)
 
 
 class RequestTable:

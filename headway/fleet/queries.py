@@ -107,10 +107,8 @@ class FleetQueries:
     def receive(self, replica: Replica, message: QueryResult) -> None:
         """Use the answer of a replica; one that nothing waits for is dropped."""
         pending = replica.queries.pop(message.number, None)
-        if pending is not None:
-            result = pending.answer(replica.name, message)
-            if result is not None:
-                self._emit(result)
+        if pending is not None and (result := pending.answer(replica.name, message)) is not None:
+            self._emit(result)
 
     def fail(self, replica: Replica, reason: str) -> None:
         """A replica is gone: it answers no query any more."""

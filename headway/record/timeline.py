@@ -110,9 +110,7 @@ class Timeline:
             case Planned(plan):
                 self._plan(plan)
             case Added(requests):
-                for request in requests:
-                    times = self.open[request] = _times_of(request)
-                    times.phases.append(Phase("queued", times.arrival))
+                self.open.update((request, _times_of(request)) for request in requests)
             case Aborted() | Failed() | Reset():
                 return self._interrupt(event)
         return NOTHING
@@ -268,4 +266,5 @@ def _times_of(request: Request) -> RequestTimeline:
     return RequestTimeline(
         request.id, request.arrival, request.num_prompt, params.client, params.deadline,
         params.pooling is not None, params.reads_cache, bool(request.history.resumed),
+        phases=[Phase("queued", request.arrival)],
     )  # fmt: skip
