@@ -7,7 +7,6 @@ in which the window starts counts in part, so rates change smoothly.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 
 from headway.events import Completed, Event, Planned, preempted_by
 from headway.record.timeline import StepStats
@@ -63,13 +62,9 @@ class RateWindow:
         )  # fmt: skip
 
     def _count_finished(self, stats: StepStats, counts: Counts) -> None:
-        counts["requests"] += len(stats.finished)
-        self.totals["requests"] += len(stats.finished)
-        for _, times in stats.finished:
-            if times.finish_reason in ("error", "abort"):
-                name = f"{times.finish_reason}s"
-                counts[name] += 1
-                self.totals[name] += 1
+        ended = Counter(times.finish_reason for _, times in stats.finished)
+        for each in (counts, self.totals):
+            each.update(requests=ended.total(), errors=ended["error"], aborts=ended["abort"])
 
     def rates(self, now: float) -> dict[str, float]:
         """Rates per second, and mean latencies in seconds (0 without any)."""
@@ -109,15 +104,11 @@ class RateWindow:
         last = [by_second.get(int(now) - ago, nothing) for ago in range(NUM_SECONDS, 0, -1)]
         return {
             "output_tokens": [counts["output_tokens"] for counts in last],
-            "ttft": list(_means(last, "ttft_us", "first_tokens")),
-            "itl": list(_means(last, "itl_us", "gaps")),
+            "ttft": [_ratio(counts["ttft_us"] / 1e6, counts["first_tokens"]) for counts in last],
+            "itl": [_ratio(counts["itl_us"] / 1e6, counts["gaps"]) for counts in last],
             "max_itl": [c["max_itl_us"] / 1e6 if c["gaps"] else None for c in last],
         }
 
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-def _means(seconds: Iterable[Counts], microseconds: str, count: str) -> Iterable[float | None]:
-    return (c[microseconds] / 1e6 / c[count] if c[count] else None for c in seconds)

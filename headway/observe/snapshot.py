@@ -75,12 +75,9 @@ class SnapshotBuilder:
             "kv_blocks": _kv_blocks(scheduler),
             "rates": window.rates(now), "history": window.history(now),
             "last_minute": minute, "totals": dict(window.totals),
-            "vitals": [
-                each._asdict() for each in vitals(scheduler.config, num_running, num_waiting, minute)
-            ],
+            "vitals": [v._asdict() for v in vitals(scheduler.config, num_running, num_waiting, minute)],
             "decisions": [
-                {"step": each.step, "kind": each.kind, "text": each.text}
-                for each in self._decisions
+                {"step": d.step, "kind": d.kind, "text": d.text} for d in self._decisions
             ],
         }  # fmt: skip
 
