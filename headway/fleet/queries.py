@@ -90,9 +90,11 @@ class FleetQueries:
         targets = [self._replicas[name] for name in sorted(self._replicas)]
         if not targets:
             problem = "no replica is connected"
-            answers = {GetProblem: problem, GetLoad: EngineLoad(0, 0, 0.0)}
-            error = None if kind in answers else problem
-            self._emit(QueryResult(query.number, answers.get(kind), error))
+            known: dict[type[Query[Any]], object] = {
+                GetProblem: problem, GetLoad: EngineLoad(0, 0, 0.0),
+            }  # fmt: skip
+            error = None if kind in known else problem
+            self._emit(QueryResult(query.number, known.get(kind), error))
             return
         combine = self._combine.get(kind)
         if combine is None:
