@@ -55,9 +55,7 @@ class SnapshotBuilder:
         """
         engine, now, num_new = self._engine, self._engine.clock.now(), self._loop.num_unread
         scheduler, window = engine.scheduler, self._window
-        # Requests whose prompt a plan in flight computes, and the tokens computed before it.
-        chunks = [chunk for plan in scheduler.in_flight for chunk in plan.chunks]
-        computed = {chunk.request: chunk.start for chunk in reversed(chunks)}
+        computed = _computed_before(scheduler)
         minute = {**window.last_minute(now), "p99_stall": p99_stall}
         num_running, num_waiting = len(scheduler.running), len(scheduler.queue) + num_new
         running = [_row(r, now, computed) for r in islice(scheduler.running, MAX_REQUESTS)]
@@ -102,6 +100,15 @@ def _kv_blocks(scheduler: Scheduler) -> dict[str, int]:
         "block_size": config.block_size, "host_used": config.num_host_blocks - host.num_free,
         "host_total": config.num_host_blocks,
     }  # fmt: skip
+
+
+def _computed_before(scheduler: Scheduler) -> dict[Request, int]:
+    """Requests whose prompt a plan in flight computes, and the tokens computed before it."""
+    computed: dict[Request, int] = {}
+    for plan in scheduler.in_flight:
+        for chunk in plan.chunks:
+            computed.setdefault(chunk.request, chunk.start)
+    return computed
 
 
 def _row(request: Request, now: float, in_flight: dict[Request, int]) -> Document:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -58,7 +59,7 @@ def install(loop: EngineLoop, model_name: str) -> Callable[[], None]:
     loop.on_submit.append(spans.expect)
     if provider is None:  # the program shuts down its own provider
         return lambda: None
-    return lambda: _within(FLUSH_SECONDS, provider.shutdown)
+    return partial(_within, FLUSH_SECONDS, provider.shutdown)
 
 
 def _make_provider() -> Any:

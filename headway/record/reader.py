@@ -75,10 +75,13 @@ class EventReader:
         self._is_partial = before is not None
         self.open: dict[str, Request] = {}  # added and not ended
         self._known: dict[str, Request] = {}  # the latest with each id
-        self._batch = DecodeBatch(self._block_size, 0)
+        self._batch = self._new_batch()
         self._in_flight: deque[Plan] = deque()
         for line in before or ():
             self._add(line)
+
+    def _new_batch(self) -> DecodeBatch:
+        return DecodeBatch(self._block_size, 0)
 
     def event(self, line: Line) -> Event:
         """The event of the next line; an error of MALFORMED if it does not continue the run."""
@@ -142,7 +145,7 @@ class EventReader:
                 self._batch.join(request)
         for id, start, end, is_last in line.chunks:
             self._compute(plan, Chunk(self.open[id], start, end, start, is_last))
-        plan.blocked = [Blocked(self.open[id], *why) for id, *why in line.blocked]
+        plan.blocked = [Blocked(self.open[each[0]], *each[1:]) for each in line.blocked]
         if line.not_considered:
             plan.not_considered = NotConsidered(*line.not_considered)
         if not plan.is_empty:
@@ -234,7 +237,7 @@ class EventReader:
         preempted = self._preempt(line.preempted)
         for request in ended:
             del self.open[request.id]
-        self._batch = DecodeBatch(self._block_size, 0)
+        self._batch = self._new_batch()
         return Failed(line.reason, line.while_planning, ended, preempted, line.t)
 
 

@@ -111,8 +111,10 @@ class Replay:
 
     def in_flight(self, recorded: Mapping[int, StepResult]) -> Iterator[tuple[Plan, StepResult]]:
         """The plans in flight with their tokens, and the times of these results, if they have one."""
-        for plan, tokens in zip(self.scheduler.in_flight, self._sampled, strict=True):
-            yield plan, _result(tokens, recorded.get(plan.step, StepResult()))
+        for plan, (columns, first_tokens) in zip(
+            self.scheduler.in_flight, self._sampled, strict=True
+        ):
+            yield plan, _result(columns, first_tokens, recorded.get(plan.step, StepResult()))
 
     def copy(self, recorded: Request) -> Request:
         """The recorded request as it was when it was added."""
@@ -128,7 +130,7 @@ class Replay:
     def _complete(self, recorded: Completed) -> None:
         if not self.scheduler.in_flight:
             raise ReplayMismatch(f"the replay has no step {recorded.plan.step}")
-        result = _result(self._sampled.popleft(), recorded.result)
+        result = _result(*self._sampled.popleft(), recorded.result)
         result.failed = {self.requests[r]: failure for r, failure in recorded.result.failed.items()}
         self.scheduler.complete(self.scheduler.in_flight[0], result)
 
@@ -144,9 +146,9 @@ class Replay:
         self.scheduler.fail(recorded.reason)
 
 
-def _result(tokens: Tokens, recorded: StepResult) -> StepResult:
+def _result(columns: list[Column], first_tokens: list[int], recorded: StepResult) -> StepResult:
     times = recorded.started, recorded.ended, recorded.swap_in
-    return StepResult(*tokens, *times, num_builds=recorded.num_builds)
+    return StepResult(columns, first_tokens, *times, num_builds=recorded.num_builds)
 
 
 def check_replay(journal: Iterable[HeaderLine | Line], own: Container[str] = READY_MADE) -> int:
