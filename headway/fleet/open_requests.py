@@ -132,7 +132,6 @@ class OpenRequest:
         return replace(update, id=self.id, prompt_logprobs=scores, end=end)
 
     def end(self, number: int, reason: str, now: float, error: str | None = None) -> SampleUpdate:
-        """End a sample without a replica."""
         self.samples[number].is_ended = True
         total = now - self.arrived
         first = total if self.first_token is None else self.first_token - self.arrived

@@ -101,7 +101,6 @@ class Replica:
         )  # fmt: skip
 
     def describe(self) -> Document:
-        """State and load as plain values."""
         return {"name": self.name, "is_draining": self.is_draining, "num_open": len(self.open)} | {
             key: value for key, value in structs.asdict(self.load).items() if key != "step"
         }

@@ -27,7 +27,6 @@ class RateWindow:
         self._seconds: deque[tuple[int, Counts]] = deque(maxlen=NUM_SECONDS + 1)
 
     def follow(self, event: Event, stats: StepStats) -> None:
-        """Count an event."""
         if isinstance(event, Planned) and not event.plan.preempted:
             return  # its work is counted when it is complete
         second, num_preempted = int(stats.now or event.time), len(preempted_by(event))

@@ -44,7 +44,6 @@ class SnapshotBuilder:
         self._decisions: deque[Decision] = deque(maxlen=NUM_DECISIONS)
 
     def follow(self, event: Event, stats: StepStats) -> None:
-        """Count an event and log its decisions."""
         self._window.follow(event, stats)
         self._decisions += [each for each in self._log.follow(event) if each.kind != "arrived"]
 

@@ -46,7 +46,6 @@ NOT_CONSIDERED = {
 
 
 def admitted(id: str, num_cached: int, num_swapped: int, is_resume: bool) -> str:
-    """A waiting request starts to run."""
     parts = [f"request {id} is admitted{' again' if is_resume else ''}"]
     if num_cached:
         parts.append(f"{_count(num_cached, 'token')} from the prefix cache")
@@ -68,7 +67,6 @@ def preempted(
     alternatives: Alternatives | None = None,
     cause: str = NO_BLOCKS,
 ) -> str:
-    """A running request goes back to the queue."""
     if preemption.is_priority:
         cause = "a request with a higher priority waits"
     if preemption.num_due:
@@ -116,19 +114,16 @@ def not_considered(reason: str, num_requests: int, max_num_seqs: int) -> str:
 
 
 def computed(id: str, start: int, end: int) -> str:
-    """A step computes a chunk of a request."""
     return f"request {id} computes tokens [{start}, {end})"
 
 
 def decoded(num_decodes: int, num_steps: int) -> str:
-    """Requests decode in a step."""
     often = f" {num_steps} times" if num_steps > 1 else ""
     verb = "decodes" if num_decodes == 1 else "decode"
     return f"{_count(num_decodes, 'request')} {verb}{often}"
 
 
 def finished(request: Request) -> str:
-    """A request ends."""
     num_output = request.num_generated
     result = _count(num_output, "token")
     if request.params.pooling is not None:
@@ -160,7 +155,6 @@ NO_DECISIONS: list[Decision] = []
 
 
 def decisions_of(event: Event, max_num_seqs: int) -> Iterator[Decision]:
-    """All decisions of an event."""
     step, cause = -1, NO_BLOCKS
     if isinstance(event, Planned | Completed):
         step = event.plan.step

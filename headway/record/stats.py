@@ -67,7 +67,6 @@ class RunStats:
         self.gap_counts.append(1)
 
     def count(self, event: Event, stats: StepStats, timeline: Timeline) -> None:
-        """Count an event and what it changed."""
         totals = self.totals
         if isinstance(event, Completed):
             self._count_step(event, stats)
@@ -130,7 +129,6 @@ class RunStats:
 
 
 def stats_of(journal: Iterable[HeaderLine | Line]) -> RunStats:
-    """The statistics of a journal file."""
     header, lines = split_header(journal)
     stats, reader = RunStats(header), EventReader(header)
     for line in lines:

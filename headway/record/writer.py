@@ -47,7 +47,6 @@ from headway.scheduler.policies.presets import describe
 
 
 def header(config: Config, async_scheduling: bool, **more: Any) -> HeaderLine:
-    """The first line of a journal."""
     return HeaderLine(
         headway_trace=VERSION, config=describe(config), async_scheduling=bool(async_scheduling),
         **more,
