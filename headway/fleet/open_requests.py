@@ -39,7 +39,6 @@ class OpenRequest:
     arrived: float  # on the fleet's clock, as all times here
     samples: list[OpenSample]
     replica: str | None = None  # None: it waits for a replica
-    waits_since: float = 0.0  # while it waits for a replica
     num_sent: int = 0  # replicas that it was sent to
     sent_at: float | None = None  # to its replica; None once that has sent a token
     num_moves: int = 0
@@ -69,7 +68,7 @@ class OpenRequest:
     @property
     def num_tokens(self) -> int:
         """Tokens that its open samples have generated."""
-        return sum(len(sample.tokens) for sample in self.samples if not sample.is_ended)
+        return sum(len(sample.tokens) for _, sample in self.open_samples())
 
     @property
     def is_ended(self) -> bool:
@@ -146,19 +145,17 @@ class RequestTable:
         self, clock: Clock, counters: FleetCounters, emit: Callable[[FromLoop], None]
     ) -> None:
         self.open: dict[str, OpenRequest] = {}  # by id
-        self.waiting: dict[OpenRequest, None] = {}  # for a replica
+        self.waiting: dict[OpenRequest, float] = {}  # for a replica, and since when
         self._clock, self._counters, self._emit = clock, counters, emit
 
     def wait(self, request: OpenRequest) -> None:
         """Keep a request until there is a replica for it."""
-        if request not in self.waiting:
-            request.waits_since = self._clock.now()
-            self.waiting[request] = None
+        self.waiting.setdefault(request, self._clock.now())
 
     def expire(self, limit: float) -> None:
         """End the requests that have waited for a replica for `limit` seconds."""
-        for request in list(self.waiting):
-            if self._clock.now() - request.waits_since >= limit:
+        for request, since in list(self.waiting.items()):
+            if self._clock.now() - since >= limit:
                 self.fail(request, f"no replica was available for {limit:g} s")
 
     def refuse(self, request: OpenRequest, refusal: Refusal) -> None:
