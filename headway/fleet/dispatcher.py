@@ -103,7 +103,7 @@ class Dispatcher:
 
     def flush(self) -> None:
         """Send what was queued for the replicas, one batch for each."""
-        while ready := [each for each in self.replicas.values() if each.has_messages]:
+        while ready := [each for each in self.replicas.values() if each.outgoing]:
             for replica in ready:
                 replica.flush()
 

@@ -39,7 +39,7 @@ class Replica:
     num_reports: int = 0
     quiet_ticks: int = 0  # in a row without any message
     idle_ticks: int = 0  # in a row without a step, with requests assigned
-    _outgoing: list[ToLoop] = field(default_factory=list)
+    outgoing: list[ToLoop] = field(default_factory=list)  # until the next `flush`
     # Prompt tokens of requests that the load may not include, and the number of reports before.
     _unreported: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -47,18 +47,14 @@ class Replica:
     def takes_requests(self) -> bool:
         return not (self.is_gone or self.is_draining)
 
-    @property
-    def has_messages(self) -> bool:
-        return bool(self._outgoing)
-
     def post(self, message: ToLoop) -> None:
         """Queue a message for the next `flush`."""
-        self._outgoing.append(message)
+        self.outgoing.append(message)
 
     def flush(self) -> None:
         """Send all queued messages at once."""
-        if self._outgoing:
-            messages, self._outgoing = self._outgoing, []
+        if self.outgoing:
+            messages, self.outgoing = self.outgoing, []
             self.client.send(messages)
 
     def assign(self, request: OpenRequest, num_new: int) -> None:
