@@ -181,15 +181,15 @@ class _Slice(NamedTuple):
 class RecentStats:
     """Statistics of the last minute, in slices of steps that are dropped after 60 to 70 seconds."""
 
-    def __init__(self, header: HeaderLine) -> None:
-        self._header = header
+    def __init__(self, head: HeaderLine) -> None:
+        self._head = head
         self._slices: deque[_Slice] = deque(maxlen=NUM_SLICES + 1)
 
     def count(self, event: Event, stats: StepStats, timeline: Timeline) -> None:
         """Count an event that the timeline has followed."""
         now = stats.now or event.time
         if not self._slices or now >= self._slices[-1].start + SLICE_SECONDS:
-            self._slices.append(_Slice(now, RunStats(self._header), []))
+            self._slices.append(_Slice(now, RunStats(self._head), []))
         latest = self._slices[-1]
         latest.stats.count(event, stats, timeline)
         if stats.finished:
@@ -201,7 +201,7 @@ class RecentStats:
         Requests are those that arrived in it; stalls are those of all requests that were open.
         """
         recent = self._recent(now)
-        run = RunStats(self._header, recent[0].start if recent else now)
+        run = RunStats(self._head, recent[0].start if recent else now)
         run.ended_at = now
         run.streams = self.streams(timeline, now)
         for each in recent:
