@@ -302,7 +302,9 @@ class LLM:
         if self.loaded.ranks is not None:
             self.loaded.ranks.close()
         if self._trace is not None:
-            self._trace.close()
+            with self._trace:
+                self.engine.tell()  # what happened after the last step, such as reset_cache()
+            self._trace = None
 
     def __enter__(self) -> LLM:
         return self

@@ -150,7 +150,7 @@ def _decision_us(prompt: Request, block_size: int, held: list[bytes]) -> dict[st
         request = dispatcher.requests.pop("p")
         replica = dispatcher.replicas[request.replica or ""]
         replica.open.clear()
-        replica._outgoing.clear()
+        replica.outgoing.clear()
         replica._unreported.clear()
 
     def route() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from headway.engine.async_engine import EngineClient, OnMessages
 from headway.engine.clock import Clock, RealClock
 from headway.engine.messages import Cancel, EngineStopped, FromLoop, Submit, ToLoop
-from headway.engine.queries import DescribeFleet, GetTime, ReportCache
+from headway.engine.queries import DescribeFleet, Document, GetTime, ReportCache
 from headway.errors import ExecutorError
 from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.replica import TICK_SECONDS, Replica
@@ -32,7 +32,7 @@ from headway.fleet.settings import FleetSettings
 
 DRAIN_SECONDS = 2.0  # for a drained replica to report that it has no work
 CLOSE_SECONDS = 2.0  # for a client to close
-NO_REPLICAS: Mapping[str, EngineClient] = {}
+Task = asyncio.Task[None]
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ class FleetClient:
 
     def __init__(
         self,
-        replicas: Mapping[str, EngineClient] = NO_REPLICAS,
+        replicas: Mapping[str, EngineClient] | None = None,
         *,
         block_size: int,
         route: RouteRule = prefix_load,
@@ -52,16 +52,16 @@ class FleetClient:
         clock = clock or RealClock()
         self.dispatcher = Dispatcher(
             Router(route, block_size), settings or FleetSettings(), clock, self._emit,
-            on_gone=lambda replica: self._start(_close(replica.client)),
-            on_drain=lambda replica: self._start(self.drain(replica.name)),
+            on_gone=lambda replica: self._start(_close(replica.client), self._ending),
+            on_drain=lambda replica: self._start(self.drain(replica.name), self._ending),
         )  # fmt: skip
         self.dispatcher.queries.local = {GetTime: clock.now, DescribeFleet: self.describe}
-        self._initial = dict(replicas)
+        self._initial = dict(replicas or {})
         self._outbox: list[FromLoop] = []
         self._on_messages: OnMessages = lambda _: None
         self._is_sending = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._monitor: asyncio.Task[None] | None = None
+        self._ending: set[Task] = set()  # `close` waits for these tasks
+        self._watching: set[Task] = set()  # `close` cancels these
 
     async def open(self, on_messages: OnMessages) -> None:
         """Connect to all replicas. One that cannot be reached is skipped with a warning."""
@@ -71,7 +71,7 @@ class FleetClient:
                 await self.add(name, client)
             except ExecutorError as error:
                 log.warning("replica %s was skipped: %s", name, error)
-        self._monitor = asyncio.create_task(self._tick())
+        self._start(self._tick(), self._watching)
 
     def send(self, messages: list[ToLoop]) -> None:
         """Route requests, and pass cancellations and queries on.
@@ -93,12 +93,12 @@ class FleetClient:
 
     async def close(self) -> None:
         """Disconnect from all replicas; open requests fail."""
-        if self._monitor is not None:
-            self._monitor.cancel()
+        for task in self._watching:
+            task.cancel()
         replicas = list(self.dispatcher.replicas.values())
         for replica in replicas:
             replica.is_gone = True
-        await asyncio.gather(*(_close(replica.client) for replica in replicas), *self._tasks)
+        await asyncio.gather(*(_close(replica.client) for replica in replicas), *self._ending)
         self._emit(EngineStopped("close() was called"))
         self._deliver()
 
@@ -141,7 +141,7 @@ class FleetClient:
             self.dispatcher.remove(found)
             self._send_and_deliver()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Document:
         """Counters, and state and load of every replica; also the answer to DescribeFleet."""
         dispatcher = self.dispatcher
         return {
@@ -183,10 +183,18 @@ class FleetClient:
             messages, self._outbox = self._outbox, []
             self._on_messages(messages)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    @staticmethod
+    def _start(work: Coroutine[Any, Any, None], tasks: set[Task]) -> None:
+        """Run `work` as one of these tasks; if it fails, the error is logged."""
+
+        def end(task: Task) -> None:
+            tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("a replica could not be connected or closed", exc_info=error)
+
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(end)
 
 
 def next_tick(due: float, now: float) -> float:

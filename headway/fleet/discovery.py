@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from headway.engine.async_engine import OnMessages
 from headway.errors import ExecutorError
@@ -54,7 +52,6 @@ class DiscoveredFleet(FleetClient):
         self._directory, self._model, self._key = directory, model, key
         self._failures: dict[str, int] = {}
         self._connecting: set[str] = set()
-        self._searching: set[asyncio.Task[None]] = set()
 
     async def open(self, on_messages: OnMessages) -> None:
         """Open the fleet, and connect to every replica that is announced now."""
@@ -62,12 +59,7 @@ class DiscoveredFleet(FleetClient):
         await self._look()
         while self._connecting:
             await asyncio.sleep(0.005)
-        self._search(self._follow())
-
-    async def close(self) -> None:
-        for task in list(self._searching):
-            task.cancel()
-        await super().close()
+        self._start(self._follow(), self._watching)
 
     async def _follow(self) -> None:
         while True:
@@ -82,34 +74,20 @@ class DiscoveredFleet(FleetClient):
         found = await asyncio.to_thread(self._directory.addresses)
         for name in found.keys() - self.dispatcher.replicas.keys() - self._connecting:
             self._connecting.add(name)
-            self._search(self._connect(name, found[name]))
+            self._start(self._connect(name, found[name]), self._watching)
 
     async def _connect(self, name: str, address: tuple[str, int]) -> None:
         try:
             await self.add(name, SocketClient(address, replace(self._model, name=name), self._key))
         except ExecutorError as error:
-            await self._failed(name, error)
+            failures = self._failures[name] = self._failures.get(name, 0) + 1
+            if failures == 1:
+                log.warning("%s", error)
+            if failures >= MAX_FAILURES:
+                del self._failures[name]
+                await asyncio.to_thread(self._directory.forget, name)
         else:
             self._failures.pop(name, None)
             log.info("replica %s joined at %s:%d", name, *address)
         finally:
             self._connecting.discard(name)
-
-    async def _failed(self, name: str, error: ExecutorError) -> None:
-        failures = self._failures[name] = self._failures.get(name, 0) + 1
-        if failures == 1:
-            log.warning("%s", error)
-        if failures >= MAX_FAILURES:
-            del self._failures[name]
-            await asyncio.to_thread(self._directory.forget, name)
-
-    def _search(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._searching.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._searching.discard(task)
-        with suppress(asyncio.CancelledError):
-            if (error := task.exception()) is not None:
-                log.error("a replica could not be connected", exc_info=error)

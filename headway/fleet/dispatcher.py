@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from headway.engine.clock import Clock
 from headway.engine.engine import check_call
@@ -20,7 +20,6 @@ from headway.engine.messages import (
     Cancel,
     Drain,
     EngineStopped,
-    FinishInfo,
     FromLoop,
     LoadReport,
     QueryResult,
@@ -69,7 +68,7 @@ class Dispatcher:
             TokenBatch: self._take_tokens,
             SampleUpdate: self._take_update,
             LoadReport: Replica.report,
-            CacheDelta: self._take_delta,
+            CacheDelta: lambda replica, delta: router.tracker.apply(replica.name, *astuple(delta)),
             Refusal: self._take_refusal,
             QueryResult: self.queries.receive,
             Drain: lambda replica, _: on_drain(replica),
@@ -104,7 +103,7 @@ class Dispatcher:
 
     def flush(self) -> None:
         """Send what was queued for the replicas, one batch for each."""
-        while ready := [each for each in self.replicas.values() if each.has_messages]:
+        while ready := [each for each in self.replicas.values() if each.outgoing]:
             for replica in ready:
                 replica.flush()
 
@@ -131,12 +130,12 @@ class Dispatcher:
         """A replica has ended or hangs: its requests continue elsewhere."""
         if replica.is_gone:
             return
-        self.counters.num_deaths += self.replicas.get(replica.name) is replica
+        self.counters.num_losses += self.replicas.get(replica.name) is replica
         log.warning(
             "replica %s was lost with %d requests: %s", replica.name, len(replica.open), reason
         )
         for request in self._release(replica, reason):
-            self._move(request, reason, is_death=True)
+            self._move(request, reason, is_loss=True)
 
     def drain(self, replica: Replica) -> None:
         """Move the requests of a replica elsewhere. It gets no new ones."""
@@ -188,14 +187,14 @@ class Dispatcher:
         replicas[place].assign(request, view.num_new)
         replicas[place].post(request.message(now))
 
-    def _move(self, request: OpenRequest, reason: str, *, is_death: bool = False) -> None:
+    def _move(self, request: OpenRequest, reason: str, *, is_loss: bool = False) -> None:
         """Continue a request elsewhere; it fails if it has reached a limit."""
         request.avoids = {request.replica or ""}
         request.replica = None
         self.table.end_requested(request)
         if request.is_ended:
             return
-        request.num_deaths += is_death
+        request.num_losses += is_loss
         if problem := request.move_problem(self.settings, reason):
             self.table.fail(request, problem)
             return
@@ -203,9 +202,6 @@ class Dispatcher:
         self.counters.num_moves += 1
         self.counters.num_resumed_tokens += request.num_tokens
         self._place(request)
-
-    def _take_delta(self, replica: Replica, delta: CacheDelta) -> None:
-        self.router.tracker.apply(replica.name, delta.added, delta.removed, delta.cleared)
 
     def _take_tokens(self, replica: Replica, batch: TokenBatch) -> None:
         ids, tokens, now = list[str](), list[list[int]](), self.clock.now()
@@ -235,7 +231,8 @@ class Dispatcher:
         if request is None:
             return
         end = update.end
-        has_failed = end is not None and _is_replicas_fault(end)
+        # A step failed; with a code, the request itself caused the error.
+        has_failed = end is not None and end.reason == "error" and end.error_code is None
         is_dropped = end is not None and end.reason == "abort" and not request.is_cancelled
         if has_failed or is_dropped:
             update = replace(update, end=None)
@@ -249,7 +246,7 @@ class Dispatcher:
             del replica.open[request.replica_id]
             replica.post(Cancel(request.replica_id))  # its other samples
             reason = (end and end.error) or "the replica aborted it"
-            self._move(request, reason, is_death=has_failed)
+            self._move(request, reason, is_loss=has_failed)
         elif request.is_ended:
             del replica.open[request.replica_id]
             self.table.forget(request)
@@ -284,8 +281,3 @@ class Dispatcher:
             replica.client.send([Cancel(request.replica_id) for request in requests])
         self._on_gone(replica)
         return requests
-
-
-def _is_replicas_fault(end: FinishInfo) -> bool:
-    """True if a step failed, false if the request itself caused the error."""
-    return end.reason == "error" and end.error_code is None

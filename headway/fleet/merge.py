@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any
 
@@ -12,10 +13,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-Snapshot = dict[str, Any]
+from headway.engine.queries import Document
+
+Labels = tuple[tuple[str, str], ...]
 NOT_SUMMED = ("kv_cache_usage_perc", "snapshot_age_seconds", "cache_config_info")
 SUMMED_RATES = ("output_tokens", "prompt_tokens", "requests", "preemptions", "steps")
-SUMMED_MINUTE = ("errors", "aborts", "preemptions_per_second")
 MAX_ROWS = 64  # of requests
 MAX_DECISIONS = 32
 FLEET_TEXTS = {
@@ -45,35 +47,29 @@ def merge_metrics(texts: Mapping[str, str], fleet: Mapping[str, float]) -> str:
     replicas counts nothing twice. `fleet` has the values of FLEET_TEXTS.
     """
     families: dict[str, Metric] = {}
-    sums: dict[str, Counter[tuple[str, tuple[tuple[str, str], ...]]]] = {}
     for replica, text in texts.items():
         for family in text_string_to_metric_families(text):
             into = families.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type)
             )
-            total = sums.setdefault(family.name, Counter())
             for sample in family.samples:
                 into.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-                total[sample.name, tuple(sample.labels.items())] += sample.value  # type: ignore[assignment]
-    named = [name.partition(":") for name in families if ":" in name]
-    summed = [
-        _summed(families[f"{prefix}:{name}"], sums[f"{prefix}:{name}"], prefix)
-        for prefix, _, name in named
-        if name not in NOT_SUMMED
-    ]
-    every = chain(families.values(), summed, _fleet_families(named[0][0], fleet))
+    own = {name.partition(":"): family for name, family in families.items() if ":" in name}
+    summed = [_summed(family) for (*_, name), family in own.items() if name not in NOT_SUMMED]
+    prefix = next(iter(own))[0]
+    every = chain(families.values(), summed, _fleet_families(prefix, fleet))
     return generate_latest(_Families(every)).decode()
 
 
-def _summed(family: Metric, total: Mapping[Any, float], prefix: str) -> Metric:
-    def renamed(name: str) -> str:
-        return name.replace(f"{prefix}:", f"{prefix}_fleet:", 1)
-
-    found = Metric(
-        renamed(family.name), f"{family.documentation} Sum of all replicas.", family.type
-    )
+def _summed(family: Metric) -> Metric:
+    total: dict[tuple[str, Labels], float] = defaultdict(float)
+    for sample in family.samples:
+        labels = tuple((key, value) for key, value in sample.labels.items() if key != "replica")
+        total[sample.name.replace(":", "_fleet:", 1), labels] += sample.value
+    text = f"{family.documentation} Sum of all replicas."
+    found = Metric(family.name.replace(":", "_fleet:", 1), text, family.type)
     for (name, labels), value in total.items():
-        found.add_sample(renamed(name), dict(labels), value)
+        found.add_sample(name, dict(labels), value)
     return found
 
 
@@ -86,7 +82,7 @@ def _fleet_families(prefix: str, fleet: Mapping[str, float]) -> Iterator[Metric]
         yield found
 
 
-def merge_snapshots(found: Mapping[str, Snapshot]) -> Snapshot:
+def merge_snapshots(found: Mapping[str, Document]) -> Document:
     """A snapshot of the whole fleet, with one row for each replica under `replicas`.
 
     Counts and rates are sums, latencies are means by tokens, stalls are maxima. At least one
@@ -115,7 +111,7 @@ def merge_snapshots(found: Mapping[str, Snapshot]) -> Snapshot:
     }  # fmt: skip
 
 
-def _row(name: str, s: Snapshot) -> dict[str, Any]:
+def _row(name: str, s: Document) -> Document:
     return {
         "name": name, "running": s["running"]["count"], "limit": s["running"]["limit"],
         "waiting": s["waiting"]["count"], "blocks_used": s["kv_blocks"]["used"],
@@ -125,7 +121,7 @@ def _row(name: str, s: Snapshot) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _requests(found: Mapping[str, Snapshot], part: str, counts: Sequence[str]) -> dict[str, Any]:
+def _requests(found: Mapping[str, Document], part: str, counts: Sequence[str]) -> Document:
     rows = zip_longest(*(s[part]["requests"] for s in found.values()))
     listed = (
         {**row, "replica": name}
@@ -137,65 +133,61 @@ def _requests(found: Mapping[str, Snapshot], part: str, counts: Sequence[str]) -
     return {**sums, "requests": list(islice(listed, MAX_ROWS))}
 
 
-def _rates(all: Sequence[Snapshot]) -> dict[str, float]:
-    rates = {name: sum(s["rates"][name] for s in all) for name in SUMMED_RATES}
+def _rates(all: Sequence[Document]) -> dict[str, float]:
+    columns = {name: [s["rates"][name] for s in all] for name in all[0]["rates"]}
+    rates = {name: sum(columns[name]) for name in SUMMED_RATES}
     for name in ("ttft", "itl"):
-        pairs = [(s["rates"][name] or None, s["rates"]["output_tokens"]) for s in all]
-        rates[name] = _mean(pairs) or 0.0
+        known = [value or None for value in columns[name]]
+        rates[name] = _mean(known, columns["output_tokens"]) or 0.0
     return rates
 
 
-def _history(all: Sequence[Snapshot]) -> dict[str, list[float | None]]:
-    columns = [s["history"] for s in all]
-    tokens = list(zip(*(c["output_tokens"] for c in columns), strict=True))
-    history: dict[str, list[float | None]] = {
+def _history(all: Sequence[Document]) -> dict[str, list[float | None]]:
+    tokens, longest, ttft, itl = (
+        list(zip(*(s["history"][name] for s in all), strict=True))
+        for name in ("output_tokens", "max_itl", "ttft", "itl")
+    )
+    return {
         "output_tokens": [sum(second) for second in tokens],
-        "max_itl": [
-            _largest(second) for second in zip(*(c["max_itl"] for c in columns), strict=True)
-        ],
+        "max_itl": [_largest(second) for second in longest],
+        "ttft": list(map(_mean, ttft, tokens)),
+        "itl": list(map(_mean, itl, tokens)),
     }
-    for name in ("ttft", "itl"):
-        seconds = zip(zip(*(c[name] for c in columns), strict=True), tokens, strict=True)
-        history[name] = [_mean(list(zip(*pair, strict=True))) for pair in seconds]
-    return history
 
 
-def _minute(all: Sequence[Snapshot]) -> dict[str, float | None]:
-    minute: dict[str, float | None] = {}
-    for name in all[0]["last_minute"]:
-        values = [s["last_minute"][name] for s in all]
-        if name in SUMMED_MINUTE:
-            minute[name] = sum(values)
-        elif name == "max_itl":
-            minute[name] = _largest(values)
-        else:
-            minute[name] = _mean(
-                [(v, s["rates"]["steps"]) for v, s in zip(values, all, strict=True)]
-            )
-    return minute
+def _minute(all: Sequence[Document]) -> dict[str, float | None]:
+    mean = partial(_mean, weights=[s["rates"]["steps"] for s in all])
+    return {
+        name: COMBINE_MINUTE.get(name, mean)([s["last_minute"][name] for s in all])
+        for name in all[0]["last_minute"]
+    }
 
 
-def _mean(pairs: Sequence[tuple[float | None, float]]) -> float | None:
+def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
     """The mean of the known values by weight; without any weight all count the same."""
-    known = [(value, weight) for value, weight in pairs if value is not None]
-    total = sum(weight for _, weight in known)
+    known = [(v, weight) for v, weight in zip(values, weights, strict=True) if v is not None]
     if not known:
         return None
-    if not total:
-        return sum(value for value, _ in known) / len(known)
-    return sum(value * weight for value, weight in known) / total
+    if not any(weight for _, weight in known):
+        known = [(value, 1) for value, _ in known]
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known)
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _worst(vitals: Sequence[dict[str, Any]]) -> dict[str, Any]:
+COMBINE_MINUTE: dict[str, Callable[[list[Any]], float | None]] = {
+    "errors": sum, "aborts": sum, "preemptions_per_second": sum, "max_itl": _largest,
+}  # fmt: skip  # others are means by steps
+
+
+def _worst(vitals: Sequence[Document]) -> Document:
     """The vital of the replica that is unhealthy, or has the largest value."""
     return max(vitals, key=lambda v: (not v["is_healthy"], v["value"] or 0.0))
 
 
-def _decisions(found: Mapping[str, Snapshot]) -> Iterator[dict[str, Any]]:
+def _decisions(found: Mapping[str, Document]) -> Iterator[Document]:
     """The latest decisions of all replicas, an equal number of each, oldest first."""
     share = max(1, MAX_DECISIONS // len(found))
     for each in zip_longest(*(s["decisions"][-share:] for s in found.values())):

@@ -39,11 +39,10 @@ class OpenRequest:
     arrived: float  # on the fleet's clock, as all times here
     samples: list[OpenSample]
     replica: str | None = None  # None: it waits for a replica
-    waits_since: float = 0.0  # while it waits for a replica
     num_sent: int = 0  # replicas that it was sent to
     sent_at: float | None = None  # to its replica; None once that has sent a token
     num_moves: int = 0
-    num_deaths: int = 0  # replicas that were lost while this request ran on them
+    num_losses: int = 0  # replicas that were lost while this request ran on them
     first_token: float | None = None
     num_scored: int = 0  # prompt positions whose log probabilities were passed on
     is_cancelled: bool = False
@@ -69,7 +68,7 @@ class OpenRequest:
     @property
     def num_tokens(self) -> int:
         """Tokens that its open samples have generated."""
-        return sum(len(sample.tokens) for sample in self.samples if not sample.is_ended)
+        return sum(len(sample.tokens) for _, sample in self.open_samples())
 
     @property
     def is_ended(self) -> bool:
@@ -86,10 +85,11 @@ class OpenRequest:
 
     def move_problem(self, settings: FleetSettings, reason: str) -> str | None:
         """Why it cannot move once more; None if it can. `reason` is why it cannot stay."""
-        if self.num_deaths >= settings.max_deaths:
+        if self.num_losses >= settings.max_replica_losses:
             return (
-                f"its replicas failed {self.num_deaths} times (limit {settings.max_deaths}: the "
-                f"request may be the cause); the latest failure: {reason}"
+                f"its replicas failed {self.num_losses} times (limit "
+                f"{settings.max_replica_losses}: the request may be the cause); the latest failure: "
+                f"{reason}"
             )
         if self.num_moves >= settings.max_moves:
             limit = f"limit {settings.max_moves}"
@@ -124,23 +124,18 @@ class OpenRequest:
             self.num_scored = scores[-1][0] if scores else self.num_scored
         if end is not None:
             sample.is_ended = True
-            end = self._times(end)
+            if self.num_moves and self.first_token is not None:
+                # As the caller saw it: the first token may have come from an earlier replica.
+                first = self.first_token - self.arrived
+                end = end._replace(queue=min(end.queue, first), first_token=first)
         return replace(update, id=self.id, prompt_logprobs=scores, end=end)
 
     def end(self, number: int, reason: str, now: float, error: str | None = None) -> SampleUpdate:
-        """End a sample without a replica."""
         self.samples[number].is_ended = True
         total = now - self.arrived
         first = total if self.first_token is None else self.first_token - self.arrived
         info = FinishInfo(reason, None, error, 0, 0, first, first, total)
         return SampleUpdate(self.id, number, [], end=info)
-
-    def _times(self, end: FinishInfo) -> FinishInfo:
-        """The end as the caller saw it: the first token may have come from an earlier replica."""
-        if not self.num_moves or self.first_token is None:
-            return end
-        first = self.first_token - self.arrived
-        return end._replace(queue=min(end.queue, first), first_token=first)
 
 
 class RequestTable:
@@ -150,19 +145,17 @@ class RequestTable:
         self, clock: Clock, counters: FleetCounters, emit: Callable[[FromLoop], None]
     ) -> None:
         self.open: dict[str, OpenRequest] = {}  # by id
-        self.waiting: dict[OpenRequest, None] = {}  # for a replica
+        self.waiting: dict[OpenRequest, float] = {}  # for a replica, and since when
         self._clock, self._counters, self._emit = clock, counters, emit
 
     def wait(self, request: OpenRequest) -> None:
         """Keep a request until there is a replica for it."""
-        if request not in self.waiting:
-            request.waits_since = self._clock.now()
-            self.waiting[request] = None
+        self.waiting.setdefault(request, self._clock.now())
 
     def expire(self, limit: float) -> None:
         """End the requests that have waited for a replica for `limit` seconds."""
-        for request in list(self.waiting):
-            if self._clock.now() - request.waits_since >= limit:
+        for request, since in list(self.waiting.items()):
+            if self._clock.now() - since >= limit:
                 self.fail(request, f"no replica was available for {limit:g} s")
 
     def refuse(self, request: OpenRequest, refusal: Refusal) -> None:

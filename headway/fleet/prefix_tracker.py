@@ -16,15 +16,10 @@ from headway.request import Request
 
 
 class PrefixTracker:
-    """The prefix keys of every replica, by its name."""
+    """The prefix keys that every replica holds, by its name."""
 
     def __init__(self) -> None:
-        self._held: dict[str, set[bytes]] = {}
-
-    @property
-    def num_keys(self) -> int:
-        """Keys in all copies together."""
-        return sum(map(len, self._held.values()))
+        self.held: dict[str, set[bytes]] = {}
 
     def apply(
         self,
@@ -34,26 +29,18 @@ class PrefixTracker:
         cleared: bool = False,
     ) -> None:
         """Apply the fields of a CacheDelta."""
-        held = set() if cleared else self._held.get(replica, set())
+        held = set() if cleared else self.held.get(replica, set())
         held.difference_update(removed)
         held.update(added)
-        self._held[replica] = held
+        self.held[replica] = held
 
     def clear(self, replica: str) -> None:
         """Forget a replica; one that starts again, or connects again, sends all its keys first."""
-        self._held.pop(replica, None)
-
-    def keys_of(self, replica: str) -> frozenset[bytes]:
-        """A copy of the keys that a replica holds."""
-        return frozenset(self._held.get(replica, ()))
+        self.held.pop(replica, None)
 
     def num_cached(self, keys: Sequence[bytes], replica: str) -> int:
         """Leading blocks of a prompt, given by their keys, that a replica holds."""
-        return num_leading_blocks(keys, self._held.get(replica, ()))
-
-    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """`num_cached` of every known replica."""
-        return {replica: num_leading_blocks(keys, held) for replica, held in self._held.items()}
+        return num_leading_blocks(keys, self.held.get(replica, ()))
 
 
 class PromptKeys(Sequence[bytes]):

@@ -53,8 +53,7 @@ class PendingQuery:
         if self.num_left:
             return None
         if not self.answers:
-            texts = [f"replica {name}: {text}" for name, text in self.errors.items()]
-            return QueryResult(self.number, None, "; ".join(texts))
+            return QueryResult(self.number, None, _by_replica(self.errors, "replica", "; "))
         return QueryResult(self.number, self.combine(dict(sorted(self.answers.items()))))
 
 
@@ -70,10 +69,13 @@ class FleetQueries:
         self.local: dict[type[Query[Any]], Callable[[], Any]] = {}  # answered without a replica
         self._combine: dict[type[Query[Any]], Combine] = {
             AskEach: dict,
-            ExplainQueue: _combine_explanations,
+            ExplainQueue: lambda answers: _by_replica(answers, "Replica", "\n\n"),
             GetLoad: _combine_loads,
             GetMetrics: self._combine_metrics,
-            GetProblem: _combine_problems,
+            # A fleet is healthy as long as one replica is.
+            GetProblem: lambda found: (
+                _by_replica(found, "replica") if all(found.values()) else None
+            ),
             GetSnapshot: _combine_snapshots,
             ResetPrefixCache: lambda answers: all(answers.values()),
         }
@@ -87,11 +89,16 @@ class FleetQueries:
             return
         targets = [self._replicas[name] for name in sorted(self._replicas)]
         if not targets:
-            self._emit(_without_replicas(query))
+            problem = "no replica is connected"
+            known: dict[type[Query[Any]], object] = {
+                GetProblem: problem, GetLoad: EngineLoad(0, 0, 0.0),
+            }  # fmt: skip
+            error = None if kind in known else problem
+            self._emit(QueryResult(query.number, known.get(kind), error))
             return
         combine = self._combine.get(kind)
         if combine is None:
-            targets, combine = targets[:1], _first
+            targets, combine = targets[:1], lambda answers: next(iter(answers.values()))
         asked = query.query if isinstance(query, AskEach) else query
         pending = PendingQuery(query.number, combine, len(targets))
         for replica in targets:
@@ -102,10 +109,8 @@ class FleetQueries:
     def receive(self, replica: Replica, message: QueryResult) -> None:
         """Use the answer of a replica; one that nothing waits for is dropped."""
         pending = replica.queries.pop(message.number, None)
-        if pending is not None:
-            result = pending.answer(replica.name, message)
-            if result is not None:
-                self._emit(result)
+        if pending is not None and (result := pending.answer(replica.name, message)) is not None:
+            self._emit(result)
 
     def fail(self, replica: Replica, reason: str) -> None:
         """A replica is gone: it answers no query any more."""
@@ -116,15 +121,12 @@ class FleetQueries:
         from headway.fleet.merge import merge_metrics
 
         counts = {name.removeprefix("num_"): n for name, n in asdict(self._counters).items()}
-        return merge_metrics(answers, {**counts, "replicas": len(self._replicas)})
+        more = {"deaths": self._counters.num_losses, "replicas": len(self._replicas)}
+        return merge_metrics(answers, counts | more)
 
 
-def _first(answers: Answers) -> Any:
-    return next(iter(answers.values()))
-
-
-def _combine_explanations(answers: Answers) -> str:
-    return "\n\n".join(f"Replica {name}: {text}" for name, text in answers.items())
+def _by_replica(texts: Mapping[str, str], prefix: str, separator: str = "\n") -> str:
+    return separator.join(f"{prefix} {name}: {text}" for name, text in texts.items())
 
 
 def _combine_loads(answers: Answers) -> EngineLoad:
@@ -134,23 +136,7 @@ def _combine_loads(answers: Answers) -> EngineLoad:
     return EngineLoad(num_running, num_waiting, max(load.age for load in loads))
 
 
-def _combine_problems(answers: Answers) -> str | None:
-    """A fleet is healthy as long as one replica is."""
-    if not all(answers.values()):
-        return None
-    return "\n".join(f"replica {name}: {problem}" for name, problem in answers.items())
-
-
 def _combine_snapshots(answers: Answers) -> Any:
     from headway.fleet.merge import merge_snapshots
 
     return merge_snapshots(answers)
-
-
-def _without_replicas(query: Query[Any]) -> QueryResult:
-    problem = "no replica is connected"
-    if isinstance(query, GetProblem):
-        return QueryResult(query.number, problem)
-    if isinstance(query, GetLoad):
-        return QueryResult(query.number, EngineLoad(0, 0, 0.0))
-    return QueryResult(query.number, None, problem)

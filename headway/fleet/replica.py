@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from headway.engine.async_engine import EngineClient
 from headway.engine.messages import LoadReport, ToLoop
+from headway.engine.queries import Document
 from headway.fleet.open_requests import OpenRequest
 from headway.fleet.router import ReplicaLoad
 from headway.fleet.settings import FleetSettings
@@ -38,7 +39,7 @@ class Replica:
     num_reports: int = 0
     quiet_ticks: int = 0  # in a row without any message
     idle_ticks: int = 0  # in a row without a step, with requests assigned
-    _outgoing: list[ToLoop] = field(default_factory=list)
+    outgoing: list[ToLoop] = field(default_factory=list)  # until the next `flush`
     # Prompt tokens of requests that the load may not include, and the number of reports before.
     _unreported: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -46,18 +47,14 @@ class Replica:
     def takes_requests(self) -> bool:
         return not (self.is_gone or self.is_draining)
 
-    @property
-    def has_messages(self) -> bool:
-        return bool(self._outgoing)
-
     def post(self, message: ToLoop) -> None:
         """Queue a message for the next `flush`."""
-        self._outgoing.append(message)
+        self.outgoing.append(message)
 
     def flush(self) -> None:
         """Send all queued messages at once."""
-        if self._outgoing:
-            messages, self._outgoing = self._outgoing, []
+        if self.outgoing:
+            messages, self.outgoing = self.outgoing, []
             self.client.send(messages)
 
     def assign(self, request: OpenRequest, num_new: int) -> None:
@@ -99,8 +96,7 @@ class Replica:
             load.num_running, load.num_waiting + len(new), load.num_free_blocks, load.num_blocks,
         )  # fmt: skip
 
-    def describe(self) -> dict[str, Any]:
-        """State and load as plain values."""
+    def describe(self) -> Document:
         return {"name": self.name, "is_draining": self.is_draining, "num_open": len(self.open)} | {
             key: value for key, value in structs.asdict(self.load).items() if key != "step"
         }

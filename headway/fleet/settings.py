@@ -22,7 +22,7 @@ class FleetSettings(Checked):
     # Requests wait this long for a replica, then fail.
     no_replica_seconds: float = number(30.0, 0, MAX_SECONDS)
     max_moves: int = count(3, 1, MAX_COUNT)  # of one request
-    max_deaths: int = count(2, 1, MAX_COUNT)  # a request fails after losing this many replicas
+    max_replica_losses: int = count(2, 1, MAX_COUNT)  # after which a request fails
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class FleetCounters:
     """What has happened since the fleet started."""
 
     num_moves: int = 0
-    num_deaths: int = 0  # replicas that were lost or hung
+    num_losses: int = 0  # replicas that were lost or hung
     num_drains: int = 0
     num_resumed_tokens: int = 0  # tokens that moved requests had already generated
     resume_seconds: float = 0.0  # from sending moved requests to their next tokens, added up

@@ -22,10 +22,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
 ITL_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
@@ -34,11 +30,22 @@ REQUEST_BUCKETS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-PLAN_BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1, 1.0)
-SWAP_BUCKETS = (2.5e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
-STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-N_BUCKETS = (1, 2, 5, 10, 20)
-TOKEN_BUCKETS: tuple[float, ...] = ()  # 1, 2, 5, 10, ... up to max_model_len
+BUCKETS: dict[str, tuple[float, ...]] = {  # others have REQUEST_BUCKETS
+    "time_to_first_token_seconds": (
+        0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+        20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+    ),
+    "inter_token_latency_seconds": ITL_BUCKETS,
+    "request_longest_stall_seconds": ITL_BUCKETS,
+    "request_params_n": (1, 2, 5, 10, 20),
+    "iteration_tokens_total": (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+    "swap_in_seconds": (2.5e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0),
+    "scheduler_step_seconds": (
+        1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1, 1.0,
+    ),
+}  # fmt: skip
+# Their buckets are 1, 2, 5, 10, ... up to max_model_len.
+TOKEN_COUNTS = ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens")
 
 GAUGES = {
     "num_requests_running": "Running requests.",
@@ -60,37 +67,22 @@ COUNTERS = {
     "recomputed_tokens": "Tokens recomputed after a preemption.",
     "swapped_blocks": "KV blocks copied to the host (out) and from the host (in).",
 }
-HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "time_to_first_token_seconds": ("Time from arrival to the first token.", TTFT_BUCKETS),
-    "inter_token_latency_seconds": (
-        "Time between two consecutive tokens of a request.",
-        ITL_BUCKETS,
-    ),
-    "e2e_request_latency_seconds": ("Time from arrival to the end.", REQUEST_BUCKETS),
-    "request_queue_time_seconds": ("Time from arrival to the first admission.", REQUEST_BUCKETS),
-    "request_prefill_time_seconds": (
-        "Time from the first admission to the first token.",
-        REQUEST_BUCKETS,
-    ),
-    "request_decode_time_seconds": (
-        "Time from the first token to the last token.",
-        REQUEST_BUCKETS,
-    ),
-    "request_longest_stall_seconds": (
-        "The longest time between two consecutive tokens of a request.",
-        ITL_BUCKETS,
-    ),
-    "request_inference_time_seconds": (
-        "Time from the first admission to the last token.",
-        REQUEST_BUCKETS,
-    ),
-    "request_prompt_tokens": ("Prompt tokens of a request.", TOKEN_BUCKETS),
-    "request_generation_tokens": ("Generated tokens of a request.", TOKEN_BUCKETS),
-    "request_params_max_tokens": ("The max_tokens parameter of a request.", TOKEN_BUCKETS),
-    "request_params_n": ("The n parameter of a request.", N_BUCKETS),
-    "iteration_tokens_total": ("Tokens computed in one step.", STEP_TOKEN_BUCKETS),
-    "swap_in_seconds": ("Time to copy the KV blocks of a step from the host.", SWAP_BUCKETS),
-    "scheduler_step_seconds": ("Time that the scheduler needs for one plan.", PLAN_BUCKETS),
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "Time from arrival to the first token.",
+    "inter_token_latency_seconds": "Time between two consecutive tokens of a request.",
+    "e2e_request_latency_seconds": "Time from arrival to the end.",
+    "request_queue_time_seconds": "Time from arrival to the first admission.",
+    "request_prefill_time_seconds": "Time from the first admission to the first token.",
+    "request_decode_time_seconds": "Time from the first token to the last token.",
+    "request_longest_stall_seconds": "The longest time between two consecutive tokens of a request.",
+    "request_inference_time_seconds": "Time from the first admission to the last token.",
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Generated tokens of a request.",
+    "request_params_max_tokens": "The max_tokens parameter of a request.",
+    "request_params_n": "The n parameter of a request.",
+    "iteration_tokens_total": "Tokens computed in one step.",
+    "swap_in_seconds": "Time to copy the KV blocks of a step from the host.",
+    "scheduler_step_seconds": "Time that the scheduler needs for one plan.",
 }
 LABELS = {
     "waiting_by_reason": "reason",
@@ -128,12 +120,6 @@ class Histogram:
         return pairs
 
 
-def one_two_five(limit: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50, ... up to `limit`."""
-    steps = (mantissa * 10.0**power for power in range(20) for mantissa in (1, 2, 5))
-    return [step for step in steps if step <= limit]
-
-
 @dataclass(slots=True)
 class MetricValues:
     """The values of all metrics, by name and by label value ("" without a label)."""
@@ -144,8 +130,10 @@ class MetricValues:
 
     @classmethod
     def empty(cls, max_model_len: int) -> MetricValues:
-        tokens = one_two_five(max_model_len)
-        histograms = {name: Histogram(b or tokens) for name, (_, b) in HISTOGRAMS.items()}
+        steps = (mantissa * 10.0**power for power in range(20) for mantissa in (1, 2, 5))
+        tokens = tuple(step for step in steps if step <= max_model_len)
+        buckets = BUCKETS | dict.fromkeys(TOKEN_COUNTS, tokens)
+        histograms = {name: Histogram(buckets.get(name, REQUEST_BUCKETS)) for name in HISTOGRAMS}
         names = [(name, label) for name in COUNTERS for label in VALUES.get(name, ("",))]
         return cls(histograms, Counter(dict.fromkeys(names, 0)))  # a rate needs a first value
 
@@ -170,7 +158,7 @@ class Exposition(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._families(GaugeMetricFamily, GAUGES, self.values.gauges)
         yield from self._families(CounterMetricFamily, COUNTERS, self.values.counters)
-        for name, (text, _) in HISTOGRAMS.items():
+        for name, text in HISTOGRAMS.items():
             found = self.values.histograms[name]
             family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
             family.add_metric(list(self.labels.values()), found.buckets(), found.total)

@@ -7,7 +7,6 @@ in which the window starts counts in part, so rates change smoothly.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 
 from headway.events import Completed, Event, Planned, preempted_by
 from headway.record.timeline import StepStats
@@ -28,7 +27,6 @@ class RateWindow:
         self._seconds: deque[tuple[int, Counts]] = deque(maxlen=NUM_SECONDS + 1)
 
     def follow(self, event: Event, stats: StepStats) -> None:
-        """Count an event."""
         if isinstance(event, Planned) and not event.plan.preempted:
             return  # its work is counted when it is complete
         second, num_preempted = int(stats.now or event.time), len(preempted_by(event))
@@ -54,25 +52,18 @@ class RateWindow:
 
     def _count_changes(self, event: Completed, stats: StepStats, counts: Counts) -> None:
         """Count what a steady decode step does not have."""
-        counts["prompt_tokens"] += stats.num_prompt
-        counts["prefill"] += stats.num_prefill
-        counts["recomputed"] += stats.num_recomputed
-        if swap_in := event.result.swap_in:
-            counts["swap_ins"] += 1
-            counts["swap_in_us"] += int(1e6 * swap_in)
-        counts["first_tokens"] += len(stats.first_tokens)
-        counts["ttft_us"] += int(1e6 * sum(stats.first_tokens))
-        counts["queried"] += stats.num_queried
-        counts["hit"] += stats.num_hit
+        swap_in = event.result.swap_in or 0
+        counts.update(
+            prompt_tokens=stats.num_prompt, prefill=stats.num_prefill,
+            recomputed=stats.num_recomputed, queried=stats.num_queried, hit=stats.num_hit,
+            swap_ins=bool(swap_in), swap_in_us=int(1e6 * swap_in),
+            first_tokens=len(stats.first_tokens), ttft_us=int(1e6 * sum(stats.first_tokens)),
+        )  # fmt: skip
 
     def _count_finished(self, stats: StepStats, counts: Counts) -> None:
-        counts["requests"] += len(stats.finished)
-        self.totals["requests"] += len(stats.finished)
-        for _, times in stats.finished:
-            if times.finish_reason in ("error", "abort"):
-                name = f"{times.finish_reason}s"
-                counts[name] += 1
-                self.totals[name] += 1
+        ended = Counter(times.finish_reason for _, times in stats.finished)
+        for each in (counts, self.totals):
+            each.update(requests=ended.total(), errors=ended["error"], aborts=ended["abort"])
 
     def rates(self, now: float) -> dict[str, float]:
         """Rates per second, and mean latencies in seconds (0 without any)."""
@@ -112,15 +103,11 @@ class RateWindow:
         last = [by_second.get(int(now) - ago, nothing) for ago in range(NUM_SECONDS, 0, -1)]
         return {
             "output_tokens": [counts["output_tokens"] for counts in last],
-            "ttft": list(_means(last, "ttft_us", "first_tokens")),
-            "itl": list(_means(last, "itl_us", "gaps")),
+            "ttft": [_ratio(counts["ttft_us"] / 1e6, counts["first_tokens"]) for counts in last],
+            "itl": [_ratio(counts["itl_us"] / 1e6, counts["gaps"]) for counts in last],
             "max_itl": [c["max_itl_us"] / 1e6 if c["gaps"] else None for c in last],
         }
 
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-def _means(seconds: Iterable[Counts], microseconds: str, count: str) -> Iterable[float | None]:
-    return (c[microseconds] / 1e6 / c[count] if c[count] else None for c in seconds)

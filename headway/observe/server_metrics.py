@@ -8,16 +8,16 @@ finished requests.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from typing import get_args
+from collections import Counter, deque
+from typing import NamedTuple, get_args
 
 from headway.engine.loop import CachedReader, EngineLoop
 from headway.engine.queries import GetMetrics, GetSnapshot
 from headway.events import Completed, Event, Planned, preempted_by
 from headway.observe.prometheus import Exposition, MetricValues
-from headway.observe.recent_stats import RecentStats
 from headway.observe.snapshot import Snapshot, SnapshotBuilder
 from headway.plan import Reason
+from headway.record.lines import HeaderLine
 from headway.record.stats import RunStats, percentiles, stalls_of
 from headway.record.timeline import RequestTimeline, StepStats, Timeline
 from headway.record.writer import header
@@ -27,6 +27,7 @@ from headway.scheduler import Scheduler
 PREFIX = "headway"
 NEW = "new"  # the reason of requests that arrived after the latest plan
 COMPLETED = ("stop", "length")
+SLICE_SECONDS, NUM_SLICES = 10.0, 6
 log = logging.getLogger(__name__)
 
 
@@ -153,25 +154,66 @@ def _gauges(scheduler: Scheduler, num_unread: int) -> dict[tuple[str, str], floa
         ("num_requests_swapped", ""): float(len(scheduler.swapped)),
         ("kv_cache_usage_perc", ""): (num_blocks - scheduler.num_free) / num_blocks,
     }
-    reasons = waiting_by_reason(scheduler)
+    reasons = _waiting_by_reason(scheduler)
     reasons[NEW] += num_unread
     for reason in (*get_args(Reason), NEW):
         gauges["waiting_by_reason", reason] = float(reasons[reason])
     return gauges
 
 
-def waiting_by_reason(scheduler: Scheduler) -> Counter[str]:
+def _waiting_by_reason(scheduler: Scheduler) -> Counter[str]:
     """The number of waiting requests for each reason that the latest plan gave."""
     plan, num_waiting = scheduler.last_plan, len(scheduler.queue)
-    reasons = Counter[str](b.reason for b in plan.blocked if _waits(b.request))
-    if plan.not_considered:
-        num_known = reasons.total()
-        reasons[plan.not_considered.reason] += max(
-            0, min(plan.not_considered.num_requests, num_waiting - num_known)
-        )
+    waiting = (b for b in plan.blocked if b.request.row < 0 and not b.request.is_finished)
+    reasons = Counter[str](each.reason for each in waiting)
+    if rest := plan.not_considered:
+        reasons[rest.reason] += max(0, min(rest.num_requests, num_waiting - reasons.total()))
     reasons[NEW] = max(0, num_waiting - reasons.total())
     return reasons
 
 
-def _waits(request: Request) -> bool:
-    return request.row < 0 and not request.is_finished
+class _Slice(NamedTuple):
+    start: float
+    stats: RunStats
+    finished: list[RequestTimeline]
+
+
+class RecentStats:
+    """Statistics of the last minute, in slices of steps that are dropped after 60 to 70 seconds."""
+
+    def __init__(self, head: HeaderLine) -> None:
+        self._head = head
+        self._slices: deque[_Slice] = deque(maxlen=NUM_SLICES + 1)
+
+    def count(self, event: Event, stats: StepStats, timeline: Timeline) -> None:
+        """Count an event that the timeline has followed."""
+        now = stats.now or event.time
+        if not self._slices or now >= self._slices[-1].start + SLICE_SECONDS:
+            self._slices.append(_Slice(now, RunStats(self._head), []))
+        latest = self._slices[-1]
+        latest.stats.count(event, stats, timeline)
+        if stats.finished:
+            latest.finished.extend([times for _, times in stats.finished])
+
+    def merged(self, timeline: Timeline, now: float) -> RunStats:
+        """The slices of the last minute as one run, which began with the first of them.
+
+        Requests are those that arrived in it; stalls are those of all requests that were open.
+        """
+        recent = self._recent(now)
+        run = RunStats(self._head, recent[0].start if recent else now)
+        run.ended_at = now
+        run.streams = self.streams(timeline, now)
+        for each in recent:
+            run.merge(each.stats)
+        return run
+
+    def streams(self, timeline: Timeline, now: float) -> list[RequestTimeline]:
+        """The requests that were open in the last minute, with their longest stalls so far."""
+        timeline.update_stalls()
+        finished = [times for each in self._recent(now) for times in each.finished]
+        return [*finished, *timeline.open.values()]
+
+    def _recent(self, now: float) -> list[_Slice]:
+        oldest = now - (NUM_SLICES + 1) * SLICE_SECONDS
+        return [each for each in self._slices if each.start > oldest]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 from headway import __version__
 from headway.engine.loop import EngineLoop
+from headway.engine.queries import Document
 from headway.events import Event
 from headway.observe.rate_window import RateWindow
 from headway.observe.vitals import vitals
@@ -27,7 +27,7 @@ from headway.record.timeline import StepStats
 from headway.request import Request
 from headway.scheduler import Scheduler
 
-Snapshot = dict[str, Any]
+Snapshot = Document
 NUM_DECISIONS = 32
 MAX_REQUESTS = 64  # listed running requests, and listed waiting requests
 
@@ -44,7 +44,6 @@ class SnapshotBuilder:
         self._decisions: deque[Decision] = deque(maxlen=NUM_DECISIONS)
 
     def follow(self, event: Event, stats: StepStats) -> None:
-        """Count an event and log its decisions."""
         self._window.follow(event, stats)
         self._decisions += [each for each in self._log.follow(event) if each.kind != "arrived"]
 
@@ -73,16 +72,13 @@ class SnapshotBuilder:
             "kv_blocks": _kv_blocks(scheduler),
             "rates": window.rates(now), "history": window.history(now),
             "last_minute": minute, "totals": dict(window.totals),
-            "vitals": [
-                each._asdict() for each in vitals(scheduler.config, num_running, num_waiting, minute)
-            ],
+            "vitals": [v._asdict() for v in vitals(scheduler.config, num_running, num_waiting, minute)],
             "decisions": [
-                {"step": each.step, "kind": each.kind, "text": each.text}
-                for each in self._decisions
+                {"step": d.step, "kind": d.kind, "text": d.text} for d in self._decisions
             ],
         }  # fmt: skip
 
-    def _queue(self, now: float) -> Iterator[dict[str, Any]]:
+    def _queue(self, now: float) -> Iterator[Document]:
         """Queued requests in any order; `walk` would sort them and call the queue's policy."""
         scheduler = self._engine.scheduler
         plan, planned = scheduler.last_plan, scheduler.last_planned.time
@@ -114,7 +110,7 @@ def _computed_before(scheduler: Scheduler) -> dict[Request, int]:
     return computed
 
 
-def _row(request: Request, now: float, in_flight: dict[Request, int]) -> dict[str, Any]:
+def _row(request: Request, now: float, in_flight: dict[Request, int]) -> Document:
     computed = in_flight.get(request)
     num_computed = request.num_computed if computed is None else computed
     return {

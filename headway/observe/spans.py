@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,21 +29,20 @@ from headway.sampling_params import Sampling
 SERVICE_NAME = "headway"  # the default without OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
 FLUSH_SECONDS = 1.5  # time limit for the export of the last spans
 REQUIRED_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+Attributes = dict[str, str | int | float | tuple[str, ...]]
 SPAN_NAMES = {"queued": "queue", "swapped": "preempted"}  # other phases keep their names
 
 
 def check_installed() -> None:
     """Raise ConfigError with the pip command if OpenTelemetry is not installed."""
     for name in REQUIRED_PACKAGES:
-        try:
-            is_installed = find_spec(name) is not None
-        except ModuleNotFoundError:  # a parent package is missing
-            is_installed = False
-        if not is_installed:
-            raise ConfigError(
-                f"--spans needs {name}, which is not installed: pip install '.[otel]' in "
-                "Headway's folder"
-            )
+        with suppress(ModuleNotFoundError):  # a parent package is missing
+            if find_spec(name) is not None:
+                continue
+        raise ConfigError(
+            f"--spans needs {name}, which is not installed: pip install '.[otel]' in "
+            "Headway's folder"
+        )
 
 
 def install(loop: EngineLoop, model_name: str) -> Callable[[], None]:
@@ -49,17 +50,16 @@ def install(loop: EngineLoop, model_name: str) -> Callable[[], None]:
     check_installed()
     from opentelemetry import trace
 
-    shut_down: Callable[[], None] = _do_nothing
-    if isinstance(
-        trace.get_tracer_provider(), trace.ProxyTracerProvider
-    ):  # the program has set no provider
+    provider = None
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         provider = _make_provider()
         trace.set_tracer_provider(provider)
-        shut_down = provider.shutdown
     spans = Spans(loop.engine, trace.get_tracer("headway", __version__), model_name)
     loop.engine.observers.append(spans)
     loop.on_submit.append(spans.expect)
-    return lambda: _within(FLUSH_SECONDS, shut_down)
+    if provider is None:  # the program shuts down its own provider
+        return lambda: None
+    return partial(_within, FLUSH_SECONDS, provider.shutdown)
 
 
 def _make_provider() -> Any:
@@ -72,9 +72,7 @@ def _make_provider() -> Any:
     resource = Resource.create()
     if str(resource.attributes.get("service.name")).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": SERVICE_NAME}))
-    provider = TracerProvider(
-        resource=resource, shutdown_on_exit=False
-    )  # `install` limits its time
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `install` limits it
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 
@@ -84,10 +82,6 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work, name="spans", daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _do_nothing() -> None:
-    """The embedding program shuts down its own provider."""
 
 
 class Spans:
@@ -131,10 +125,10 @@ class Spans:
             span.end(end_time=self._stamp(max(start, end)))
         whole.end(end_time=self._stamp(times.finished))
 
-    def _attributes(self, request: Request) -> dict[str, Any]:
+    def _attributes(self, request: Request) -> Attributes:
         """Parameters and results under the names of the OpenTelemetry semantic conventions."""
         params, sampling = request.params, request.params.sampling
-        found: dict[str, Any] = {
+        found: Attributes = {
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.model": self._model_name,
             "gen_ai.request.id": request.id,

@@ -36,32 +36,27 @@ def vitals(
 ) -> list[Vital]:
     """The values now, and those of a snapshot's last minute. A full server is not unhealthy."""
     is_loaded = waiting >= 1
-    preemptions, stall = minute["preemptions_per_second"] or 0.0, minute["p99_stall"]
-    max_stall = minute["max_itl"]
-    tokens, prefill = minute["tokens_per_step"], minute["prefill_share"]
-    tax, swap_in = minute["recompute_tax"], minute["swap_in"]
+    preemptions, tokens = minute["preemptions_per_second"] or 0.0, minute["tokens_per_step"]
+    stall, max_stall = minute["p99_stall"], minute["max_itl"]
     budget, limit = config.max_num_batched_tokens, config.max_num_seqs
     return [
-        Vital("waiting requests", waiting, "", f"0-{MAX_WAITING}", waiting <= MAX_WAITING),
+        _up_to(MAX_WAITING, "waiting requests", waiting, "", f"0-{MAX_WAITING}"),
         Vital(
             "running requests", running, "", f"near {limit} (max_num_seqs) while requests wait",
             not is_loaded or running >= MIN_RUNNING * limit,
         ),
-        Vital(
-            "preemptions", preemptions, "/s", f"0-{MAX_PREEMPTIONS}",
-            preemptions <= MAX_PREEMPTIONS,
-        ),
-        Vital(
-            "recompute tax", tax, "%", f"under {100 * MAX_RECOMPUTE_TAX:g} %",
-            (tax or 0) <= MAX_RECOMPUTE_TAX,
+        _up_to(MAX_PREEMPTIONS, "preemptions", preemptions, "/s", f"0-{MAX_PREEMPTIONS}"),
+        _up_to(
+            MAX_RECOMPUTE_TAX, "recompute tax", minute["recompute_tax"], "%",
+            f"under {100 * MAX_RECOMPUTE_TAX:g} %",
         ),
         Vital(
             "tokens per step", tokens, "", f"up to {budget} (the budget) while requests wait",
             not is_loaded or tokens is None or tokens >= MIN_TOKENS * budget,
         ),
-        Vital(
-            "prefill share", prefill, "%", f"20-40 %, at most {100 * MAX_PREFILL_SHARE:g} %",
-            (prefill or 0) <= MAX_PREFILL_SHARE,
+        _up_to(
+            MAX_PREFILL_SHARE, "prefill share", minute["prefill_share"], "%",
+            f"20-40 %, at most {100 * MAX_PREFILL_SHARE:g} %",
         ),
         Vital(
             "longest stall, p99", stall, "s", f"under {1e3 * MAX_P99_STALL:g} ms",
@@ -71,8 +66,12 @@ def vitals(
             "longest stall, max", max_stall, "s", f"under {MAX_STALL:g} s",
             (max_stall or 0) < MAX_STALL,
         ),
-        Vital(
-            "swap-in", swap_in, "s", f"1-5 ms, at most {1e3 * MAX_SWAP_IN:g} ms",
-            (swap_in or 0) <= MAX_SWAP_IN,
+        _up_to(
+            MAX_SWAP_IN, "swap-in", minute["swap_in"], "s",
+            f"1-5 ms, at most {1e3 * MAX_SWAP_IN:g} ms",
         ),
     ]  # fmt: skip
+
+
+def _up_to(limit: float, name: str, value: float | None, unit: str, healthy: str) -> Vital:
+    return Vital(name, value, unit, healthy, (value or 0) <= limit)

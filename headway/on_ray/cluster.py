@@ -33,7 +33,6 @@ from headway.on_ray.serve import (
     shared,
     wait_until_ready,
 )
-from headway.remote.auth import Identity
 from headway.server.http.connection_table import Listener
 from headway.server.process.serve import (
     Ready,
@@ -43,7 +42,6 @@ from headway.server.process.serve import (
     serve_http,
 )
 
-FOLDER: dict[str, Any] = {"prefix": "headway-ray-", "ignore_cleanup_errors": True}
 OBJECT_STORE_BYTES = 80 << 20  # close to Ray's minimum; no tokens or weights go through it
 START_ATTEMPTS = 4  # Ray gives its processes 30 s, which a busy machine may exceed
 SLOW_START = "timed out during startup"  # in the message of Ray's exception
@@ -55,7 +53,8 @@ def connected(options: FleetOptions) -> Iterator[None]:
     with ExitStack() as stack:
         handle_sigterm = stack.enter_context(_ended_by_sigterm())
         if options.address is None:
-            folder = stack.enter_context(TemporaryDirectory(**FOLDER))
+            files = TemporaryDirectory(prefix="headway-ray-", ignore_cleanup_errors=True)
+            folder = stack.enter_context(files)
             stack.enter_context(reaper(folder))
         stack.callback(ray.shutdown)
         _start(folder) if options.address is None else _connect(options.address)
@@ -155,28 +154,6 @@ def _check_resources(options: FleetOptions) -> None:
             )
 
 
-@contextmanager
-def running_replicas(
-    factory: ServerFactory, options: FleetOptions, on_ready: Callable[[int], None]
-) -> Iterator[tuple[RayDirectory, Any, Identity]]:
-    """Start the replicas, wait for all of them, and stop them at the end.
-
-    Yields the directory, the model info and the identity that all replicas share. `on_ready` gets
-    the number of replicas that are ready, each time it changes.
-    """
-    _check_resources(options)
-    directory, was_running = RayDirectory.of(options), _serve_is_running()
-    try:
-        serve.start(proxy_location="Disabled", logging_config=QUIET)
-        _run(replica_deployment(factory, options), options, route_prefix=None)
-        num_ready = directory.num_announced
-        info, identity = wait_until_ready(directory, options, num_ready, on_ready)
-        yield directory, info, identity
-    finally:
-        if options.address is not None:  # a local Ray ends anyway
-            _remove(directory, stops_serve=not was_running)
-
-
 def _run(app: Any, options: FleetOptions, route_prefix: str | None) -> None:
     """Start or update an application; ConfigError if another one is in its place."""
     target = serve.RunTarget(app, options.name, route_prefix, QUIET)
@@ -215,30 +192,27 @@ def serve_fleet(
     options: FleetOptions,
     on_ready: Callable[[int], None],
 ) -> int:
-    """Serve in this process over replicas on Ray until a signal; return the exit status."""
-    with connected(options):
-        return serve_connected(factory, bound, ready, options, on_ready)
+    """Serve over replicas on the connected Ray until a signal; return the exit status.
 
-
-def serve_connected(
-    factory: ServerFactory,
-    bound: socket.socket,
-    ready: Ready,
-    options: FleetOptions,
-    on_ready: Callable[[int], None],
-) -> int:
-    """The same on a Ray that this process is connected to."""
-    with (
-        restored_signal_handlers(),
-        running_replicas(factory, options, on_ready) as (directory, info, identity),
-    ):
-        engine = gateway_engine(directory, identity, options)
-        listener = Listener(fileno=bound.detach())
-        serving = serve_http(
-            factory, engine, info, listener, ready=ready,
-            on_start=partial(install_signal_handlers, factory.grace),
-        )  # fmt: skip
-        asyncio.run(serving)
+    `on_ready` gets the number of replicas that are ready, each time it changes.
+    """
+    with restored_signal_handlers():
+        _check_resources(options)
+        directory, was_running = RayDirectory.of(options), _serve_is_running()
+        try:
+            serve.start(proxy_location="Disabled", logging_config=QUIET)
+            _run(replica_deployment(factory, options), options, route_prefix=None)
+            num_ready = directory.num_announced
+            info, identity = wait_until_ready(directory, options, num_ready, on_ready)
+            engine = gateway_engine(directory, identity, options)
+            serving = serve_http(
+                factory, engine, info, Listener(fileno=bound.detach()), ready=ready,
+                on_start=partial(install_signal_handlers, factory.grace),
+            )  # fmt: skip
+            asyncio.run(serving)
+        finally:
+            if options.address is not None:  # a local Ray ends anyway
+                _remove(directory, stops_serve=not was_running)
     return 0
 
 

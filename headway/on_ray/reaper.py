@@ -43,17 +43,14 @@ def reaper(folder: str) -> Iterator[None]:
 def end_all(token: str, folder: str) -> None:
     """Kill all other processes that have this token or folder, where /proc shows it."""
     for _ in range(MAX_LOOKS):
-        found = [pid for pid in _pids() if pid != os.getpid() and _belongs(pid, token, folder)]
+        pids = {int(entry.name) for entry in Path("/proc").glob("[0-9]*")} - {os.getpid()}
+        found = [pid for pid in pids if _belongs(pid, token, folder)]
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if not found:
             return
         time.sleep(0.01)  # one of them may have started another
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
 
 
 def _belongs(pid: int, token: str, folder: str) -> bool:

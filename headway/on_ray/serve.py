@@ -104,7 +104,7 @@ class Replica:
         self._teardown()
 
 
-def scale(context: Any) -> tuple[int, dict[str, Any]]:
+def scale(context: Any) -> tuple[int, dict[str, object]]:
     """Serve's autoscaling policy: see `replicas_needed`."""
     metrics = context.aggregated_metrics or {}
     columns = [metrics.get(name, {}) for name in ScalingLoad._fields]
@@ -117,16 +117,15 @@ def scale(context: Any) -> tuple[int, dict[str, Any]]:
 
 def replica_deployment(factory: ServerFactory, options: FleetOptions) -> Any:
     """The Serve application of the replicas alone."""
-    count: dict[str, Any] = {"num_replicas": options.replicas}
+    count: dict[str, object] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
-        policy = AutoscalingPolicy(policy_function=scale)
-        count = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=options.replicas, max_replicas=options.max_replicas, policy=policy,
-                metrics_interval_s=1.0, look_back_period_s=2.0, upscale_delay_s=options.upscale_seconds,
-                downscale_delay_s=options.downscale_seconds,
-            )
-        }  # fmt: skip
+        scaling = AutoscalingConfig(
+            min_replicas=options.replicas, max_replicas=options.max_replicas,
+            policy=AutoscalingPolicy(policy_function=scale), metrics_interval_s=1.0,
+            look_back_period_s=2.0, upscale_delay_s=options.upscale_seconds,
+            downscale_delay_s=options.downscale_seconds,
+        )  # fmt: skip
+        count = {"autoscaling_config": scaling}
     deployment = serve.deployment(
         Replica, name="Replica", **count,
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},

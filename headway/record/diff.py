@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import to_builtins
 
@@ -17,6 +17,7 @@ from headway.record.writer import LineMaker
 MAX_LISTED = 8  # sentences for each run
 TIMES = frozenset({"t", "start", "end", "swap_in", "builds"})  # not part of the decisions
 Step = list[Event]  # a plan, its result, and what happened before it
+Fields = dict[str, object]
 
 
 class Difference(NamedTuple):
@@ -31,8 +32,8 @@ def diff(
 ) -> Difference:
     """Compare two journals step by step. Times are not compared."""
     (left_header, left_lines), (right_header, right_lines) = map(split_header, (left, right))
-    configs = left_header.config, right_header.config
-    settings = _settings(*configs, names)
+    headers = left_header, right_header
+    settings = _settings(left_header.config, right_header.config, names)
     pairs = zip_longest(_steps(left_header, left_lines), _steps(right_header, right_lines))
     for mine, other in pairs:
         if mine is None or other is None:
@@ -40,7 +41,7 @@ def diff(
             text = f"{shorter} ends before this step; {longer} continues."
             return Difference(_number(mine or other), [text, *settings])
         if _decisions(mine) != _decisions(other):
-            found = differences(mine, other, names, configs)
+            found = differences(mine, other, names, headers)
             return Difference(_number(mine), [*found, *settings])
     return Difference(None, settings)
 
@@ -67,12 +68,12 @@ def _number(step: Step) -> int:
     return next((event.plan.step for event in step if isinstance(event, Planned)), -1)
 
 
-def decisions(line: Line) -> dict[str, Any]:
+def decisions(line: Line) -> Fields:
     """A line without its times. Two runs with equal decisions are the same run."""
     return {key: value for key, value in to_builtins(line).items() if key not in TIMES}
 
 
-def _decisions(step: Step, *, has_blocks: bool = False) -> list[dict[str, Any]]:
+def _decisions(step: Step, *, has_blocks: bool = False) -> list[Fields]:
     maker = LineMaker(has_blocks=has_blocks)
     return [decisions(maker.line(event)) for event in step]
 
@@ -81,14 +82,14 @@ def differences(
     mine: Step,
     other: Step,
     names: tuple[str, str],
-    configs: tuple[dict[str, Any], dict[str, Any]],
+    headers: tuple[HeaderLine, HeaderLine],
     *,
     has_blocks: bool = False,
 ) -> list[str]:
     """The decisions that only one of two runs takes in a step."""
     said = [
-        [text for event in step for text in _sentences(event, config["max_num_seqs"])]
-        for step, config in zip((mine, other), configs, strict=True)
+        [text for event in step for text in _sentences(event, header.config["max_num_seqs"])]
+        for step, header in zip((mine, other), headers, strict=True)
     ]
     lines = []
     for name, these, those in ((names[0], *said), (names[1], *said[::-1])):
@@ -118,13 +119,13 @@ def _num_free(step: Step) -> int:
     return next((event.num_free for event in step if isinstance(event, Planned)), -1)
 
 
-def _fields(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
-    pairs = zip_longest(mine, other, fillvalue=dict[str, Any]())
+def _fields(mine: list[Fields], other: list[Fields]) -> str:
+    pairs = zip_longest(mine, other, fillvalue=Fields())
     names = {key for a, b in pairs for key in a | b if a.get(key) != b.get(key)}
     return ", ".join(sorted(names))
 
 
-def _settings(mine: dict[str, Any], other: dict[str, Any], names: tuple[str, str]) -> list[str]:
+def _settings(mine: Fields, other: Fields, names: tuple[str, str]) -> list[str]:
     return [
         f"{key}: {names[0]} {mine.get(key)}, {names[1]} {other.get(key)}"
         for key in mine

@@ -40,10 +40,7 @@ def _pack_many(tokens: array[int]) -> list[Any]:
     """The same, faster for many tokens."""
     strides = np.diff(np.frombuffer(tokens, dtype=np.intc)) if len(tokens) > 2 else np.zeros(0)
     changes = np.flatnonzero(strides[1:] != strides[:-1]) + 1
-    starts, ends = (
-        np.append(0, changes),
-        np.append(changes, len(strides)),
-    )  # ranges of equal strides
+    starts, ends = np.append(0, changes), np.append(changes, len(strides))  # of equal strides
     is_long = ends - starts >= 2
     packed: list[Any] = []
     place = 0

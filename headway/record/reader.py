@@ -61,8 +61,8 @@ from headway.scheduler.decode_batch import DecodeBatch
 HIDDEN = -1  # in place of each token id of a redacted journal
 UNKNOWN = Request("", [], RequestParams())  # a decode that began before the first line
 NO_BLOCK = -1  # in place of the numbers of blocks that were not recorded
-# Raised for lines that do not continue the run of the lines before them.
 NUMBERS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_model_len")
+# Raised for lines that do not continue the run of the lines before them.
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
@@ -144,9 +144,7 @@ class EventReader:
                 self._batch.join(request)
         for id, start, end, is_last in line.chunks:
             self._compute(plan, Chunk(self.open[id], start, end, start, is_last))
-        plan.blocked = [
-            Blocked(self.open[id], why, need, have) for id, why, need, have in line.blocked
-        ]
+        plan.blocked = [Blocked(self.open[each[0]], *each[1:]) for each in line.blocked]
         if line.not_considered:
             plan.not_considered = NotConsidered(*line.not_considered)
         planned = Planned(plan, line.free, line.running, line.waiting, None, line.t, line.t)

@@ -70,24 +70,20 @@ class Replay:
         self.tokens = RecordedTokens()
         self.requests: dict[Request, Request] = {}  # by the recorded request
         self._sampled: deque[Tokens] = deque()  # of the plans in flight
-        self._event: Event | None = None
-        self.scheduler.observe(self._note)
-
-    def _note(self, event: Event) -> None:
-        self._event = event
+        self._events: list[Event] = []
+        self.scheduler.observe(self._events.append)
 
     def repeat(self, recorded: Event) -> Event:
         """Make the call of an event again; ReplayMismatch if it is not possible or has no effect."""
-        self._event = None
+        self._events.clear()
         try:
             self._call(recorded)
         except PolicyError as error:
-            raise ReplayMismatch(
-                f"a policy failed that did not when it was recorded: {error}"
-            ) from error
-        if self._event is None:
+            problem = f"a policy failed that did not when it was recorded: {error}"
+            raise ReplayMismatch(problem) from error
+        if not self._events:
             raise ReplayMismatch(f"{type(recorded).__name__} changes nothing in the replay")
-        event, self._event = self._event, None
+        event = self._events.pop()
         event.time = recorded.time
         if isinstance(event, Planned) and isinstance(recorded, Planned):
             event.began = recorded.began
@@ -150,10 +146,8 @@ class Replay:
 
 
 def _result(columns: list[Column], first_tokens: list[int], recorded: StepResult) -> StepResult:
-    return StepResult(
-        columns, first_tokens, recorded.started, recorded.ended, recorded.swap_in,
-        num_builds=recorded.num_builds,
-    )  # fmt: skip
+    times = recorded.started, recorded.ended, recorded.swap_in
+    return StepResult(columns, first_tokens, *times, num_builds=recorded.num_builds)
 
 
 def check_replay(journal: Iterable[HeaderLine | Line], own: Container[str] = READY_MADE) -> int:
@@ -177,10 +171,8 @@ def check_replay(journal: Iterable[HeaderLine | Line], own: Container[str] = REA
         except (ReplayMismatch, RequestError) as error:
             raise ReplayMismatch(f"step {step}: {error}") from None
         if maker.line(repeated) != line:
-            names, config = ("the record", "the replay"), header.config
-            found = differences(
-                [event], [repeated], names, (config, config), has_blocks=header.has_blocks
-            )
+            names, headers = ("the record", "the replay"), (header, header)
+            found = differences([event], [repeated], names, headers, has_blocks=header.has_blocks)
             raise ReplayMismatch(f"step {step}: {'; '.join(found)}")
         num_steps += isinstance(event, Planned) and not event.plan.is_empty
     if num_open := len(again.scheduler.requests):
@@ -202,15 +194,3 @@ def _events(header: HeaderLine, lines: Iterable[Line]) -> list[tuple[Line, Event
         found.append((line, event))
         num_steps += isinstance(event, Planned) and not event.plan.is_empty
     return found
-
-
-def replay(
-    events: Iterable[Event], config: Config, own: Container[str] = READY_MADE
-) -> Iterator[Event]:
-    """The events of a scheduler with this config that repeats the recorded calls.
-
-    OwnPolicyError if a new configuration names a `module:function` that is not in `own`.
-    """
-    again = Replay(config, own)
-    for event in list(events):  # all are read: only the end of a request has its tokens
-        yield again.repeat(event)

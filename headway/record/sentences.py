@@ -45,13 +45,7 @@ NOT_CONSIDERED = {
 # One sentence for each decision.
 
 
-def arrived(id: str, num_prompt: int) -> str:
-    """A request enters the queue."""
-    return f"request {id} arrives with {_count(num_prompt, 'prompt token')}"
-
-
 def admitted(id: str, num_cached: int, num_swapped: int, is_resume: bool) -> str:
-    """A waiting request starts to run."""
     parts = [f"request {id} is admitted{' again' if is_resume else ''}"]
     if num_cached:
         parts.append(f"{_count(num_cached, 'token')} from the prefix cache")
@@ -73,7 +67,6 @@ def preempted(
     alternatives: Alternatives | None = None,
     cause: str = NO_BLOCKS,
 ) -> str:
-    """A running request goes back to the queue."""
     if preemption.is_priority:
         cause = "a request with a higher priority waits"
     if preemption.num_due:
@@ -120,36 +113,17 @@ def not_considered(reason: str, num_requests: int, max_num_seqs: int) -> str:
     return f"{_count(num_requests, 'queued request')} {were} not considered: {why}"
 
 
-def deferred(num_decodes: int) -> str:
-    """Decodes are left out of a step."""
-    return f"{_count(num_decodes, 'decode')} deferred: the token budget of the step was used up"
-
-
-def copied(num_out: int, num_in: int) -> str:
-    """KV blocks are copied between the device and the host."""
-    counts = ((num_out, "to the host"), (num_in, "from the host"))
-    return ", ".join(f"{_count(n, 'KV block')} copied {way}" for n, way in counts if n)
-
-
-def reset(is_all: bool) -> str:
-    """The cached content is forgotten."""
-    return "a step failed: all KV blocks are forgotten" if is_all else "the prefix cache is reset"
-
-
 def computed(id: str, start: int, end: int) -> str:
-    """A step computes a chunk of a request."""
     return f"request {id} computes tokens [{start}, {end})"
 
 
 def decoded(num_decodes: int, num_steps: int) -> str:
-    """Requests decode in a step."""
     often = f" {num_steps} times" if num_steps > 1 else ""
     verb = "decodes" if num_decodes == 1 else "decode"
     return f"{_count(num_decodes, 'request')} {verb}{often}"
 
 
 def finished(request: Request) -> str:
-    """A request ends."""
     num_output = request.num_generated
     result = _count(num_output, "token")
     if request.params.pooling is not None:
@@ -178,23 +152,23 @@ class Decision(NamedTuple):
 
 
 NO_DECISIONS: list[Decision] = []
-CAUSES: dict[type[Event], str] = {
-    Reset: "the prefix cache was reset",
-    Failed: "a step failed",
-}  # of preemptions
 
 
 def decisions_of(event: Event, max_num_seqs: int) -> Iterator[Decision]:
-    """All decisions of an event."""
-    step = -1
+    step, cause = -1, NO_BLOCKS
     if isinstance(event, Planned | Completed):
         step = event.plan.step
     elif isinstance(event, Added):
         for request in event.requests:
-            yield Decision(step, "arrived", arrived(request.id, request.num_prompt), request)
-    elif isinstance(event, Reset | Failed):
-        yield Decision(step, "reset", reset(isinstance(event, Failed)))
-    cause = CAUSES.get(type(event), NO_BLOCKS)
+            num_prompt = _count(request.num_prompt, "prompt token")
+            text = f"request {request.id} arrives with {num_prompt}"
+            yield Decision(step, "arrived", text, request)
+    elif isinstance(event, Reset):
+        cause = "the prefix cache was reset"
+        yield Decision(step, "reset", "the prefix cache is reset")
+    elif isinstance(event, Failed):
+        cause = "a step failed"
+        yield Decision(step, "reset", "a step failed: all KV blocks are forgotten")
     for preemption in preempted_by(event)[-MAX_EACH:]:
         text = preempted(preemption, cause=cause)
         yield Decision(step, "preempted", text, preemption.request)
@@ -214,10 +188,12 @@ def _planned(plan: Plan, max_num_seqs: int) -> Iterator[Decision]:
     if plan.not_considered:
         yield Decision(plan.step, "waiting", not_considered(*plan.not_considered, max_num_seqs))
     if plan.deferred:
-        yield Decision(plan.step, "deferred", deferred(len(plan.deferred)))
-    if plan.copies_out or plan.copies_in:
-        text = copied(len(plan.copies_out), len(plan.copies_in))
-        yield Decision(plan.step, "copied", text)
+        num_decodes = _count(len(plan.deferred), "decode")
+        text = f"{num_decodes} deferred: the token budget of the step was used up"
+        yield Decision(plan.step, "deferred", text)
+    copies = ((plan.copies_out, "to the host"), (plan.copies_in, "from the host"))
+    if texts := [f"{_count(len(each), 'KV block')} copied {way}" for each, way in copies if each]:
+        yield Decision(plan.step, "copied", ", ".join(texts))
 
 
 class DecisionLog:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ import numpy.typing as npt
 from headway.events import Added, Completed, Event, preempted_by
 from headway.record.lines import HeaderLine, Line
 from headway.record.reader import EventReader, split_header
-from headway.record.timeline import RequestTimeline, StepStats, Timeline, reasons_of
+from headway.record.timeline import RequestTimeline, StepStats, Timeline
 
 PERCENTILES = (50, 90, 99, 99.9)
 STATISTICS = ("mean", *(f"p{p:g}" for p in PERCENTILES), "max")  # keys of a latency
@@ -33,7 +32,7 @@ class RunStats:
 
     def __init__(self, header: HeaderLine, started: float | None = None) -> None:
         self.header = header
-        self.config: dict[str, Any] = header.config
+        self.config = header.config
         self.started_at = started  # None: the first arrival
         self.totals: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()  # steps in which a request waited for this reason
@@ -68,7 +67,6 @@ class RunStats:
         self.gap_counts.append(1)
 
     def count(self, event: Event, stats: StepStats, timeline: Timeline) -> None:
-        """Count an event and what it changed."""
         totals = self.totals
         if isinstance(event, Completed):
             self._count_step(event, stats)
@@ -99,8 +97,9 @@ class RunStats:
         if result.swap_in:
             self.swap_ins.append(result.swap_in)
         self.ended_at = max(self.ended_at, stats.now)
-        for reason in reasons_of(plan):
-            self.reasons[reason] += 1
+        if plan.blocked or plan.not_considered:
+            rest = [plan.not_considered.reason] if plan.not_considered else []
+            self.reasons.update({*rest, *[blocked.reason for blocked in plan.blocked]})
         for seconds, count in stats.gaps:
             self.gap_seconds.append(seconds)
             self.gap_counts.append(count)
@@ -130,7 +129,6 @@ class RunStats:
 
 
 def stats_of(journal: Iterable[HeaderLine | Line]) -> RunStats:
-    """The statistics of a journal file."""
     header, lines = split_header(journal)
     stats, reader = RunStats(header), EventReader(header)
     for line in lines:

@@ -11,7 +11,6 @@ found when it leaves the batch (see shared_gaps.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,9 +79,7 @@ class StepStats:
     num_admitted: int = 0  # prompt tokens of requests admitted for the first time
     num_queried: int = 0  # those of them that were looked up in the prefix cache
     num_hit: int = 0  # prompt tokens found in the prefix cache
-    first_tokens: list[float] = field(
-        default_factory=list
-    )  # seconds from arrival to the first token
+    first_tokens: list[float] = field(default_factory=list)  # seconds after the arrivals
     gaps: list[tuple[float, int]] = field(default_factory=list)  # seconds between tokens, count
     finished: list[tuple[Request, RequestTimeline]] = field(default_factory=list)
 
@@ -113,9 +110,7 @@ class Timeline:
             case Planned():
                 self._plan(event)
             case Added(requests):
-                for request in requests:
-                    times = self.open[request] = _times_of(request)
-                    times.phases.append(Phase("queued", times.arrival))
+                self.open.update((request, _times_of(request)) for request in requests)
             case Aborted() | Failed() | Reset():
                 return self._interrupt(event)
         return NOTHING
@@ -267,15 +262,10 @@ class Timeline:
         stats.finished.append((request, times))
 
 
-def reasons_of(plan: Plan) -> Iterable[str]:
-    """Why requests wait, each reason once."""
-    rest = (plan.not_considered.reason,) if plan.not_considered else ()
-    return {*rest, *[blocked.reason for blocked in plan.blocked]} if plan.blocked else rest
-
-
 def _times_of(request: Request) -> RequestTimeline:
     params = request.params
     return RequestTimeline(
         request.id, request.arrival, request.num_prompt, params.client, params.deadline,
         params.pooling is not None, params.reads_cache, bool(request.history.resumed),
+        phases=[Phase("queued", request.arrival)],
     )  # fmt: skip

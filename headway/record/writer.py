@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -47,7 +47,6 @@ from headway.scheduler.policies.presets import describe
 
 
 def header(config: Config, async_scheduling: bool, **more: Any) -> HeaderLine:
-    """The first line of a journal."""
     return HeaderLine(
         headway_trace=VERSION, config=describe(config), async_scheduling=bool(async_scheduling),
         **more,
@@ -61,25 +60,25 @@ class LineMaker:
         self._has_blocks, self._redact = has_blocks, redact
 
     def line(self, event: Event) -> Line:
-        return MAKERS[type(event)](self, event)
-
-    def _added(self, event: Added) -> AddedLine:
-        return AddedLine(event.time, [self.request(r) for r in event.requests])
-
-    def _aborted(self, event: Aborted) -> AbortedLine:
-        return AbortedLine(event.time, self.end(event.request))
-
-    def _reset(self, event: Reset) -> ResetLine:
-        return ResetLine(event.time, event.is_forced, _preempted(event.preempted))
-
-    def _reconfigured(self, event: Reconfigured) -> ReconfiguredLine:
-        return ReconfiguredLine(event.time, dict(event.settings))
-
-    def _failed(self, event: Failed) -> FailedLine:
-        return FailedLine(
-            t=event.time, reason=event.reason, while_planning=event.while_planning,
-            ended=[self.end(r) for r in event.ended], preempted=_preempted(event.preempted),
-        )  # fmt: skip
+        match event:
+            case Planned():
+                return self._planned(event)
+            case Completed():
+                return self._completed(event)
+            case Added():
+                return AddedLine(event.time, [self.request(r) for r in event.requests])
+            case Aborted():
+                return AbortedLine(event.time, self.end(event.request))
+            case Reset():
+                return ResetLine(event.time, event.is_forced, _preempted(event.preempted))
+            case Reconfigured():
+                return ReconfiguredLine(event.time, dict(event.settings))
+            case Failed():
+                return FailedLine(
+                    t=event.time, reason=event.reason, while_planning=event.while_planning,
+                    ended=[self.end(r) for r in event.ended],
+                    preempted=_preempted(event.preempted),
+                )  # fmt: skip
 
     def _planned(self, event: Planned) -> PlannedLine:
         plan = event.plan
@@ -132,25 +131,13 @@ class LineMaker:
         return len(tokens) if self._redact else pack_tokens(tokens)
 
 
-MAKERS: dict[type[Any], Callable[[LineMaker, Any], Line]] = {
-    Added: LineMaker._added, Aborted: LineMaker._aborted, Reset: LineMaker._reset,
-    Reconfigured: LineMaker._reconfigured, Planned: LineMaker._planned,
-    Completed: LineMaker._completed, Failed: LineMaker._failed,
-}  # fmt: skip
-
-
 def _preempted(preemptions: Iterable[Preemption]) -> list[PreemptionLine]:
-    return [
-        PreemptionLine(p.request.id, _kind(p), p.num_lost, p.is_priority, p.num_due, p.num_free)
-        for p in preemptions
-    ]
-
-
-def _kind(preemption: Preemption) -> str:
-    """What happens to the victim's KV blocks and output."""
-    if preemption.is_swap:
-        return "swap"
-    return "discard" if preemption.is_discard else "recompute"
+    lines = []
+    for p in preemptions:
+        kind = "swap" if p.is_swap else "discard" if p.is_discard else "recompute"
+        line = PreemptionLine(p.request.id, kind, p.num_lost, p.is_priority, p.num_due, p.num_free)
+        lines.append(line)
+    return lines
 
 
 def _blocks(plan: Plan) -> BlocksLine | None:
@@ -172,9 +159,7 @@ class Writable(Protocol):
 class JournalWriter:
     """An observer of the engine that writes each event to a file."""
 
-    def __init__(
-        self, file: Writable, head: HeaderLine, *, name: str = "the trace"
-    ) -> None:  # fmt: skip
+    def __init__(self, file: Writable, head: HeaderLine, *, name: str = "the trace") -> None:
         self._file, self._name = file, name
         self._maker = LineMaker(has_blocks=head.has_blocks, redact=head.is_redacted)
         self._encoder = msgspec.json.Encoder()

@@ -64,7 +64,8 @@ async def admit_client(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: Identity, key: bytes
 ) -> None:
     """The engine's side of a handshake; ExecutorError unless the client knows the key."""
-    peer, nonce = f"the client at {writer.get_extra_info('peername')}", _nonce()
+    peer = f"the client at {writer.get_extra_info('peername')}"
+    nonce = secrets.token_bytes(NONCE_BYTES)
     writer.write(_hello(identity, nonce))
     hello = await _read_hello(reader, peer)
     await _check_proof(reader, key, b"client", nonce, peer)
@@ -82,15 +83,11 @@ async def join_engine(
 
     ExecutorError unless the engine knows the key and has this version and the expected model.
     """
-    hello, nonce = await _read_hello(reader, peer), _nonce()
+    hello, nonce = await _read_hello(reader, peer), secrets.token_bytes(NONCE_BYTES)
     _check_same(hello, expected, peer)
     proof = Proof(_digest(key, b"client", hello.nonce))
     writer.write(_hello(Identity(name="client"), nonce) + frame(proof))
     await _check_proof(reader, key, b"engine", nonce, peer)
-
-
-def _nonce() -> bytes:
-    return secrets.token_bytes(NONCE_BYTES)
 
 
 def _hello(identity: Identity, nonce: bytes) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import struct
 from array import array
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache, reduce
 from operator import or_
@@ -18,8 +19,17 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 import numpy as np
 
-from headway.engine.messages import Cancel, FromLoop, Query, QueryResult, Submit, ToLoop
-from headway.errors import ExecutorError, shorten
+from headway.engine.messages import (
+    Cancel,
+    FromLoop,
+    Query,
+    QueryResult,
+    Refusal,
+    Submit,
+    ToLoop,
+    refusal_of,
+)
+from headway.errors import ExecutorError, InvalidRequest, shorten
 from headway.executor.simulated import Script
 from headway.request import SamplingOptions
 from headway.sampling_params import Sampling
@@ -72,29 +82,49 @@ class Decoder(Generic[Item]):
         return value
 
 
-class FrameDecoder(Generic[Item]):
-    """Decodes lists from a byte stream that arrives in arbitrary parts."""
+class RequestDecoder(Decoder[list[ToLoop | Refusal]]):
+    """Decodes messages to an engine; a Submit with values of wrong types becomes its refusal."""
 
-    def __init__(self, decoder: Decoder[list[Item]]) -> None:
-        self._decoder, self._rest = decoder, bytearray()
+    def __init__(self, kind: Any) -> None:
+        super().__init__(list[kind])
+        self._one, self._plain = Decoder[ToLoop](kind), Decoder[Any](Any)
+        self._parts = Decoder[list[msgspec.Raw]](list[msgspec.Raw])
 
-    def feed(self, data: bytes) -> list[Item]:
-        """The items of all frames that are complete with these bytes.
+    def decode(self, data: bytes | bytearray | memoryview) -> list[ToLoop | Refusal]:
+        try:
+            return super().decode(data)
+        except ExecutorError:
+            with suppress(ExecutorError):  # raised for the whole frame
+                return [self._message(bytes(part)) for part in self._parts.decode(bytes(data))]
+            raise
 
-        ExecutorError if a frame is too long or invalid.
-        """
-        rest, start, items = self._rest, 0, list[Item]()
-        rest += data
-        while len(rest) - start >= LENGTH.size:
-            begin = start + LENGTH.size
-            end = begin + checked_length(LENGTH.unpack_from(rest, start)[0])
-            if end > len(rest):
-                break
-            with memoryview(rest) as whole:
-                items += self._decoder.decode(whole[begin:end])
-            start = end
-        del rest[:start]
-        return items
+    def _message(self, part: bytes) -> ToLoop | Refusal:
+        try:
+            return self._one.decode(part)
+        except ExecutorError as error:
+            match self._plain.decode(part):
+                case ["Submit", str(id), *_]:
+                    problem = f"request {id!r} has a value of a wrong type: {error.__cause__}"
+                    return refusal_of(id, InvalidRequest(problem))
+            raise
+
+
+def take_items(received: bytearray, decoder: Decoder[list[Item]]) -> list[Item]:
+    """Remove the complete frames from the received bytes and return their items.
+
+    ExecutorError if a frame is too long or invalid.
+    """
+    start, items = 0, list[Item]()
+    while len(received) - start >= LENGTH.size:
+        begin = start + LENGTH.size
+        end = begin + checked_length(LENGTH.unpack_from(received, start)[0])
+        if end > len(received):
+            break
+        with memoryview(received) as whole:
+            items += decoder.decode(whole[begin:end])
+        start = end
+    del received[:start]
+    return items
 
 
 async def read_items(
@@ -104,9 +134,10 @@ async def read_items(
 
     Raises ConnectionError if the connection is lost, ExecutorError for an invalid frame.
     """
-    frames = FrameDecoder(decoder)
+    received = bytearray()
     while data := await reader.read(MAX_READ):
-        if items := frames.feed(data):
+        received += data
+        if items := take_items(received, decoder):
             yield items
 
 
@@ -124,10 +155,9 @@ def checked_length(length: int, limit: int = MAX_FRAME) -> int:
 
 
 @cache
-def to_engine() -> Decoder[list[ToLoop]]:
+def to_engine() -> RequestDecoder:
     """Decodes messages to an engine, with all types of queries that this process has imported."""
-    kinds: Any = reduce(or_, [Submit, Cancel, *Query.__subclasses__()])
-    return Decoder(list[kinds])
+    return RequestDecoder(reduce(or_, [Submit, Cancel, *Query.__subclasses__()]))
 
 
 @cache

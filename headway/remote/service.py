@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -56,6 +57,9 @@ class ClientConnection:
     def send(self, messages: list[FromLoop]) -> None:
         if not self.writer.is_closing():
             self.writer.write(frame_results(messages))
+
+
+Batches = defaultdict[ClientConnection, list[FromLoop]]
 
 
 class EngineService:
@@ -127,7 +131,7 @@ class EngineService:
             client.send([self.stopped])
         try:
             async for messages in read_items(reader, to_engine()):
-                self._client.send(self._to_engine(client, messages))
+                self._client.send([*self._to_engine(client, messages)])
         except (ConnectionError, ExecutorError) as error:
             log.warning("the connection to a client was lost: %s", error)
         finally:
@@ -135,24 +139,25 @@ class EngineService:
             del self.clients[client.number]
             writer.close()
 
-    def _to_engine(self, client: ClientConnection, messages: list[ToLoop]) -> list[ToLoop]:
+    def _to_engine(
+        self, client: ClientConnection, messages: list[ToLoop | Refusal]
+    ) -> Iterator[ToLoop]:
         """Replace a client's ids and query numbers by the engine's; record its open requests."""
-        for place, message in enumerate(messages):
-            if isinstance(message, Query):
+        for message in messages:
+            if isinstance(message, Refusal):
+                client.send([message])
+            elif isinstance(message, Query):
                 number = next(self._numbers)
                 self._queries[number] = client, message.number
-                messages[place] = replace(message, number=number)
-                continue
-            if isinstance(message, Submit):
-                client.num_open[message.id] = message.num_open
-            messages[place] = replace(message, id=client.engine_id(message.id))
-        return messages
+                yield replace(message, number=number)
+            else:
+                if isinstance(message, Submit):
+                    client.num_open[message.id] = message.num_open
+                yield replace(message, id=client.engine_id(message.id))
 
     def _receive(self, messages: list[FromLoop]) -> None:
         """Send each client its messages, in one write."""
-        batches: dict[ClientConnection, list[FromLoop]] = {
-            client: [] for client in self.clients.values()
-        }
+        batches: Batches = defaultdict(list)
         for message in messages:
             if isinstance(message, TokenBatch):
                 self._split(message, batches)
@@ -162,29 +167,25 @@ class EngineService:
                     batches[owner].append(_to_client(message, id, owner))
             elif isinstance(message, QueryResult):
                 client, number_there = self._queries.pop(message.number)
-                batches.setdefault(client, []).append(replace(message, number=number_there))
+                batches[client].append(replace(message, number=number_there))
             else:  # it concerns all clients
                 if isinstance(message, EngineStopped):
                     self.stopped = message
-                for batch in batches.values():
-                    batch.append(message)
+                for client in self.clients.values():
+                    batches[client].append(message)
         for client, batch in batches.items():
-            if batch:
-                client.send(batch)
+            client.send(batch)
 
-    def _split(
-        self, message: TokenBatch, batches: Mapping[ClientConnection, list[FromLoop]]
-    ) -> None:
+    def _split(self, message: TokenBatch, batches: Batches) -> None:
         """Add to each client's batch the tokens of its requests."""
-        parts = {client.number: TokenBatch([], []) for client in batches}
+        parts: defaultdict[str, TokenBatch] = defaultdict(lambda: TokenBatch([], []))
         for name, tokens in zip(message.ids, message.tokens, strict=True):
             number, _, id = name.partition("-")
-            if (part := parts.get(number)) is not None:
-                part.ids.append(id)
-                part.tokens.append(tokens)
-        for client, batch in batches.items():
-            if parts[client.number].ids:
-                batch.append(parts[client.number])
+            parts[number].ids.append(id)
+            parts[number].tokens.append(tokens)
+        for number, part in parts.items():
+            if (client := self.clients.get(number)) is not None:
+                batches[client].append(part)
 
 
 def _to_client(

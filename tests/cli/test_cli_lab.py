@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from headway.lab.cost import load_profile
+from headway.lab.film import run
 from headway.lab.film.reader import read_film
 from headway.lab.film.run import film_of_file
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.lines import CompletedLine, PlannedLine
+from headway.record.reader import parse_journal
 from headway.scheduler import preset
 from tests.cli.test_cli import Done, headway, refused
 from tests.support.journals import Lines, of_kind
@@ -97,6 +99,18 @@ def test_a_trace_with_lost_lines_is_shown_up_to_them(
     film = read_film(film_of_file(path))
     whole = read_film(film_of_file(trace_with(lines, tmp_path)))
     assert all(film.ops(frame) == whole.ops(frame) for frame in range(8))
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_trace_is_decided_again_if_it_has_few_steps(
+    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    """Whatever the number of its lines."""
+    num_steps = sum(isinstance(line, CompletedLine) for line in parse_journal("run", lines))
+    assert num_steps < len(lines) - 1
+    monkeypatch.setattr(run, "MAX_REPLAYED", num_steps if is_short else num_steps - 1)
+    film = read_film(film_of_file(trace_with(lines, tmp_path)))
+    assert film.header["source"] == ("replay" if is_short else "trace")
 
 
 def test_a_complete_trace_with_blocks_has_no_warning(

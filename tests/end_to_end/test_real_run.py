@@ -27,7 +27,7 @@ from headway.events import Completed, Event
 from headway.loading import parse_size
 from headway.model.backends.base import PassOutput
 from headway.model.decoder import Decoder
-from headway.record.lines import AddedLine, CompletedLine, PlannedLine
+from headway.record.lines import AddedLine, CompletedLine, PlannedLine, ResetLine
 from headway.record.reader import read_journal
 from headway.record.replay import check_replay
 from tests.support import real
@@ -142,6 +142,7 @@ def test_a_run_is_recorded_to_its_end_however_it_ends(
             check_idle(llm)
         assert llm.reset_cache()
     journal = list(read_journal(path))
+    assert isinstance(journal[-1], ResetLine)
     assert check_replay(journal) == len(of_kind(CompletedLine, journal))
     num_added = sum(len(line.requests) for line in of_kind(AddedLine, journal))
     assert len(all_ends(journal)) == num_added

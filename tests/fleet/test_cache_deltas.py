@@ -40,7 +40,9 @@ class Follower:
                 self.num_open -= 1
                 if not self.num_open:
                     self.loop.stop()
-        assert self.tracker.keys_of("a") == set(self.engine.scheduler.kv.pool.index.block_of)
+        assert self.tracker.held.get("a", set()) == set(
+            self.engine.scheduler.kv.pool.index.block_of
+        )
 
     def run(self, *messages: Submit | Query[Any]) -> None:
         """Run until all requests have ended."""
@@ -69,10 +71,10 @@ def test_a_tracker_follows_evictions_and_a_reset(async_scheduling: int) -> None:
 def test_an_engine_that_restarts_clears_the_tracker() -> None:
     follower = Follower(make_engine())
     follower.run(submit(1))
-    before = follower.tracker.keys_of("a")
+    before = set(follower.tracker.held.get("a", set()))
     follower.engine.restart()  # a new scheduler, with an empty cache and no journal
     follower.run(submit(2))
-    assert before - follower.tracker.keys_of("a")
+    assert before - follower.tracker.held.get("a", set())
 
 
 def test_a_reader_that_connects_later_gets_all_keys() -> None:

@@ -121,7 +121,7 @@ async def test_a_request_continues_when_its_replica_stops_and_another_is_announc
         await draining
         assert one.num_open == 0
         assert await running == text.upper()
-        assert (fleet.dispatcher.counters.num_drains, fleet.dispatcher.counters.num_deaths) == (
+        assert (fleet.dispatcher.counters.num_drains, fleet.dispatcher.counters.num_losses) == (
             1,
             0,
         )
@@ -138,7 +138,7 @@ async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
         await until(lambda: "gone" not in directory.found)
         for connection in one.clients.values():
             connection.writer.transport.abort()
-        await until(lambda: fleet.dispatcher.counters.num_deaths == 1)
+        await until(lambda: fleet.dispatcher.counters.num_losses == 1)
         await until(lambda: len(fleet.dispatcher.replicas) == 1)
         assert await complete(engine, "r", b"hello") == b"HELLO"
     await one.close()

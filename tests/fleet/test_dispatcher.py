@@ -48,7 +48,7 @@ def test_three_drains_move_a_request_and_the_fourth_ends_it(world: World) -> Non
     assert end.reason == "error" and end.error and "3 times (limit 3)" in end.error
     counters = world.fleet.counters
     assert (counters.num_drains, counters.num_moves, counters.num_failed) == (4, 3, 1)
-    assert counters.num_resumed_tokens == 1 + 2 + 3 and counters.num_deaths == 0
+    assert counters.num_resumed_tokens == 1 + 2 + 3 and counters.num_losses == 0
 
 
 def test_a_request_that_loses_two_replicas_fails_alone(world: World) -> None:
@@ -67,7 +67,7 @@ def test_a_request_that_loses_two_replicas_fails_alone(world: World) -> None:
 
 
 def test_the_first_death_ends_a_request_if_the_settings_say_so(world: World) -> None:
-    world.fleet.settings = FleetSettings(max_deaths=1)
+    world.fleet.settings = FleetSettings(max_replica_losses=1)
     begun = world.submit()
     world.step()
     new = world.submit()
@@ -164,7 +164,7 @@ def test_a_refusal_is_passed_on_and_does_not_count_against_the_replica(
     ids = [world.submit() for _ in range(20)]
     refusals: list[FromLoop] = [Refusal(id, kind, f"request {id!r} is wrong", {}) for id in ids]
     world.fleet.receive(world.fleet.replicas["a"], refusals)
-    assert world.refused.keys() == set(ids) and world.fleet.counters.num_deaths == 0
+    assert world.refused.keys() == set(ids) and world.fleet.counters.num_losses == 0
     assert world.where(world.submit()) == "a"
 
 
@@ -174,7 +174,7 @@ def test_messages_of_a_lost_replica_are_ignored(world: World) -> None:
     lost(world, "a")
     for batch in world.scripted(replica).outbox:
         world.fleet.receive(replica, batch)
-    assert world.tokens[id] == [[]] and not world.fleet.router.tracker.num_keys
+    assert world.tokens[id] == [[]] and not sum(map(len, world.fleet.router.tracker.held.values()))
 
 
 def test_messages_of_an_earlier_stay_are_ignored(world: World) -> None:
@@ -236,7 +236,7 @@ def test_a_gateway_that_was_stopped_makes_up_for_no_tick() -> None:
     assert due == 13.0 and next_tick(due, 13.01) == 13.0 + TICK_SECONDS
 
 
-@pytest.mark.parametrize("field", ["hang_seconds", "max_moves", "max_deaths"])
+@pytest.mark.parametrize("field", ["hang_seconds", "max_moves", "max_replica_losses"])
 def test_wrong_settings_are_named(field: str) -> None:
     wrong: Any = {field: -1}
     with pytest.raises(ConfigError, match=rf"{field} .*-1"):

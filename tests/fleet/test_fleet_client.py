@@ -127,10 +127,10 @@ async def test_a_stopped_replica_is_replaced(tmp_path: Path) -> None:
         stopped.is_stopped = True
         hold.release()
         assert await asyncio.gather(*runs) == [WANTED] * 4
-        assert fleet.counters.num_deaths == 1 and fleet.counters.num_moves == 2
+        assert fleet.counters.num_losses == 1 and fleet.counters.num_moves == 2
         described = fleet.client.describe()
         assert [each["name"] for each in described["replicas"]] == ["b"]
-        assert described["num_deaths"] == 1 and described["num_open"] == 0
+        assert described["num_losses"] == 1 and described["num_open"] == 0
 
 
 @on_loop
@@ -176,7 +176,7 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on(
         other_hold.release()
         assert await asyncio.gather(*runs) == [WANTED] * 4
         assert (fleet.counters.num_drains, fleet.counters.num_moves) == (1, 2)
-        assert fleet.counters.num_resumed_tokens and not fleet.counters.num_deaths
+        assert fleet.counters.num_resumed_tokens and not fleet.counters.num_losses
 
 
 @on_loop
@@ -215,10 +215,10 @@ async def test_the_tracker_equals_the_pools() -> None:
         tracker = fleet.client.dispatcher.router.tracker
         for name, engine in zip("ab", engines, strict=True):
             keys = engine.scheduler.kv.pool.index.block_of.keys()
-            await until(lambda name=name, keys=keys: tracker.keys_of(name) == keys)  # type: ignore[misc]
+            await until(lambda name=name, keys=keys: tracker.held.get(name, set()) == keys)  # type: ignore[misc]
             assert keys
         await fleet.client.remove("a")
-        assert not tracker.keys_of("a")
+        assert not tracker.held.get("a", set())
 
 
 @on_loop

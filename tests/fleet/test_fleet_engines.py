@@ -101,5 +101,5 @@ def test_texts_survive_a_lost_replica_and_a_drain(
     assert {name: shown(output) for name, output in found.items()} == {
         name: shown(output) for name, output in alone.items()
     }
-    assert counters.num_deaths == 1 and counters.num_drains == 1 and counters.num_failed == 0
+    assert counters.num_losses == 1 and counters.num_drains == 1 and counters.num_failed == 0
     assert counters.num_moves > 5 and counters.num_resumed_tokens > 20

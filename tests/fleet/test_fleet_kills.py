@@ -125,7 +125,7 @@ def test_ten_kills_lose_and_change_no_token(llm: LLM, replicas: ForkedReplicas) 
         await gateway.engine.close()
 
     asyncio.run(run())
-    assert gateway.counters.num_deaths == NUM_KILLS and gateway.counters.num_failed == 0
+    assert gateway.counters.num_losses == NUM_KILLS and gateway.counters.num_failed == 0
 
 
 def test_a_request_that_kills_its_replica_ends_at_the_second_death_and_alone(
@@ -151,4 +151,4 @@ def test_a_request_that_kills_its_replica_ends_at_the_second_death_and_alone(
     assert [shown(each) for each in others] == [alone] * 3
     (sample,) = poison.outputs
     assert sample.finish_reason == "error" and "failed 2 times (limit 2" in str(sample.error)
-    assert gateway.counters.num_deaths == 2 and gateway.counters.num_failed == 1
+    assert gateway.counters.num_losses == 2 and gateway.counters.num_failed == 1

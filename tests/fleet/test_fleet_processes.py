@@ -22,7 +22,7 @@ from tests.support.waiting import LIMIT, until
 
 ROOT = Path(__file__).parents[2]
 # A replica that is not stopped may pause for less without being lost.
-SETTINGS = FleetSettings(hang_seconds=10.0, max_deaths=3)
+SETTINGS = FleetSettings(hang_seconds=10.0, max_replica_losses=3)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_killed_and_stopped_processes_are_replaced(
         outputs = await asyncio.gather(*runs)
         assert outputs == [[1] * 79 + [END]] * 9
         counters = fleet.dispatcher.counters
-        assert counters.num_deaths == 2 and counters.num_moves >= 6 and counters.num_failed == 0
+        assert counters.num_losses == 2 and counters.num_moves >= 6 and counters.num_failed == 0
         (why,) = [text for text in caplog.messages if "replica a was lost" in text]
         assert "sent nothing for 10 s" in why
         processes["a"].send_signal(signal.SIGCONT)

@@ -34,19 +34,19 @@ class FleetMachine(RuleBasedStateMachine):
         return self.world.fleet
 
     def assigned_to(self, name: str) -> dict[str, tuple[int, int]]:
-        """Moves and deaths so far of the requests of a replica that are not about to end."""
+        """Moves and losses so far of the requests of a replica that are not about to end."""
         return {
-            id: (request.num_moves, request.num_deaths)
+            id: (request.num_moves, request.num_losses)
             for id, request in self.fleet.requests.items()
             if request.replica == name and not request.is_cancelled
             and not all(sample.is_stopping for _, sample in request.open_samples())
         }  # fmt: skip
 
-    def check_moved(self, before: dict[str, tuple[int, int]], *, is_death: bool) -> None:
+    def check_moved(self, before: dict[str, tuple[int, int]], *, is_loss: bool) -> None:
         """Each request has moved, or failed at a limit with a text that names it."""
-        for id, (num_moves, num_deaths) in before.items():
+        for id, (num_moves, num_losses) in before.items():
             at_limit = num_moves == SETTINGS.max_moves
-            at_limit |= is_death and num_deaths + 1 == SETTINGS.max_deaths
+            at_limit |= is_loss and num_losses + 1 == SETTINGS.max_replica_losses
             if at_limit:
                 assert id not in self.fleet.requests
                 errors = [end.error for end in self.world.ends[id].values() if end.error]
@@ -54,7 +54,7 @@ class FleetMachine(RuleBasedStateMachine):
             else:
                 request = self.fleet.requests[id]
                 assert request.num_moves == num_moves + 1
-                assert request.num_deaths == num_deaths + is_death
+                assert request.num_losses == num_losses + is_loss
 
     def pick(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.fleet.replicas)))
@@ -88,7 +88,7 @@ class FleetMachine(RuleBasedStateMachine):
     def add(self, name: str) -> None:
         before = self.assigned_to(name)
         self.world.add(name)
-        self.check_moved(before, is_death=True)
+        self.check_moved(before, is_loss=True)
 
     @rule(data=st.data(), kind=st.sampled_from(["kill", "hang", "fail", "drain", "remove", "fill"]))
     @has_replica
@@ -108,7 +108,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.fleet.drain(replica)
         else:
             self.fleet.remove(replica)
-        self.check_moved(before, is_death=kind not in ("drain", "remove"))
+        self.check_moved(before, is_loss=kind not in ("drain", "remove"))
         self.fleet.flush()
 
     def hang(self, name: str) -> None:
@@ -170,8 +170,8 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in fleet.replicas.values():
             link = self.world.scripted(replica)
             if not link.outbox:
-                assert fleet.router.tracker.keys_of(replica.name) == link.reported_keys
-        assert fleet.router.tracker.match([]).keys() <= fleet.replicas.keys()
+                assert fleet.router.tracker.held.get(replica.name, set()) == link.reported_keys
+        assert fleet.router.tracker.held.keys() <= fleet.replicas.keys()
 
     def teardown(self) -> None:
         """Let everything end: then each sample has ended once, with the right tokens."""

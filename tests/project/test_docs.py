@@ -39,6 +39,7 @@ from headway.lab.stories.measure import report
 from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
+from headway.observe import vitals
 from headway.observe.server_metrics import NEW
 from headway.plan import Reason
 from headway.record import lines
@@ -355,6 +356,21 @@ def test_settings_and_counters_of_a_fleet_are_documented() -> None:
     _, *rows = rows_after(document, "## Counters")
     counters = {name.strip("`") for name, _ in rows}
     assert counters == set(FleetClient(block_size=16).describe())
+
+
+def test_healthy_values_of_the_documents_are_the_limits_of_the_code() -> None:
+    _, *rows = rows_after(read("docs/metrics.md"), "## Healthy values")
+    texts = {row[0].strip("`"): " ".join(row[1:]) for row in rows}
+    limits = {
+        "num_requests_waiting": f"0-{vitals.MAX_WAITING} ",
+        "num_preemptions_total": f"0-{vitals.MAX_PREEMPTIONS} per second",
+        "recomputed_tokens_total": f"under {100 * vitals.MAX_RECOMPUTE_TAX:g} %",
+        "prefill_tokens_total": f"over {100 * vitals.MAX_PREFILL_SHARE:g} %",
+        "swap_in_seconds": f"over {1e3 * vitals.MAX_SWAP_IN:g} ms",
+        "request_longest_stall_seconds": f"under {vitals.MAX_P99_STALL:g} s, max under "
+        f"{vitals.MAX_STALL:g} s",
+    }
+    assert {name: limit for name, limit in limits.items() if limit not in texts[name]} == {}
 
 
 def rewrite(path: Path) -> None:

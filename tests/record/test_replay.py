@@ -13,10 +13,9 @@ import pytest
 from headway.config import Config
 from headway.events import Event, Reconfigured
 from headway.record.reader import events_of, parse_journal
-from headway.record.replay import replay
 from headway.record.writer import JournalWriter, header
 from headway.scheduler.policies import victim
-from tests.support.journals import Lines
+from tests.support.journals import Lines, replay
 from tests.support.scenarios import ScenarioRun, random_scenario
 
 

@@ -37,12 +37,12 @@ from headway.record.lines import (
     time_of,
 )
 from headway.record.reader import events_of
-from headway.record.replay import check_replay, replay
+from headway.record.replay import check_replay
 from headway.record.stats import stats_of
 from headway.request import RequestParams
 from headway.scheduler import PRESETS, Scheduler, preset
 from headway.scheduler.policies.presets import read_preset
-from tests.support.journals import Journal, Recorder, simulated
+from tests.support.journals import Journal, Recorder, replay, simulated
 
 PROFILE = load_profile("qwen3-0.6b-h200")
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])

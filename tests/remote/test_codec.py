@@ -182,9 +182,9 @@ def test_an_announced_length_allocates_nothing() -> None:
 
 
 def test_a_frame_above_the_limit_is_refused_before_it_is_read() -> None:
-    frames = codec.FrameDecoder(codec.to_engine())
+    head = bytearray(codec.LENGTH.pack(codec.MAX_FRAME + 1))
     with pytest.raises(ExecutorError, match=str(codec.MAX_FRAME)):
-        frames.feed(codec.LENGTH.pack(codec.MAX_FRAME + 1))
+        codec.take_items(head, codec.to_engine())
 
     async def read() -> None:
         reader = asyncio.StreamReader()
@@ -206,10 +206,11 @@ def test_frames_are_decoded_from_any_parts(
     sent: list[list[messages.Cancel]], cuts: list[int]
 ) -> None:
     data = b"".join(map(codec.frame, sent))
-    frames, found = codec.FrameDecoder(codec.to_engine()), list[Any]()
+    received, found = bytearray(), list[Any]()
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     for start, end in pairwise(places):
-        found += frames.feed(data[start:end])
+        received += data[start:end]
+        found += codec.take_items(received, codec.to_engine())
     assert found == [message for batch in sent for message in batch]
 
 

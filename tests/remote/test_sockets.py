@@ -17,6 +17,7 @@ from headway.engine.messages import (
     FromLoop,
     Query,
     QueryResult,
+    Refusal,
     SampleUpdate,
     Submit,
     TokenBatch,
@@ -157,6 +158,21 @@ async def test_a_frame_that_is_invalid_ends_only_its_connection() -> None:
         good.send([submit("r")])
         await until(lambda: received.has_ended("r"))
         await good.close()
+
+
+@on_loop
+async def test_a_request_of_wrong_types_is_refused_alone() -> None:
+    async with replica() as (server, address, _):
+        client, received = await connect(address)
+        wrong: Any = RequestParams(max_tokens="five")  # type: ignore[arg-type]
+        client.send([submit("a"), Submit("b", list(b"hello"), wrong), submit("c")])
+        await until(lambda: received.has_ended("a") and received.has_ended("c"))
+        (refusal,) = received.of(Refusal)
+        assert isinstance(refusal, Refusal) and not received.of(EngineStopped)
+        assert (refusal.id, refusal.kind) == ("b", "InvalidRequest")
+        assert "'b'" in refusal.message and "max_tokens" in refusal.message
+        assert received.tokens("c") == b"HELLO" and server.num_open == 0
+        await client.close()
 
 
 @on_loop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from headway.config import Config
@@ -13,6 +13,7 @@ from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.lines import EndLine, HeaderLine, Line, ends_of
 from headway.record.reader import parse_journal
+from headway.record.replay import Replay
 from headway.record.writer import JournalWriter, header
 from headway.scheduler import preset
 
@@ -42,6 +43,13 @@ class Recorder:
     def __call__(self, event: Event) -> None:
         self.events.append(event)
         self._write(event)
+
+
+def replay(events: Iterable[Event], config: Config) -> Iterator[Event]:
+    """The events of a scheduler with this config that repeats the recorded calls."""
+    again = Replay(config)
+    for event in list(events):  # all are read: only the end of a request has its tokens
+        yield again.repeat(event)
 
 
 def simulated(

@@ -110,7 +110,7 @@ def main() -> None:
     import ray
     from ray import serve
 
-    from headway.on_ray.cluster import connected, serve_connected
+    from headway.on_ray.cluster import connected, serve_fleet
     from headway.on_ray.serve import QUIET, replica_deployment
 
     be_patient()
@@ -143,7 +143,7 @@ def main() -> None:
             if os.environ.get("HEADWAY_TEST_DEPLOY"):
                 http = {"host": "127.0.0.1", "port": proxies}
                 serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
-            serve_connected(factory, bound, ready, options, lambda _: None)
+            serve_fleet(factory, bound, ready, options, lambda _: None)
     finally:
         stop_logs()
         kept.close()

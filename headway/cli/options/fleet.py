@@ -146,6 +146,7 @@ def run_fleet(
             status.stop()
             ready(info)
 
-        from headway.on_ray.cluster import serve_fleet
+        from headway.on_ray.cluster import connected, serve_fleet
 
-        return serve_fleet(factory, bound, is_ready, options, show)
+        with connected(options):
+            return serve_fleet(factory, bound, is_ready, options, show)

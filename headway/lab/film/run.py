@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from headway.lab.simulate import with_profile
 from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.record.lines import HeaderLine, Line, PlannedLine
+from headway.record.lines import CompletedLine, HeaderLine, Line, PlannedLine
 from headway.record.reader import (
     MALFORMED,
     EventReader,
@@ -45,7 +44,7 @@ from headway.scheduler.policies.presets import read_preset
 from headway.scheduler.policies.text import READY_MADE
 
 MAX_FRAMES = 200_000
-MAX_REPLAYED = 10_000  # lines of a recorded run that is decided again before it is shown
+MAX_REPLAYED = 10_000  # steps of a recorded run that is decided again before it is shown
 
 
 class FilmedRun:
@@ -198,9 +197,7 @@ def film_of_replay(
 def film_of_file(path: Path, own: Container[str] = READY_MADE) -> Iterator[bytes]:
     """A film of a trace file; FormatError if it is not one. `own` as for `FilmedRun`."""
     head = next(read_journal(path))  # errors in the header are raised here
-    with path.open("rb") as file:
-        num_lines = sum(1 for _ in islice(file, MAX_REPLAYED + 2)) - 1
-    return _film_of_recorded(head, lambda: read_journal(path), num_lines, own)
+    return _film_of_recorded(head, lambda: read_journal(path), own)
 
 
 def film_of_texts(
@@ -208,13 +205,12 @@ def film_of_texts(
 ) -> Iterator[bytes]:
     """A film of the lines of a trace; FormatError, with this name, if they are not one."""
     head = next(parse_journal(name, texts))
-    return _film_of_recorded(head, lambda: parse_journal(name, texts), len(texts) - 1, own)
+    return _film_of_recorded(head, lambda: parse_journal(name, texts), own)
 
 
 def _film_of_recorded(
     head: HeaderLine | Line,
     read: Callable[[], Iterator[HeaderLine | Line]],
-    num_lines: int,
     own: Container[str],
 ) -> Iterator[bytes]:
     """A film of a recorded run. `read` gives its header and lines, each time anew.
@@ -225,14 +221,25 @@ def _film_of_recorded(
     """
     assert isinstance(head, HeaderLine), "the first line is the header"
     more: dict[str, Any] = {"notice": "", "own": ()}
-    if num_lines <= MAX_REPLAYED and not head.is_redacted:
+    if not head.is_redacted:
         try:
-            lines = list(read())
-            check_replay(lines, own)
-            yield from film_of_replay(lines, own)
-            return
+            if lines := _short_journal(read()):
+                check_replay(lines, own)
+                yield from film_of_replay(lines, own)
+                return
         except OwnPolicyError as error:
             more = {"notice": str(error), "own": error.names}
         except (HeadwayError, *MALFORMED) as error:
             more["notice"] = str(error)
     yield from film_of_journal(read(), **more)
+
+
+def _short_journal(journal: Iterator[HeaderLine | Line]) -> list[HeaderLine | Line] | None:
+    """The lines of a journal; None if it has more than MAX_REPLAYED steps."""
+    lines, num_steps = list[HeaderLine | Line](), 0
+    for line in journal:
+        num_steps += isinstance(line, CompletedLine)
+        if num_steps > MAX_REPLAYED:
+            return None
+        lines.append(line)
+    return lines
