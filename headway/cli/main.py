@@ -32,7 +32,7 @@ COMMANDS = {  # by full name: the module in headway/cli/commands/ and the functi
     "bench throughput": "bench.throughput_command",
     "bench latency": "bench.latency_command",
     "bench serve": "bench_serve.serve_command",
-    "bench profile": "profile.profile_command",
+    "bench profile": "bench.profile_command",
     "plan tune": "tune.tune_command",
     "plan capacity": "capacity.capacity_command",
     "plan sweep": "sweep.sweep_command",
@@ -59,10 +59,12 @@ def load_command(name: str) -> Any:
         return CommandGroup(
             name=name, help=GROUPS[name], no_args_is_help=True, rich_markup_mode=None
         )
+    from headway.cli.options.common import spread
+
     module, _, function = COMMANDS[name].partition(".")
     found = getattr(import_module(f"headway.cli.commands.{module}"), function)
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    alone.command(name.rpartition(" ")[2], cls=Command)(found)
+    alone.command(name.rpartition(" ")[2], cls=Command)(spread(found))
     return typer.main.get_command(alone)
 
 
@@ -70,14 +72,12 @@ class LazyCommands(Mapping[str, Any]):
     """The commands of a group by name, or all top-level ones; looking one up loads it."""
 
     def __init__(self, group: str) -> None:
-        self._prefix = f"{group} " if group in GROUPS else ""
-        inner = (n.removeprefix(self._prefix) for n in COMMANDS if n.startswith(self._prefix))
-        self._names = dict.fromkeys(name.partition(" ")[0] for name in inner)
+        prefix = f"{group} " if group in GROUPS else ""
+        inner = (name.removeprefix(prefix) for name in COMMANDS if name.startswith(prefix))
+        self._names = {name: prefix + name for name in (each.partition(" ")[0] for each in inner)}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
-            raise KeyError(name)
-        return load_command(self._prefix + name)
+        return load_command(self._names[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

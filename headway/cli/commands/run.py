@@ -7,16 +7,15 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
 
 from headway.cli.commands import generate
-from headway.cli.options.common import Json, check_writable, spread
+from headway.cli.options.common import JSON, check_writable, option
 from headway.cli.options.model import EngineFlags, load_model
 from headway.cli.view import live, render
 from headway.errors import FormatError
@@ -50,14 +49,6 @@ HINTS = (
     "      [bold]headway run --trace-out run.jsonl[/]             for headway trace",
     "      [bold]headway chat[/], [bold]headway generate --help[/], [bold]headway bench --help[/]",
 )
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Maximum number of output tokens of a prompt.",
-        show_default="each prompt's own",
-        min=1,
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +96,17 @@ PROMPTS = (
 )  # fmt: skip
 
 
-@spread
-def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: EngineFlags) -> None:
+def run_command(
+    max_tokens: int | None = option(
+        None,
+        "Maximum number of output tokens of a prompt.",
+        show_default="each prompt's own",
+        min=1,
+    ),
+    json_: bool = JSON,
+    *,
+    model: EngineFlags,
+) -> None:
     """Run ten prompts together, show the scheduler's decisions, then print the texts.
 
     max_num_seqs and the KV cache are small by default, so that requests wait and blocks run out.
@@ -128,13 +128,10 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Eng
     if json_:
         rows = [generate.row(*both) for both in zip(entries, results, strict=True)]
         kv_cache = {"dtype": llm.loaded.kv_dtype, "num_bytes": llm.loaded.kv_bytes}
-        run = {
-            "model": llm.model_name,
-            "config": metrics.config,
-            "kv_cache": kv_cache,
-            "results": rows,
-        }
-        render.print_json({**run, "summary": summary})
+        render.print_json({
+            "model": llm.model_name, "config": metrics.config, "kv_cache": kv_cache,
+            "results": rows, "summary": summary,
+        })  # fmt: skip
         return
     _show(llm, results, summary)
     if trace is not None:

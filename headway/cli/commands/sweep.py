@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any
+from dataclasses import MISSING, asdict
+from pathlib import Path
 
-import typer
 from rich.console import Console
 
-from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
-from headway.cli.options.simulation import DEFAULT_WORKLOAD, ProfileName, SimulationFlags
+from headway.cli.options.common import JSON, argument, option, progress_bar
+from headway.cli.options.planner import PLOT
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, PROFILE, SimulationFlags
 from headway.cli.view import render
 from headway.lab.cost import load_profile
 from headway.lab.film.spec import DEFAULT_PROFILE
@@ -29,40 +29,35 @@ BREAKEVEN_TERMS = (
     "swap: the copies out and in. recompute: the time that the tokens add to steps that run anyway. "
     "recompute alone: in a step of their own."
 )
-Knobs = Annotated[
-    list[str],
-    typer.Argument(
-        help="name=value,value: a number, a slot such as chunk=at_most(512),split_any, preset, "
-        "speed or seed. All combinations are run."
-    ),
-]
-Metric = Annotated[
-    str, typer.Option(help="What is plotted: a number of the JSON report, e.g. ttft.p99.")
-]
-WorkloadText = Annotated[
-    str, typer.Option("--workload", "-w", help="Workload file or text, as for `headway simulate`.")
-]
 
 
-@options.spread
 def sweep_command(
-    knobs: Knobs,
-    workload: WorkloadText = DEFAULT_WORKLOAD,
-    metric: Metric = "output_tokens_per_second",
-    plot: planner_options.PlotFile = None,
-    json_: options.Json = False,
+    knobs: list[str] = argument(
+        MISSING,
+        "name=value,value: a number, a slot such as chunk=at_most(512),split_any, preset, speed or "
+        "seed. All combinations are run.",
+    ),
+    workload: str = option(
+        DEFAULT_WORKLOAD, "Workload file or text, as for `headway simulate`.", "--workload", "-w"
+    ),
+    metric: str = option(
+        "output_tokens_per_second",
+        "What is plotted: a number of the JSON report, e.g. ttft.p99.",
+    ),
+    plot: Path | None = PLOT,
+    json_: bool = JSON,
     *,
     runs: planner_options.RunOptions,
     simulation: SimulationFlags,
 ) -> None:
     """Simulate every combination of settings on one workload, as a table and a plot."""
     planner_options.check_plot(plot)
-    machine, work = simulation.machine, simulation.workload(workload)
-    base = simulation.settings
+    machine, base = simulation.machine, simulation.settings
+    work = simulation.workload(workload)
     with runs.evaluator() as evaluator:
         space = check(parse_knobs(knobs, (*KNOBS, *WORKLOAD_KNOBS)), base, machine)
         check_metric(metric, base, machine)
-        with options.progress_bar("simulating", len(points(space))) as evaluator.advance:
+        with progress_bar("simulating", len(points(space))) as evaluator.advance:
             results = run_sweep(space, base, machine, work, evaluator, simulation.async_scheduling)
     num_seeds = len(space.get("seed", ()))
     shown = over_seeds(results) if num_seeds > 1 and len(space) > 1 else results
@@ -87,16 +82,16 @@ def _print_sweep(title: str, results: list[SweepPoint], metric: str) -> None:
 
 
 def breakeven_command(
-    profile: ProfileName = DEFAULT_PROFILE,
-    plot: planner_options.PlotFile = None,
-    json_: options.Json = False,
+    profile: str = option(DEFAULT_PROFILE, PROFILE, "--profile"),
+    plot: Path | None = PLOT,
+    json_: bool = JSON,
 ) -> None:
     """Compare swapping with recomputing a preempted request, by its length."""
     planner_options.check_plot(plot)
     machine = load_profile(profile)
     rows, at, drawn = breakeven.table(machine), breakeven.crossing(machine), breakeven.plot(machine)
     if json_:
-        lines: list[dict[str, Any]] = [{**asdict(row), "cheaper": row.cheaper} for row in rows]
+        lines = [{**asdict(row), "cheaper": row.cheaper} for row in rows]
         render.print_json({**planner_options.described(machine), "crossing": at, "rows": lines})
     else:
         columns = ("tokens", "swap", "recompute", "recompute alone", "cheaper")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headway.cli.options.common import AllowOwnPolicies, import_from_working_directory, written
+from headway.cli.options.common import (
+    ALLOW_OWN_POLICIES,
+    argument,
+    import_from_working_directory,
+    option,
+    written,
+)
 from headway.cli.view import render
 from headway.errors import ConfigError
 from headway.lab.summary import summarize
@@ -23,23 +29,17 @@ from headway.scheduler.policies.text import ANY, READY_MADE
 
 
 def trace_command(
-    file: Annotated[Path, typer.Argument(help="Trace file, written with --trace-out.")],
-    perfetto: Annotated[
-        Path | None, typer.Option(help="Export the trace for ui.perfetto.dev to this file.")
-    ] = None,
-    diff_with: Annotated[
-        Path | None,
-        typer.Option(
-            "--diff",
-            help="Show the first different decision between this trace and FILE; exit with 1 if "
-            "there is one.",
-        ),
-    ] = None,
-    replay: Annotated[
-        bool, typer.Option("--replay", help="Repeat all decisions and check that they are equal.")
-    ] = False,
-    allow_own_policies: AllowOwnPolicies = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    file: Path = argument(MISSING, "Trace file, written with --trace-out."),
+    perfetto: Path | None = option(None, "Export the trace for ui.perfetto.dev to this file."),
+    diff_with: Path | None = option(
+        None,
+        "Show the first different decision between this trace and FILE; exit with 1 if there is "
+        "one.",
+        "--diff",
+    ),
+    replay: bool = option(False, "Repeat all decisions and check that they are equal.", "--replay"),
+    allow_own_policies: bool = ALLOW_OWN_POLICIES,
+    json_: bool = option(False, "Print one JSON object.", "--json"),
 ) -> None:
     """Summarize a trace file, export it, replay it, or compare it with another."""
     if sum(map(bool, (perfetto, diff_with, replay))) > 1:
@@ -91,5 +91,6 @@ def _show_difference(found: Difference, names: tuple[str, str]) -> None:
 def _summarize(file: Path, as_json: bool) -> None:
     metrics = stats_of(read_journal(file))
     if not as_json:
-        Console().print(render.settings(metrics.config))
+        settings = (f"[dim]{k}[/] {escape(str(v))}" for k, v in metrics.config.items())
+        Console().print("  ".join(settings))
     render.print_run(file.name, summarize(metrics), metrics.config, as_json=as_json)

@@ -6,12 +6,13 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from headway.cli.options.common import panel
+from headway.cli.options.common import option
 from headway.cli.options.packages import check_extras
 from headway.errors import ConfigError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from headway.options import EngineOptions
     from headway.server.process.serve import ServerFactory
 
-_fleet = panel("Replicas")
+_fleet = partial(option, panel="Replicas")
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")  # made by the drivers of GPUs
 
@@ -30,27 +31,21 @@ GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")  # made by the driver
 class FleetFlags:
     """Replicas on Ray."""
 
-    replicas: Annotated[
-        int | None,
-        _fleet(
-            "Run this many engines on Ray behind one server.", show_default="one engine, no Ray",
-            min=1,
-        ),
-    ] = None  # fmt: skip
-    max_replicas: Annotated[
-        int | None,
-        _fleet("Add replicas up to this number while prompts wait.", show_default="no scaling"),
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        _fleet(
-            "Use the Ray cluster at host:port; auto finds the one on this machine.",
-            show_default="start a local Ray",
-        ),
-    ] = None
-    route: Annotated[
-        str, _fleet("Rule that picks the replica of a request, as in headway simulate.")
-    ] = "prefix_load"
+    replicas: int | None = _fleet(
+        None, "Run this many engines on Ray behind one server.", min=1,
+        show_default="one engine, no Ray",
+    )  # fmt: skip
+    max_replicas: int | None = _fleet(
+        None, "Add replicas up to this number while prompts wait.", show_default="no scaling"
+    )
+    ray_address: str | None = _fleet(
+        None,
+        "Use the Ray cluster at host:port; auto finds the one on this machine.",
+        show_default="start a local Ray",
+    )
+    route: str = _fleet(
+        "prefix_load", "Rule that picks the replica of a request, as in headway simulate."
+    )
 
     def options(self, model: EngineOptions, name: str = "") -> FleetOptions | None:
         """The fleet that the flags describe; None without --replicas. ConfigError without Ray.
@@ -135,9 +130,7 @@ def run_fleet(
     from headway.on_ray.options import prepare
 
     prepare(options.address)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-
-    with console.status("starting Ray") as status:
+    with Console(stderr=True).status("starting Ray") as status:
 
         def show(num_ready: int) -> None:
             status.update(f"starting replicas: {num_ready} of {options.replicas} ready")

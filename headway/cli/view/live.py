@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from headway.cli.options.common import stderr_progress
 from headway.events import Added, Completed, Event, ended_by
 from headway.record.sentences import Decision, DecisionLog, finished
 from headway.record.stats import RunStats
@@ -56,14 +57,7 @@ def measure(llm: LLM) -> RunStats:
 @contextmanager
 def bar(llm: LLM, title: str, total: int) -> Iterator[None]:
     """Show a progress bar with the token rate on stderr. It disappears at the end."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.1f} tokens/s"),
-    )  # fmt: skip
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.1f} tokens/s")
     started, num_tokens = time.perf_counter(), 0
 
     def observe(event: Event) -> None:
@@ -72,8 +66,11 @@ def bar(llm: LLM, title: str, total: int) -> Iterator[None]:
         rate = num_tokens / (time.perf_counter() - started)
         progress.update(task, advance=len(ended_by(event)), rate=rate)
 
-    with Progress(*columns, console=console, transient=True) as progress:
+    with stderr_progress(*columns) as progress:
         task = progress.add_task(title, total=total, rate=0.0)
+        if progress.disable:  # a terminal would show it
+            yield
+            return
         llm.engine.observers.append(observe)
         try:
             yield
