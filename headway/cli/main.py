@@ -6,15 +6,16 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer.main
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from headway import __version__
-from headway.cli.options.command import Command, first_paragraph
 from headway.cli.options.packages import check_versions, extra_of, install
-from headway.errors import HeadwayError
+from headway.errors import ConfigError, HeadwayError
+from headway.unsupported import unsupported
 from headway.version import commit
 
 COMMANDS = {  # by full name: the module in headway/cli/commands/ and the function
@@ -50,6 +51,46 @@ HEADINGS = {
     "Study scheduling": ("simulate", "compare", "trace", "lab", "doctor"),
     "Plan a deployment": ("bench", "plan", "deploy"),
 }
+
+
+class Command(TyperCommand):
+    """A command: help shows every name in full, an error is one sentence."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # a UsageError, which Typer does not export
+            if not hasattr(error, "format_message"):
+                raise
+            raise ConfigError(self._problem(error, given)) from None
+
+    def _problem(self, error: Any, given: list[str]) -> str:
+        """What is wrong with the arguments, on one line."""
+        if problem := unsupported(getattr(error, "option_name", "")):
+            return problem
+        parameter = getattr(error, "param", None)
+        for flag, value in pairwise([word for each in given for word in each.split("=", 1)]):
+            if parameter is not None and flag in parameter.opts:
+                return f"{flag} {value}: {error.message}"
+        return " ".join(error.format_message().split())
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return " ".join((self.help or "").split("\n\n")[0].split())
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the panels as plain text: Rich truncates long names at 80 columns."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                panel = getattr(parameter, "rich_help_panel", None) or default
+                panels.setdefault(panel, []).append(record)
+        for panel, records in panels.items():
+            if records:
+                with formatter.section(panel):
+                    formatter.write_dl(records)
 
 
 @cache
@@ -94,7 +135,7 @@ class CommandGroup(TyperGroup):
         self.commands = LazyCommands(self.name or "")  # type: ignore[assignment]  # only read
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        return first_paragraph(self.help)
+        return " ".join((self.help or "").split("\n\n")[0].split())
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands under their headings, with names in one column."""

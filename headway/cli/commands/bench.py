@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from headway.cli.commands.bench_serve import latency_table
-from headway.cli.options.common import JSON, argument, check_writable, option, progress_bar
+from headway.cli.options.common import JSON, argument, check_writable, option, progress_bar, stderr
 from headway.cli.options.loadgen import INPUT_LEN, OUTPUT_LEN
 from headway.cli.options.model import MODEL_HELP, EngineFlags, ProfileFlags, load_model, resolved
 from headway.cli.view import live, render
@@ -73,7 +73,7 @@ def throughput_command(
     with load_model(model) as llm:
         work, missing = dataset.load(llm, source)
         if missing:
-            render.stderr().print(f"note: {missing}", markup=False)
+            stderr().print(f"note: {missing}", markup=False)
         warm_up = random_work(llm, source, 1, LengthRange(8, 8), LengthRange(2, 2))
         _run(llm, warm_up)
         metrics = live.measure(llm)
@@ -92,7 +92,7 @@ def latency_command(
     batch_size: int = option(8, "Requests per batch.", min=1),
     input_len: int = option(32, "Prompt tokens.", min=1),
     output_len: int = option(128, "Output tokens.", min=1),
-    num_iters: int = option(5, "Number of measured ", min=1),
+    num_iters: int = option(5, "Number of measured batches.", min=1),
     num_iters_warmup: int = option(1, "Number of warm-up batches, not measured.", min=0),
     seed: int = option(0, SEED),
     json_: bool = JSON,
@@ -160,7 +160,7 @@ def _run(llm: LLM, work: Work) -> None:
                 raise ExecutorError(sample.error)
 
 
-def _setting(llm: LLM, model: EngineOptions) -> dict[str, Any]:
+def _setting(llm: LLM, model: EngineOptions) -> dict[str, object]:
     """The model and the configuration that were measured."""
     return {
         "model": model.model, "dtype": llm.loaded.precision,

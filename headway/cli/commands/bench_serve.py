@@ -94,7 +94,7 @@ def _warm_up(
         )
 
 
-def _describe(spec: LoadSpec, request_format: RequestFormat) -> dict[str, Any]:
+def _describe(spec: LoadSpec, request_format: RequestFormat) -> dict[str, object]:
     """The load, with vLLM's keys."""
     rate = "inf" if spec.rate is not None and math.isinf(spec.rate) else spec.rate
     return {

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.commands.serve import MODEL
-from headway.cli.options.common import option
+from headway.cli.options.common import option, stderr
 from headway.cli.options.fleet import FleetFlags, anywhere
 from headway.cli.options.model import ServedFlags, load_model
 from headway.cli.options.packages import check_extras
 from headway.cli.options.serve import ServeOptions
-from headway.cli.view.render import stderr
 from headway.errors import ConfigError
 from headway.options import EngineOptions
 

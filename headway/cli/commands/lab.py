@@ -105,7 +105,7 @@ def _step(spec: RunSpec, traces: dict[str, Path], own: Container[str]) -> None:
 
 
 def _spec(source: str, simulation: SimulationOptions) -> RunSpec:
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "preset": simulation.preset, "profile": simulation.profile, "set": simulation.changes,
         "async_scheduling": simulation.async_scheduling,
     }  # fmt: skip
@@ -131,7 +131,7 @@ def _warn(film: Film) -> None:
         print(f"warning: shown from the recorded lines alone: {notice}", file=sys.stderr)
 
 
-def _packed(spec: dict[str, Any]) -> str:
+def _packed(spec: dict[str, object]) -> str:
     """A run as the page's address has it: JSON in base64 for URLs."""
     return base64.urlsafe_b64encode(json.dumps(spec).encode()).decode().rstrip("=")
 

@@ -110,7 +110,7 @@ def _machine(verbose: bool) -> dict[str, Any]:
     return found | _kernels(default) if verbose and is_native else found
 
 
-def _kernels(model: Path) -> dict[str, Any]:
+def _kernels(model: Path) -> dict[str, object]:
     """The forms of each quantized matrix and why one is chosen, and the KV cache by type."""
     from headway.model.backends.native.kv_probe import probe_kv_cache
     from headway.model.loader import open_checkpoint

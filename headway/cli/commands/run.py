@@ -17,7 +17,8 @@ from rich.text import Text
 from headway.cli.commands import generate
 from headway.cli.options.common import JSON, check_writable, option
 from headway.cli.options.model import EngineFlags, load_model
-from headway.cli.view import live, render
+from headway.cli.view import live
+from headway.cli.view.render import counted, print_json, seconds
 from headway.errors import FormatError
 from headway.lab.real.prompts import PromptEntry
 from headway.lab.summary import Summary, summarize
@@ -128,7 +129,7 @@ def run_command(
     if json_:
         rows = [generate.row(*both) for both in zip(entries, results, strict=True)]
         kv_cache = {"dtype": llm.loaded.kv_dtype, "num_bytes": llm.loaded.kv_bytes}
-        render.print_json({
+        print_json({
             "model": llm.model_name, "config": metrics.config, "kv_cache": kv_cache,
             "results": rows, "summary": summary,
         })  # fmt: skip
@@ -178,25 +179,24 @@ def _show(llm: LLM, results: Sequence[RequestOutput], summary: Summary) -> None:
         f"[bold]{summary['output_tokens']:,} tokens in {summary['seconds']:.1f} s: "
         f"{summary['output_tokens_per_second']:.1f} tokens/s[/] from "
         f"{escape(Path(llm.model_name).name)}; median time to first token "
-        f"{render.seconds(summary['ttft']['p50'])}.",
-        f"{render.counted(summary['steps'], 'step')} with {summary['per_step']['running']:.1f} running requests on "
-        f"average; {num_cached:,} of {summary['prompt_tokens']:,} prompt tokens from the prefix "
-        f"cache; {render.counted(summary['preemptions'], 'preemption')}; "
-        f"{render.counted(summary['recomputed_tokens'], 'token')} recomputed.",
+        f"{seconds(summary['ttft']['p50'])}.",
+        f"{counted(summary['steps'], 'step')} with {summary['per_step']['running']:.1f} running "
+        f"requests on average; {num_cached:,} of {summary['prompt_tokens']:,} prompt tokens from "
+        f"the prefix cache; {counted(summary['preemptions'], 'preemption')}; "
+        f"{counted(summary['recomputed_tokens'], 'token')} recomputed.",
         f"{llm.loaded.kv_cache}.",
         "",
         *HINTS,
     )
-    for line in lines:
-        console.print(line)
+    console.print(*lines, sep="\n")
 
 
 def _panel(sample: ExamplePrompt, result: RequestOutput) -> Panel:
     text = _trimmed(result)
     body = Text("… " if sample.prefix else "", "dim").append(sample.text, "dim")
     body.append("\n\n" if sample.is_chat else " ").append(text, "not dim")
-    first_token = render.seconds(result.metrics.first_token)
-    facts = f"{render.counted(result.num_generated, 'token')}, first token after {first_token}"
+    first_token = seconds(result.metrics.first_token)
+    facts = f"{counted(result.num_generated, 'token')}, first token after {first_token}"
     if result.num_cached_tokens:
         num_prompt = len(result.prompt_token_ids)
         facts += f", {result.num_cached_tokens} of {num_prompt} prompt tokens cached"

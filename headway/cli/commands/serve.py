@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import typer
 from rich.markup import escape
 
-from headway.cli.options.common import argument
+from headway.cli.options.common import argument, stderr
 from headway.cli.options.fleet import FleetFlags, anywhere, run_fleet
 from headway.cli.options.model import MODEL_HELP, ServedFlags, load_model
 from headway.cli.options.packages import check_extras
 from headway.cli.options.serve import ServeOptions
-from headway.cli.view.render import stderr
 
 if TYPE_CHECKING:
     from headway.server.serving import ModelInfo

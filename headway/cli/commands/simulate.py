@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
@@ -34,27 +34,20 @@ from headway.lab.summary import summarize
 from headway.lab.workload.request import WorkloadRequest
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicasFlags:
-    """Several replicas instead of one."""
-
-    replicas: int | None = option(None, REPLICAS, metavar="N")
+def simulate_command(
+    trace: TraceFlags,
+    workload: str = argument(DEFAULT_WORKLOAD, WORKLOAD),
+    replicas: int | None = option(None, REPLICAS, metavar="N"),
     route: str | None = option(
         None,
         f"Which replica gets a request: {KNOWN}, or module:function.",
         show_default=DEFAULT_ROUTE,
-    )
+    ),
     disaggregate: str | None = option(
         None,
         "Run P prefill and D decode replicas, and as many colocated ones to compare with.",
         metavar="P:D",
-    )
-
-
-def simulate_command(
-    trace: TraceFlags,
-    several: ReplicasFlags,
-    workload: str = argument(DEFAULT_WORKLOAD, WORKLOAD),
+    ),
     json_: bool = JSON,
     *,
     simulation: SimulationFlags,
@@ -65,14 +58,14 @@ def simulate_command(
     """
     config, is_async = simulation.config(), simulation.async_scheduling
     title = f"{simulation.preset} on "
-    if several.disaggregate is None and several.replicas is None:
-        if several.route is not None:
-            raise ConfigError(f"--route {several.route} needs --replicas or --disaggregate")
+    if disaggregate is None and replicas is None:
+        if route is not None:
+            raise ConfigError(f"--route {route} needs --replicas or --disaggregate")
         requests = simulation.workload(workload).requests()
         rejected = _run_one(title, requests, config, trace, simulation, as_json=json_)
     else:
-        number = _pools(several, trace)
-        rule = read_route(several.route)
+        number = _pools(disaggregate, replicas, trace.trace_out)
+        rule = read_route(route)
         requests = simulation.workload(workload).requests()
         if isinstance(number, tuple):
             rejected = compare_pools(
@@ -118,14 +111,16 @@ def _run_one(
     return result.rejected
 
 
-def _pools(several: ReplicasFlags, trace: TraceFlags) -> tuple[int, int] | int:
+def _pools(
+    disaggregate: str | None, replicas: int | None, trace_out: Path | None
+) -> tuple[int, int] | int:
     """The numbers of prefill and decode replicas, or the number of colocated ones."""
-    if several.disaggregate is None:
-        return read_replicas(several.replicas or 0)
-    if several.replicas is not None:
+    if disaggregate is None:
+        return read_replicas(replicas or 0)
+    if replicas is not None:
         raise ConfigError(
             "--replicas cannot be used with --disaggregate, which has its own numbers"
         )
-    if trace.trace_out:
+    if trace_out:
         raise ConfigError("--trace-out cannot be used with --disaggregate")
-    return read_pools(several.disaggregate)
+    return read_pools(disaggregate)

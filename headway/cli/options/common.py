@@ -187,10 +187,15 @@ def written(path: Path) -> Iterator[BinaryIO]:
         raise FormatError(path, None, f"cannot be written: {error.strerror}") from None
 
 
+def stderr() -> Console:
+    """A console for messages beside the output: one line each."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def stderr_progress(*columns: ProgressColumn) -> Iterator[Progress]:
     """Progress bars on stderr with these columns after the title, removed at the end."""
-    console, title = Console(stderr=True), TextColumn("{task.description}", markup=False)
+    console, title = stderr(), TextColumn("{task.description}", markup=False)
     is_hidden = not console.is_terminal
     with Progress(title, *columns, console=console, transient=True, disable=is_hidden) as progress:
         yield progress

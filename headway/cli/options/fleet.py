@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from headway.cli.options.common import option
+from headway.cli.options.common import option, stderr
 from headway.cli.options.packages import check_extras
 from headway.errors import ConfigError
 
@@ -130,7 +128,7 @@ def run_fleet(
     from headway.on_ray.options import prepare
 
     prepare(options.address)
-    with Console(stderr=True).status("starting Ray") as status:
+    with stderr().status("starting Ray") as status:
 
         def show(num_ready: int) -> None:
             status.update(f"starting replicas: {num_ready} of {options.replicas} ready")

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from headway.cli.options.common import stderr
 from headway.lab.cost import Machine, Profile
 from headway.lab.doctor.diagnose import Finding, diagnose
 from headway.lab.profiling.calibration import HeldOutError
@@ -211,11 +212,6 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.1f} s"
     return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"
-
-
-def stderr() -> Console:
-    """A console for messages beside the output: one line each."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_error(text: str) -> None:
