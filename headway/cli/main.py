@@ -18,28 +18,6 @@ from headway.errors import ConfigError, HeadwayError
 from headway.unsupported import unsupported
 from headway.version import commit
 
-COMMANDS = {  # by full name: the module in headway/cli/commands/ and the function
-    "run": "run.run_command",
-    "generate": "generate.generate_command",
-    "chat": "chat.chat_command",
-    "serve": "serve.serve_command",
-    "top": "top.top_command",
-    "models": "models.models_command",
-    "simulate": "simulate.simulate_command",
-    "compare": "compare.compare_command",
-    "trace": "trace.trace_command",
-    "lab": "lab.lab_command",
-    "doctor": "doctor.doctor_command",
-    "bench throughput": "bench.throughput_command",
-    "bench latency": "bench.latency_command",
-    "bench serve": "bench_serve.serve_command",
-    "bench profile": "bench.profile_command",
-    "plan tune": "tune.tune_command",
-    "plan capacity": "capacity.capacity_command",
-    "plan sweep": "sweep.sweep_command",
-    "plan breakeven": "sweep.breakeven_command",
-    "deploy": "deploy.deploy_command",
-}
 GROUPS = {
     "bench": "Measure throughput, latency, a server, or a profile for the simulator. Result keys are "
     "those of `vllm bench`.",
@@ -51,6 +29,13 @@ HEADINGS = {
     "Study scheduling": ("simulate", "compare", "trace", "lab", "doctor"),
     "Plan a deployment": ("bench", "plan", "deploy"),
 }
+# The modules in headway/cli/commands/ by full name; the function ends in _command.
+COMMANDS = {
+    **{name: name for names in HEADINGS.values() for name in names if name not in GROUPS},
+    "bench throughput": "bench", "bench latency": "bench", "bench serve": "bench_serve",
+    "bench profile": "bench", "plan tune": "tune", "plan capacity": "capacity",
+    "plan sweep": "sweep", "plan breakeven": "sweep",
+}  # fmt: skip
 
 
 class Command(TyperCommand):
@@ -102,10 +87,9 @@ def load_command(name: str) -> Any:
         )
     from headway.cli.options.common import spread
 
-    module, _, function = COMMANDS[name].partition(".")
-    found = getattr(import_module(f"headway.cli.commands.{module}"), function)
+    module, own_name = import_module(f"headway.cli.commands.{COMMANDS[name]}"), name.split()[-1]
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    alone.command(name.rpartition(" ")[2], cls=Command)(spread(found))
+    alone.command(own_name, cls=Command)(spread(getattr(module, f"{own_name}_command")))
     return typer.main.get_command(alone)
 
 

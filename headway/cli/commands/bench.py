@@ -16,7 +16,8 @@ from rich.console import Console
 from headway.cli.commands.bench_serve import latency_table
 from headway.cli.options.common import JSON, argument, check_writable, option, progress_bar, stderr
 from headway.cli.options.loadgen import INPUT_LEN, OUTPUT_LEN
-from headway.cli.options.model import MODEL_HELP, EngineFlags, ProfileFlags, load_model, resolved
+from headway.cli.options.model import MODEL_HELP, EngineFlags, ProfileFlags, load_model
+from headway.cli.options.packages import check_extras
 from headway.cli.view import live, render
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ExecutorError
@@ -117,7 +118,13 @@ def latency_command(
     if json_:
         render.print_json({**_setting(llm, model), **result})
     else:
-        _show_latency(result, batch_size * output_len)
+        mean, iterations = result["avg_latency"], len(result["latencies"])
+        marks = ", ".join(f"p{mark} {value:.3f}" for mark, value in result["percentiles"].items())
+        Console().print(
+            f"\n[bold]{mean:.3f} s per batch[/] (mean of {iterations}), "
+            f"{batch_size * output_len / mean:,.1f} output tokens/s\nseconds: {marks}",
+            highlight=False,
+        )
 
 
 def profile_command(
@@ -134,9 +141,13 @@ def profile_command(
     Runs requests of many lengths in batches of many sizes and fits the cost model to the step
     times. The reported error is that of predicting a held-out run from its requests alone.
     """
-    precision, is_gpu = resolved(chosen.dtype, chosen.quantization, chosen.device)
-    max_num_seqs = None if is_gpu else CPU_MAX_NUM_SEQS
-    name = name or f"{Path(model).name.lower().removesuffix('.gguf')}-{precision}"
+    check_extras("running a model", "torch")
+    from headway.model import devices, precision
+
+    device = devices.use_device(chosen.device)
+    dtype = precision.resolved(chosen.dtype, chosen.quantization, device)
+    max_num_seqs = None if device.type == "cuda" else CPU_MAX_NUM_SEQS
+    name = name or f"{Path(model).name.lower().removesuffix('.gguf')}-{dtype}"
     out = out or Path(f"{name}.json")
     check_writable(out)
     with load_model(replace(chosen, model=model), max_num_seqs=max_num_seqs) as llm:
@@ -180,12 +191,3 @@ def _show_throughput(result: dict[str, Any]) -> None:
         highlight=False,
     )
     console.print(latency_table(result))
-
-
-def _show_latency(result: dict[str, Any], num_tokens: int) -> None:
-    marks = ", ".join(f"p{mark} {value:.3f}" for mark, value in result["percentiles"].items())
-    Console().print(
-        f"\n[bold]{result['avg_latency']:.3f} s per batch[/] (mean of {len(result['latencies'])}), "
-        f"{num_tokens / result['avg_latency']:,.1f} output tokens/s\nseconds: {marks}",
-        highlight=False,
-    )

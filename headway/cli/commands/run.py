@@ -158,15 +158,12 @@ def _entry(llm: LLM, index: int, limit: int | None) -> PromptEntry:
         max_tokens=min(sample.num_tokens, limit or sample.num_tokens), temperature=TEMPERATURE,
         top_p=TOP_P, repetition_penalty=REPETITION_PENALTY, stop=sample.stop, seed=sample.seed,
     )  # fmt: skip
-    content = _chat(llm, sample.text) if sample.is_chat else sample.prefix + sample.text
+    content: str | list[int] = sample.prefix + sample.text
+    if sample.is_chat and llm.tokenizer is not None and llm.tokenizer.chat_template:
+        content = llm.chat_tokens([{"role": "user", "content": sample.text}])
+    elif sample.is_chat:
+        content = f"Question: {sample.text}\nAnswer:"
     return PromptEntry(index=index, id=sample.name, content=content, params=params)
-
-
-def _chat(llm: LLM, text: str) -> str | list[int]:
-    """The prompt by the model's chat template; without a template, a question in plain text."""
-    if llm.tokenizer is None or not llm.tokenizer.chat_template:
-        return f"Question: {text}\nAnswer:"
-    return llm.chat_tokens([{"role": "user", "content": text}])
 
 
 def _show(llm: LLM, results: Sequence[RequestOutput], summary: Summary) -> None:

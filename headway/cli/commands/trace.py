@@ -20,7 +20,7 @@ from headway.cli.options.common import (
 from headway.cli.view import render
 from headway.errors import ConfigError
 from headway.lab.summary import summarize
-from headway.record.diff import Difference, diff
+from headway.record.diff import diff
 from headway.record.perfetto import to_perfetto
 from headway.record.reader import complete, read_journal
 from headway.record.replay import check_replay
@@ -56,7 +56,11 @@ def trace_command(
             text = f"{render.counted(num_steps, 'step')} replayed; all decisions are equal"
             print(json.dumps({"equal_steps": num_steps}) if json_ else text)
         else:
-            _summarize(file, json_)
+            metrics = stats_of(read_journal(file))
+            if not json_:
+                settings = (f"[dim]{k}[/] {escape(str(v))}" for k, v in metrics.config.items())
+                Console().print("  ".join(settings))
+            render.print_run(file.name, summarize(metrics), metrics.config, as_json=json_)
 
 
 def _export(file: Path, target: Path, as_json: bool) -> None:
@@ -75,22 +79,10 @@ def _diff(file: Path, other: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found._asdict()))
     else:
-        _show_difference(found, names)
+        is_equal, console = found.step is None, Console()
+        where = "have equal decisions" if is_equal else f"differ from step {found.step} on"
+        console.print(f"[bold]{escape(names[0])} and {escape(names[1])} {where}[/]", soft_wrap=True)
+        for line in found.lines:
+            console.print(f"  {line}", highlight=False, markup=False)
     if found.step is not None:
         raise typer.Exit(1)
-
-
-def _show_difference(found: Difference, names: tuple[str, str]) -> None:
-    where = "have equal decisions" if found.step is None else f"differ from step {found.step} on"
-    console = Console()
-    console.print(f"[bold]{escape(names[0])} and {escape(names[1])} {where}[/]", soft_wrap=True)
-    for line in found.lines:
-        console.print(f"  {line}", highlight=False, markup=False)
-
-
-def _summarize(file: Path, as_json: bool) -> None:
-    metrics = stats_of(read_journal(file))
-    if not as_json:
-        settings = (f"[dim]{k}[/] {escape(str(v))}" for k, v in metrics.config.items())
-        Console().print("  ".join(settings))
-    render.print_run(file.name, summarize(metrics), metrics.config, as_json=as_json)

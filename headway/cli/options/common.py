@@ -112,8 +112,8 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in inspect.signature(command).parameters.items():
         if isinstance(declared := parameter.default, Field):
             default = parameter.empty if declared.default is MISSING else declared.default
-            annotation = Annotated[hints[name], declared.metadata["option"]]
-            shown.append(_parameter(name, annotation, default))
+            made = declared.metadata["option"]
+            shown.append(_parameter(name, Annotated[hints[name], made], default))
         else:
             groups[name] = _group_of(hints[name])
             shown += groups[name][1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.options.common import option, stderr
+from headway.cli.options.model import uses_gpu
 from headway.cli.options.packages import check_extras
 from headway.errors import ConfigError
 
@@ -61,7 +62,9 @@ class FleetFlags:
         from headway.on_ray.options import FleetOptions
 
         parse_route(self.route)  # report an error before anything starts
-        on_gpu = _uses_gpu(model.device)
+        # Without a GPU's files torch is not imported; a gateway does not need it.
+        is_possible = model.device != "auto" or any(any(DEVICES.glob(n)) for n in GPU_FILES)
+        on_gpu = is_possible and uses_gpu(model.device)
         return FleetOptions(
             replicas=self.replicas, max_replicas=self.max_replicas, address=self.ray_address,
             num_cpus=1.0 if on_gpu else self._num_cpus(model),
@@ -80,10 +83,8 @@ class FleetFlags:
 
     def threads(self, model: EngineOptions) -> int:
         """CPU threads of each process: as given, or an equal share of this machine's cores."""
-        return model.threads or max(1, (os.cpu_count() or 1) // self._num_processes(model))
-
-    def _num_processes(self, model: EngineOptions) -> int:
-        return (self.max_replicas or self.replicas or 1) * model.tensor_parallel_size
+        num_processes = (self.max_replicas or self.replicas or 1) * model.tensor_parallel_size
+        return model.threads or max(1, (os.cpu_count() or 1) // num_processes)
 
     def _num_cpus(self, model: EngineOptions) -> float:
         """What Ray reserves: the threads; less if the replicas share this machine's cores."""
@@ -91,16 +92,6 @@ class FleetFlags:
         if self.ray_address is not None or model.threads is not None:
             return threads
         return min(threads, (os.cpu_count() or 1) / (self.max_replicas or self.replicas or 1))
-
-
-def _uses_gpu(device: str) -> bool:
-    if device != "auto":
-        return device != "cpu"
-    if not any(any(DEVICES.glob(name)) for name in GPU_FILES):
-        return False  # without importing torch, which a gateway does not need
-    from headway.model.devices import why_no_cuda
-
-    return why_no_cuda() is None
 
 
 def anywhere(model: EngineOptions) -> EngineOptions:

@@ -71,8 +71,7 @@ class TargetOptions:
             model=self.model or "", kind=self.prompts, vocab_size=self.vocab_size,
             temperature=self.temperature, seed=self.seed,
         )  # fmt: skip
-        model = self.model or find_model(self.address, self.api_key)
-        return replace(chosen, model=model)
+        return replace(chosen, model=self.model or find_model(self.address, self.api_key))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +129,10 @@ class LoadgenOptions:
             for place, value in enumerate(_numbers(name, self.max_concurrency)):
                 whole = int(value) if value.is_integer() else value
                 yield LoadSpec(requests=requests(place), concurrency=whole_number(name, whole, 1))
-        else:
-            for place, rate in enumerate(_numbers("request-rate", self.request_rate or "inf")):
-                arriving = with_poisson_arrivals(requests(place), rate, seed + place)
-                yield LoadSpec(requests=arriving, rate=rate)
+            return
+        for place, rate in enumerate(_numbers("request-rate", self.request_rate or "inf")):
+            arriving = with_poisson_arrivals(requests(place), rate, seed + place)
+            yield LoadSpec(requests=arriving, rate=rate)
 
 
 def _numbers(name: str, text: str) -> list[float]:

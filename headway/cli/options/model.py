@@ -130,10 +130,10 @@ class SamplingOptions:
         return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(self)})
 
 
-def resolved(dtype: str, quantization: str | None, device: str) -> tuple[str, bool]:
-    """The name of the precision that these options select, and whether the device is a GPU."""
-    check_extras("running a model", "torch")
-    from headway.model import devices, precision
+def uses_gpu(device: str) -> bool:
+    """Whether --device selects a GPU."""
+    if device != "auto":
+        return device != "cpu"
+    from headway.model.devices import why_no_cuda
 
-    found = devices.use_device(device)
-    return precision.resolved(dtype, quantization, found), found.type == "cuda"
+    return why_no_cuda() is None

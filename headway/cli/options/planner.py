@@ -127,8 +127,6 @@ def described(profile: Profile, targets: Targets | None = None) -> dict[str, obj
 
 def print_end(drawn: Plot | None, profile: Profile) -> None:
     """The plot as text, and the accuracy of the profile."""
-    console = Console()
-    if drawn is not None:
-        console.print(f"\n{plots.text(drawn)}", end="", markup=False, highlight=False)
-    sentence = f"\nProfile {profile.name}: {profile.accuracy()}"
-    console.print(sentence, markup=False, highlight=False)
+    plot = "" if drawn is None else f"\n{plots.text(drawn)}"
+    sentence = f"{plot}\nProfile {profile.name}: {profile.accuracy()}"
+    Console(highlight=False).print(sentence, markup=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from headway.checks import one_of
 from headway.cli.options.common import option
+from headway.cli.options.model import uses_gpu
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
 from headway.server.toolcalls.formats import PARSERS
@@ -130,11 +131,7 @@ class ServeOptions:
         """
         if self.engine_process is not None or self.api_server_count > 1:
             return self.engine_process or self.api_server_count > 1
-        if device != "auto":
-            return device != "cpu"
-        from headway.model.devices import why_no_cuda
-
-        return why_no_cuda() is None
+        return uses_gpu(device)
 
     def options(self, engine: EngineOptions) -> ServerOptions:
         """The options of the server; ConfigError for API keys that cannot be read or sent."""

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from headway.cli.options.common import stderr_progress
 from headway.events import Added, Completed, Event, ended_by
-from headway.record.sentences import Decision, DecisionLog, finished
+from headway.record.sentences import DecisionLog, finished
 from headway.record.stats import RunStats
 from headway.record.writer import header
 from headway.request import Request, RequestState
@@ -114,7 +114,9 @@ class RunView:
         if not self._console.is_terminal:
             self._print_finished(event)
             return
-        self._events.extend(map(_event, decisions))
+        for each in decisions:
+            place = Text(f"{each.step:>5}  " if each.step >= 0 else " " * 7)
+            self._events.append(place.append(each.text, DECISION_STYLES[each.kind]))
         now = time.perf_counter()
         if now - self._drawn_at >= SECONDS_BETWEEN:
             self._drawn_at = now
@@ -177,11 +179,6 @@ class RunView:
         text = self._llm.tokenizer.decode(list(request.output[-TAIL_TOKENS:]))
         line = " ".join(safe(text).split()).lstrip("\ufffd")  # the cut may split a character
         return line if len(line) <= width else "…" + line[1 - width :]
-
-
-def _event(decision: Decision) -> Text:
-    text = Text(f"{decision.step:>5}  " if decision.step >= 0 else " " * 7)
-    return text.append(decision.text, DECISION_STYLES[decision.kind])
 
 
 def safe(text: str) -> str:
