@@ -64,7 +64,8 @@ def _described(
     values = asdict(found)
     del values["rate"]
     return {
-        **planner_options.described(question.profile, question.targets),
+        **planner_options.described(question.profile),
+        "targets": {target.name: target.seconds for target in question.targets},
         "requests_per_second": found.rate._asdict(), **values,
         **({} if rate is None else {"replicas": found.replicas(rate)}),
     }  # fmt: skip

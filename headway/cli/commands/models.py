@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from headway.lab.cost import known_profiles, load_profile
 from headway.model.registry import ModelEntry, list_models, resolve
 from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS, describe, preset
 
-FRAME: dict[str, Any] = {"box": HEAVY_HEAD, "pad_edge": True}
+framed_table = partial(render.table, box=HEAVY_HEAD, pad_edge=True)
 
 
 def models_command(
@@ -126,14 +127,14 @@ def _kernels(model: Path) -> dict[str, object]:
     }
 
 
-def _print_kv_cache(console: Console, types: dict[str, Any]) -> None:
+def _print_kv_cache(console: Console, types: dict[str, dict[str, float]]) -> None:
     columns = ("type", "bytes per token", "attention of a layer: 32 decodes of 256 tokens")
     rows = [
         (name, f"{each['token_bytes']:,}", f"{each['attention_ms']:,.3f} ms")
         for name, each in types.items()
     ]
     title = "KV cache by --kv-cache-dtype (auto is float32)"
-    console.print(render.table(columns, rows, title=title, **FRAME))
+    console.print(framed_table(columns, rows, title=title))
 
 
 def _print_products(console: Console, products: dict[str, Any]) -> None:
@@ -148,7 +149,7 @@ def _print_products(console: Console, products: dict[str, Any]) -> None:
             shown = f"[bold]{form}[/] (chosen)" if form == product["chosen"] else form
             rows.append((name, shown, *(f"{us:,.0f}" for us in found["us_by_rows"].values())))
             name = ""
-    console.print(render.table(columns, rows, ("form",), no_wrap=True, title=title, **FRAME))
+    console.print(framed_table(columns, rows, ("form",), no_wrap=True, title=title))
     console.print("A matrix has one form, so that a row does not depend on the rows beside it.")
     for matrix, product in products.items():
         console.print(f"{matrix}: {product['why']}", highlight=False)
@@ -164,7 +165,7 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
             is_fastest = name == machine["fastest"]
             rows.append((f"[bold]{name}[/] (fastest)" if is_fastest else name, *cells))
         columns = ("dtype", "1 row", "32 rows")
-        console.print(render.table(columns, rows, title=title, **FRAME))
+        console.print(framed_table(columns, rows, title=title))
     for gpu in machine.get("gpus", ()):
         memory = f"{gpu['num_bytes'] / 2**30:.1f} GiB"
         console.print(f"GPU {gpu['device']}: {escape(gpu['name'])}, {memory}", highlight=False)
@@ -199,10 +200,8 @@ def _table(models: list[ModelEntry]) -> Table:
     for model in models:
         size = f"{model.num_bytes / 1e6:,.0f} MB"
         path = "[dim]downloaded on first use[/]" if model.path is None else escape(str(model.path))
-        licence = escape(model.licence)
-        table.add_row(
-            escape(model.name), model.origin, size, licence, path, escape(model.description)
-        )
+        name, licence, description = map(escape, (model.name, model.licence, model.description))
+        table.add_row(name, model.origin, size, licence, path, description)
     return table
 
 
@@ -233,5 +232,5 @@ def _list_profiles(as_json: bool) -> None:
     profiles = [load_profile(name) for name in known_profiles()]
     columns = ("name", "KV tokens", "description")
     rows = [(each.name, f"{each.kv_tokens:,}", each.description) for each in profiles]
-    shown = render.table(columns, rows, columns, title="Profiles", show_lines=True, **FRAME)
+    shown = framed_table(columns, rows, columns, title="Profiles", show_lines=True)
     render.show({p.name: {"kv_tokens": p.kv_tokens} for p in profiles}, shown, as_json=as_json)

@@ -131,8 +131,9 @@ def _described(
         values[name] = [finding._asdict() for finding in getattr(answer, name)]
     values["objective"] = answer.objective.text
     return {
-        **planner_options.described(question.profile, question.targets), "base": question.base,
-        **values, "commands": commands._asdict(),
+        **planner_options.described(question.profile), "base": question.base,
+        "targets": {target.name: target.seconds for target in question.targets}, **values,
+        "commands": commands._asdict(),
         **({"verified": [each._asdict() for each in verified]} if verified else {}),
     }  # fmt: skip
 

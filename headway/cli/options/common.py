@@ -84,7 +84,7 @@ ALLOW_OWN_POLICIES = option(
     "The lab's page asks before each.",
     "--allow-own-policies",
 )
-Flags = dict[str, Any]  # by the name of a field: its option, or an annotation with another type
+Flags = dict[str, object]  # by the name of a field: its option, or an annotation with another type
 SCHEDULER_FLAGS: Flags = {
     **{name: _slot(name) for name in SLOTS},
     "max_num_seqs": number_flag(MAX_NUM_SEQS),
@@ -153,7 +153,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _given(**values: object) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 

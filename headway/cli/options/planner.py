@@ -118,11 +118,9 @@ def save_plot(plot: Plot, path: Path | None) -> None:
         Console(stderr=True).print(f"plot: {path}", markup=False, highlight=False)
 
 
-def described(profile: Profile, targets: Targets | None = None) -> dict[str, object]:
-    """The profile, and the targets if a command has some, in a JSON answer."""
-    answer: dict[str, object] = {"profile": profile.name, "accuracy": profile.accuracy()}
-    limits = {target.name: target.seconds for target in targets or ()}
-    return answer if targets is None else {**answer, "targets": limits}
+def described(profile: Profile) -> dict[str, str]:
+    """The profile in a JSON answer."""
+    return {"profile": profile.name, "accuracy": profile.accuracy()}
 
 
 def print_end(drawn: Plot | None, profile: Profile) -> None:

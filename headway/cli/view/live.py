@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.options.common import stderr_progress
+from headway.cli.view.render import plain_table
 from headway.events import Added, Completed, Event, ended_by
 from headway.record.sentences import DecisionLog, finished
 from headway.record.stats import RunStats
@@ -149,11 +150,10 @@ class RunView:
         return Group(Text(head, "bold"), blocks, "", self._table(), "", *self._events)
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        columns = ("request", "state", "prompt", "output", "text")
+        table = plain_table(columns, (), columns)
         width = max(map(len, self._requests))
         room = self._console.width - width - 2 * BAR - 25  # other columns and gaps
-        for column in ("request", "state", "prompt", "output", "text"):
-            table.add_column(column, no_wrap=True)
         for request in self._requests.values():
             style = STYLES[request.state]
             state = "done" if request.is_finished else request.state.value

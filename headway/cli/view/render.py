@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ LATENCIES = {
     "ttft": "time to first token", "time_between_tokens": "time between tokens",
     "longest_stall": "longest stall", "end_to_end": "end to end", "queue_time": "queue time",
 }  # fmt: skip
-PLAIN: dict[str, Any] = {"header_style": "dim", "padding": (0, 2, 0, 0)}  # of a table
 MAX_LISTED = 5
 MAX_ERROR = 0.2  # a larger error of a profile gives a warning
 
@@ -112,6 +112,9 @@ def table(
     for row in rows:
         made.add_row(*row)
     return made
+
+
+plain_table = partial(table, no_wrap=True, header_style="dim", padding=(0, 2, 0, 0))
 
 
 def print_json(value: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.view.live import DECISION_STYLES, meter, safe
-from headway.cli.view.render import PLAIN, seconds, table
+from headway.cli.view.render import plain_table, seconds
 from headway.lab.doctor.text import show
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _replicas(rows: list[dict[str, Any]]) -> Table:
         )
         for row in rows
     )  # fmt: skip
-    return table(columns, cells, no_wrap=True, **PLAIN)
+    return plain_table(columns, cells)
 
 
 def _head(s: Snapshot, width: int, height: int, problem: str) -> Iterator[RenderableType]:
@@ -130,7 +130,7 @@ def _vitals(s: Snapshot, width: int) -> Text:
 
 def _all_vitals(s: Snapshot) -> Table:
     """All vitals with their healthy ranges, one in a line."""
-    made = table(("last minute", "now", "healthy"), (), ("healthy",), no_wrap=True, **PLAIN)
+    made = plain_table(("last minute", "now", "healthy"), (), ("healthy",))
     for vital in s["vitals"]:
         style = "default" if vital["is_healthy"] else "yellow"
         value = show(vital["value"], vital["unit"])
@@ -183,7 +183,7 @@ MIN_WIDTHS = {"client": 12, "why": 24}  # columns that may be cut, and their min
 
 
 def _table(
-    title: str, rows: list[dict[str, Any]], columns: dict[str, Any], width: int
+    title: str, rows: list[dict[str, Any]], columns: Mapping[str, Callable[..., str]], width: int
 ) -> RenderableType:
     if not rows:
         return Text(title, "dim")
@@ -191,7 +191,7 @@ def _table(
     texts |= {name: [safe(str(show(row))) for row in rows] for name, show in columns.items()}
     wants = {name: max(map(cell_len, (name, *cells))) for name, cells in texts.items()}
     widths = _widths(wants, width)
-    made = table(widths, (), TEXT_COLUMNS, no_wrap=True, **PLAIN)
+    made = plain_table(widths, (), TEXT_COLUMNS)
     for column, column_width in zip(made.columns, widths.values(), strict=True):
         column.width = column_width
     for row, *cells in zip(rows, *(texts[name] for name in widths), strict=True):
