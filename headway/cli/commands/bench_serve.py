@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from headway.cli.options.common import Json, progress_bar, spread
+from headway.cli.options.common import JSON, option, progress_bar
 from headway.cli.options.loadgen import LoadgenOptions, LoadSpec, TargetOptions
 from headway.cli.options.planner import check_plot, save_plot
 from headway.cli.view import render
@@ -25,27 +25,18 @@ from headway.lab.workload.request import WorkloadRequest
 
 PLOTTED = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
 MAX_SEND_DELAY = 100  # ms; a larger p99 gives a warning
-Goodput = Annotated[
-    str | None,
-    typer.Option(
-        help="Count requests per second that meet these limits in ms: ttft:500,tpot:50,e2el:9000."
+
+
+def serve_command(
+    goodput: str | None = option(
+        None, "Count requests per second that meet these limits in ms: ttft:500,tpot:50,e2el:9000."
     ),
-]
-PlotFile = Annotated[
-    str | None,
-    typer.Option(
-        "--plot",
-        help="Plot latencies to a file: .svg, .html or .txt, .png or .pdf with matplotlib; - prints. "
+    plot: str | None = option(
+        None,
+        "Plot latencies to a file: .svg, .html or .txt, .png or .pdf with matplotlib; - prints. "
         "One load gives its distribution, several give median and p99 of each.",
     ),
-]
-
-
-@spread
-def serve_command(
-    goodput: Goodput = None,
-    plot: PlotFile = None,
-    json_: Json = False,
+    json_: bool = JSON,
     *,
     target: TargetOptions,
     load: LoadgenOptions,
@@ -91,8 +82,7 @@ def _warm_up(
     target: TargetOptions, request_format: RequestFormat, request: WorkloadRequest
 ) -> None:
     """Send one request; ConfigError with the server's message if it fails."""
-    unused_seed = request_format.seed + (1 << 32)
-    request_format = replace(request_format, seed=unused_seed)
+    request_format = replace(request_format, seed=request_format.seed + (1 << 32))  # unused
     request = replace(request, arrival=0.0, num_output=min(2, request.num_output))
     (outcome,) = send(
         target.address, request_format, [request], timeout=target.timeout, api_key=target.api_key
@@ -103,7 +93,7 @@ def _warm_up(
         )
 
 
-def _describe(spec: LoadSpec, request_format: RequestFormat) -> dict[str, Any]:
+def _describe(spec: LoadSpec, request_format: RequestFormat) -> dict[str, object]:
     """The load, with vLLM's keys."""
     rate = "inf" if spec.rate is not None and math.isinf(spec.rate) else spec.rate
     return {
@@ -118,9 +108,10 @@ def _describe(spec: LoadSpec, request_format: RequestFormat) -> dict[str, Any]:
 def _show(results: Sequence[dict[str, Any]], loads: Sequence[LoadGenerator]) -> None:
     console = Console()
     if len(results) > 1:
-        _show_sweep(console, results)
+        console.print(_sweep_table(results))
     else:
-        _show_one(console, results[0])
+        console.print(_counts(results[0]), highlight=False)
+        console.print(latency_table(results[0]))
     for result, load in zip(results, loads, strict=True):
         for kind, count in result["errors"].items():
             detail = next(o.detail for o in load.outcomes if o.error == kind)
@@ -133,32 +124,29 @@ def _show(results: Sequence[dict[str, Any]], loads: Sequence[LoadGenerator]) -> 
             )
 
 
-def _show_one(console: Console, result: dict[str, Any]) -> None:
+def _counts(result: dict[str, Any]) -> str:
     good = result["request_goodput"]
-    console.print(
+    return (
         f"\n[bold]{result['completed']:,} requests[/] completed and {result['failed']:,} failed in "
         f"{result['duration']:.1f} s; {result['total_input_tokens']:,} prompt and "
         f"{result['total_output_tokens']:,} output tokens, at most "
         f"{result['max_concurrent_requests']:,} concurrent requests\n"
         f"[bold]{result['output_throughput']:,.1f} output tokens/s[/], "
         f"{result['request_throughput']:,.2f} requests/s"
-        + ("" if good is None else f", goodput {good:,.2f} requests/s")
-        + "\n",
-        highlight=False,
+        f"{'' if good is None else f', goodput {good:,.2f} requests/s'}\n"
     )
-    console.print(latency_table(result, tuple(report.ENGINE_STATISTICS)))
 
 
-def latency_table(result: dict[str, Any], statistics: Sequence[str]) -> Table:
+def latency_table(result: dict[str, Any]) -> Table:
     """The latencies of a report in milliseconds, a row each."""
     rows = (
-        (name, *(f"{result[f'{each}_{key}_ms']:,.1f}" for each in statistics))
+        (name, *(f"{result[f'{each}_{key}_ms']:,.1f}" for each in report.ENGINE_STATISTICS))
         for key, name in report.LATENCIES.items()
     )
-    return render.table(("milliseconds", *statistics), rows)
+    return render.table(("milliseconds", *report.ENGINE_STATISTICS), rows)
 
 
-def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
+def _sweep_table(results: Sequence[dict[str, Any]]) -> Table:
     columns = {
         "req/s": "request_throughput", "good/s": "request_goodput", "tok/s": "output_throughput",
         "ttft p50": "median_ttft_ms", "p99": "p99_ttft_ms", "itl p50": "median_itl_ms",
@@ -166,17 +154,17 @@ def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
     }  # fmt: skip
     if results[0]["request_goodput"] is None:
         del columns["good/s"]
-    key = "request_rate" if results[0]["max_concurrency"] is None else "max_concurrency"
-    first = "rate" if key == "request_rate" else "concurrency"
+    is_rate = results[0]["max_concurrency"] is None
+    key, first = ("request_rate", "rate") if is_rate else ("max_concurrency", "concurrency")
     rows = (
         (
             str(result[key]), f"{result['completed']:,}", f"{result['failed']:,}",
-            *(f"{result[name]:,.{'0' if title == 'tok/s' else '1'}f}"
+            *(f"{result[name]:,.{0 if title == 'tok/s' else 1}f}"
               for title, name in columns.items()),
         )
         for result in results
     )  # fmt: skip
-    console.print(render.table((first, "done", "failed", *columns), rows, None, no_wrap=True))
+    return render.table((first, "done", "failed", *columns), rows, None, no_wrap=True)
 
 
 def _check_plot(plot: str | None) -> None:
@@ -199,11 +187,9 @@ def _draw(
         times = report.times_of(loads[0].outcomes)
         drawn = plots.distribution("latency", {"TTFT": times["ttft"], "ITL": times["itl"]})
     else:
-        is_rate = specs[0].rate is not None
-        points = [
-            (float(s.rate or s.concurrency or 0), x) for s, x in zip(specs, results, strict=True)
-        ]
-        drawn = plots.sweep("latency", "requests/s" if is_rate else "concurrency", points, PLOTTED)
+        x = "concurrency" if specs[0].rate is None else "requests/s"
+        at = (float(spec.rate or spec.concurrency or 0) for spec in specs)
+        drawn = plots.sweep("latency", x, list(zip(at, results, strict=True)), PLOTTED)
     if plot == "-":
         Console(stderr=True).print(plots.text(drawn), markup=False, highlight=False)
     else:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
-from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
-from headway.cli.options.simulation import DEFAULT_WORKLOAD, SimulationFlags, WorkloadText
+from headway.cli.options.common import JSON, argument, option, progress_bar
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, WORKLOAD, SimulationFlags
 from headway.cli.view import render
 from headway.errors import ConfigError
 from headway.lab.planner.capacity import Capacity, find_capacity
 from headway.lab.planner.evaluate import Job, make_config
-from headway.lab.planner.targets import Targets, redundant
+from headway.lab.planner.targets import redundant
 
 LONG_WORKLOAD = DEFAULT_WORKLOAD.replace("requests=200", "requests=1000")
 RUNS_PER_SEED = 8  # about; for the progress bar
@@ -26,17 +24,12 @@ SPLITTING = (
 )
 
 
-@options.spread
 def capacity_command(
-    workload: WorkloadText = LONG_WORKLOAD,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second to serve: prints the replicas.")
-    ] = None,
-    seeds: Annotated[
-        int, typer.Option(help="Seeds; more give a narrower interval.", min=3, max=1000)
-    ] = 8,
-    seed: Annotated[int, typer.Option(help="The first seed.", min=0)] = 0,
-    json_: options.Json = False,
+    workload: str = argument(LONG_WORKLOAD, WORKLOAD),
+    rate: float | None = option(None, "Requests per second to serve: prints the replicas."),
+    seeds: int = option(8, "Seeds; more give a narrower interval.", min=3, max=1000),
+    seed: int = option(0, "The first seed.", min=0),
+    json_: bool = JSON,
     *,
     targets: planner_options.TargetOptions,
     runs: planner_options.RunOptions,
@@ -57,28 +50,30 @@ def capacity_command(
     with runs.evaluator() as evaluator:
         make_config(question.settings, question.profile)
         used = range(seed, seed + seeds)
-        with options.progress_bar("simulating", seeds * RUNS_PER_SEED) as evaluator.advance:
+        with progress_bar("simulating", seeds * RUNS_PER_SEED) as evaluator.advance:
             found = find_capacity(question, used, evaluator)
     if json_:
         render.print_json(_described(question, found, rate))
-        return
-    _print(question, found, rate)
+    else:
+        _print(question, found, rate)
 
 
-def _described(question: Job, found: Capacity, rate: float | None) -> dict[str, Any]:
-    described = {
+def _described(question: Job, found: Capacity, rate: float | None) -> dict[str, object]:
+    values = asdict(found)
+    del values["rate"]
+    return {
         **planner_options.described(question.profile),
         "targets": {target.name: target.seconds for target in question.targets},
-        "requests_per_second": found.rate._asdict(),
-        **{k: v for k, v in asdict(found).items() if k != "rate"},
-    }
-    return described if rate is None else {**described, "replicas": found.replicas(rate)}
+        "requests_per_second": found.rate._asdict(), **values,
+        **({} if rate is None else {"replicas": found.replicas(rate)}),
+    }  # fmt: skip
 
 
 def _print(question: Job, found: Capacity, rate: float | None) -> None:
     console, name = Console(highlight=False), question.profile.name
     mean, low, high = found.rate
-    console.print(f"[bold]{mean:.2f} requests/s[/] meet {_listed(question.targets)} on {name}")
+    targets = ", ".join(map(str, question.targets)) or "no target, with a queue that does not grow,"
+    console.print(f"[bold]{mean:.2f} requests/s[/] meet {targets} on {name}")
     console.print(f"95 % interval: {low:.2f} to {high:.2f}, from {len(found.by_seed)} seeds")
     limits = ", ".join(
         f"{name} ({render.counted(count, 'seed')})" for name, count in found.limited_by.items()
@@ -106,7 +101,3 @@ def _replicas(number: int | None, rate: float) -> str:
         return "The interval is too wide to say how many replicas are needed; use more --seeds."
     needed = f"[bold]{render.counted(number, 'replica')}[/]"
     return f"{rate:g} requests/s need {needed}, by the lower end of the interval. {SPLITTING}"
-
-
-def _listed(targets: Targets) -> str:
-    return ", ".join(map(str, targets)) or "no target, with a queue that does not grow,"

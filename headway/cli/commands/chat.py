@@ -12,29 +12,29 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.cells import cell_len
 
-from headway.cli.options.common import spread
+from headway.cli.options.common import option
 from headway.cli.options.model import EngineFlags, SamplingOptions, load_model, sampling_option
 from headway.cli.view import live
 from headway.cli.view.chat_session import ChatSession
-
-System = Annotated[str, typer.Option(help="System message.", show_default="the model's own")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingOptions):
     """Sampling options with defaults for chats."""
 
-    max_tokens: Annotated[int, sampling_option("Maximum number of tokens of an answer.")] = 512
-    temperature: Annotated[float, sampling_option("Sampling temperature; 0 is greedy.")] = 0.7
+    max_tokens: int = sampling_option(512, "Maximum number of tokens of an answer.")
+    temperature: float = sampling_option(0.7, "Sampling temperature; 0 is greedy.")
 
 
-@spread
-def chat_command(system: System = "", *, model: EngineFlags, sampling: ChatOptions) -> None:
+def chat_command(
+    system: str = option("", "System message.", show_default="the model's own"),
+    *,
+    model: EngineFlags,
+    sampling: ChatOptions,
+) -> None:
     """Chat with a model. Commands: /reset, /system, /stats, /help, /exit."""
     params = sampling.params()
     with load_model(model) as llm:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 from rich.console import Console
 
 from headway.cli.commands import replicas as replicas_command
-from headway.cli.options import common as options
-from headway.cli.options.planner import PlotFile, check_plot, save_plot
-from headway.cli.options.simulation import (
-    DEFAULT_WORKLOAD,
-    SimulationOptions,
-    WorkloadText,
-    make_config,
-    without,
-)
+from headway.cli.options.common import JSON, argument, option, progress_bar
+from headway.cli.options.planner import PLOT, check_plot, save_plot
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, WORKLOAD, SimulationOptions, without
 from headway.cli.view import render
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.lab.cluster import ReplicasResult
-from headway.lab.cost import Profile, load_profile
 from headway.lab.plots import distribution
 from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, summarize
@@ -34,7 +27,7 @@ from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler.policies.presets import PRESETS, read_changes
 
-DEMO_PROFILE = "llama3.1-8b-a100-80gb"
+DEMO = SimulationOptions(profile="llama3.1-8b-a100-80gb")
 DEMO_WORKLOAD = (
     "requests=150,arrivals=poisson(20),prompt=lognormal(500,0.8),"
     "output=lognormal(150,0.8),prefix=3x256@0.4"
@@ -45,31 +38,32 @@ WIDTH = 40
 SHADES = " ▁▂▃▄▅▆▇█"
 
 ALL_PRESETS = ",".join(PRESETS)
-Presets = Annotated[str, typer.Option(help="Comma-separated presets.")]
-Variants = Annotated[
-    list[str] | None,
-    typer.Option(
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """The schedulers or the routing rules to compare."""
+
+    presets: str = option(ALL_PRESETS, "Comma-separated presets.")
+    variant: list[str] | None = option(
+        None,
+        "A further scheduler: 'name: preset; slot=value; number=value'. May be repeated.",
         "--variant",
-        help="A further scheduler: 'name: preset; slot=value; number=value'. May be repeated.",
-    ),
-]
+    )
+    replicas: int | None = option(None, replicas_command.REPLICAS, metavar="N")
+    routes: str | None = option(
+        None, "Comma-separated routing rules to compare, with one preset and --replicas."
+    )
+    plot: Path | None = PLOT
+    demo: bool = option(
+        False, "Show static against continuous batching, then all presets.", "--demo"
+    )
 
-Demo = Annotated[
-    bool,
-    typer.Option("--demo", help="Show static against continuous batching, then all presets."),
-]
 
-
-@options.spread
 def compare_command(
-    workload: WorkloadText = DEFAULT_WORKLOAD,
-    presets: Presets = ALL_PRESETS,
-    variant: Variants = None,
-    replicas: replicas_command.Replicas = None,
-    routes: replicas_command.Routes = None,
-    plot: PlotFile = None,
-    demo: Demo = False,
-    json_: options.Json = False,
+    compared: CompareOptions,
+    workload: str = argument(DEFAULT_WORKLOAD, WORKLOAD),
+    json_: bool = JSON,
     *,
     simulation: Annotated[SimulationOptions, without("preset")],
 ) -> None:
@@ -77,47 +71,60 @@ def compare_command(
 
     With --replicas, compare routing rules instead, under the first preset.
     """
-    check_plot(plot)
+    check_plot(compared.plot)
     machine = simulation.machine
-    if demo:
-        given = variant, replicas, routes, plot
+    if compared.demo:
+        given = compared.variant, compared.replicas, compared.routes, compared.plot
         if workload != DEFAULT_WORKLOAD or simulation != SimulationOptions() or any(given):
             raise ConfigError("--demo has its own workloads and settings; give only --json with it")
         run_demo(as_json=json_)
         return
-    if replicas is not None or routes is not None:
-        number = replicas_command.read_replicas(8 if replicas is None else replicas)
-        rules = replicas_command.read_routes(routes or replicas_command.KNOWN)
-        if variant or (presets != ALL_PRESETS and "," in presets):
-            raise ConfigError("--routes compares rules under one preset; use --presets NAME")
-        name = "headway" if presets == ALL_PRESETS else presets
-        config = simulation.config(name)
+    results: Mapping[str, SimulationResult | ReplicasResult]
+    if compared.replicas is None and compared.routes is None:
+        configs = _configs(compared, simulation)
         requests = simulation.workload(workload).requests()
-        results = replicas_command.compare_routes(
-            requests, config, machine, number, rules, async_scheduling=simulation.async_scheduling
-        )
+        title = f"{len(requests)} requests on {machine.name}"
+        results = runs = run_all(requests, configs, simulation)
+        summaries = summaries_of(runs)
+        shown = render.comparison(title, summaries)
+    else:
+        requests, number, results = _run_routes(compared, simulation, workload)
         title = f"{len(requests)} requests on {number} x {machine.name}"
-        replicas_command.print_routes(title, results, as_json=json_)
-        save_plot(_ttft_plot(title, results), plot)
-        return
-    configs = {
-        name: simulation.config(name) for name in filter(None, map(str.strip, presets.split(",")))
-    }
-    if not configs and not variant:
+        summaries = {name: result.summary() for name, result in results.items()}
+        shown = replicas_command.routes_table(title, summaries)
+    render.show(summaries, shown, as_json=json_)
+    save_plot(_ttft_plot(title, results), compared.plot)
+
+
+def _configs(compared: CompareOptions, simulation: SimulationOptions) -> dict[str, Config]:
+    """The schedulers by name; ConfigError if there are none or two have one name."""
+    names = filter(None, map(str.strip, compared.presets.split(",")))
+    configs = {name: simulation.config(name) for name in names}
+    if not configs and not compared.variant:
         raise ConfigError(f"nothing to compare; give --presets ({ALL_PRESETS}) or --variant")
-    for text in variant or ():
+    for text in compared.variant or ():
         name, base, own = parse_variant(text)
         if name in configs:
             raise ConfigError(f"variant {name!r}: this name is already used")
         configs[name] = simulation.config(base, **own)
+    return configs
+
+
+def _run_routes(
+    compared: CompareOptions, simulation: SimulationOptions, workload: str
+) -> tuple[list[WorkloadRequest], int, dict[str, ReplicasResult]]:
+    """The requests, the number of replicas, and the result under each routing rule."""
+    number = replicas_command.read_replicas(8 if compared.replicas is None else compared.replicas)
+    rules = replicas_command.read_routes(compared.routes or replicas_command.KNOWN)
+    is_default = compared.presets == ALL_PRESETS
+    if compared.variant or (not is_default and "," in compared.presets):
+        raise ConfigError("--routes compares rules under one preset; use --presets NAME")
+    config = simulation.config("headway" if is_default else compared.presets)
     requests = simulation.workload(workload).requests()
-    runs = run_all(requests, configs, machine, simulation.async_scheduling)
-    summaries, title = summaries_of(runs), f"{len(requests)} requests on {machine.name}"
-    if json_:
-        render.print_json(summaries)
-    else:
-        Console().print(render.comparison(title, summaries))
-    save_plot(_ttft_plot(title, runs), plot)
+    return requests, number, {
+        name: replicas_command.run_replicas(requests, config, simulation, number, rule, title=name)
+        for name, rule in rules.items()
+    }  # fmt: skip
 
 
 def _ttft_plot(title: str, results: Mapping[str, SimulationResult | ReplicasResult]) -> Plot:
@@ -136,18 +143,16 @@ def summaries_of(results: dict[str, SimulationResult]) -> dict[str, Summary]:
 
 
 def run_all(
-    requests: list[WorkloadRequest],
-    configs: dict[str, Config],
-    profile: Profile,
-    async_scheduling: bool,
+    requests: list[WorkloadRequest], configs: dict[str, Config], simulation: SimulationOptions
 ) -> dict[str, SimulationResult]:
     """Simulate the workload under every config; the results by name."""
     results, total = {}, sum(request.n for request in requests)
     for name, config in configs.items():
-        with options.progress_bar(f"simulating {name}", total) as progress:
+        with progress_bar(f"simulating {name}", total) as progress:
             results[name] = simulate(
-                requests, config, profile, async_scheduling=async_scheduling, progress=progress
-            )
+                requests, config, simulation.machine, progress=progress,
+                async_scheduling=simulation.async_scheduling,
+            )  # fmt: skip
     return results
 
 
@@ -169,12 +174,12 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
 
 def run_demo(*, as_json: bool) -> None:
     """Run and print the demo."""
-    console, profile = Console(), load_profile(DEMO_PROFILE)
+    console = Console()
     running = {name: running_per_step(name) for name in ("static", "vllm_v1", "headway")}
     shares = {name: sum(counts[:LONG]) / LONG / MAX_NUM_SEQS for name, counts in running.items()}
     requests = parse_synthetic(DEMO_WORKLOAD).generate()
-    configs = {name: make_config(name, profile, DEMO_CHANGES) for name in PRESETS}
-    summaries = summaries_of(run_all(requests, configs, profile, False))
+    configs = {name: DEMO.config(name, **DEMO_CHANGES) for name in PRESETS}
+    summaries = summaries_of(run_all(requests, configs, DEMO))
     if as_json:
         render.print_json({"utilization": shares, "presets": summaries})
         return
@@ -191,7 +196,7 @@ def run_demo(*, as_json: bool) -> None:
             highlight=False,
         )
     console.print()
-    title = f"{len(requests)} requests with shared prefixes on {profile.name}, small KV cache"
+    title = f"{len(requests)} requests with shared prefixes on {DEMO.machine.name}, small KV cache"
     console.print(render.comparison(title, summaries))
     console.print(
         "\n[dim]recomp: tokens recomputed after preemptions; between tokens: p50/p99/max[/]"
@@ -207,9 +212,8 @@ def running_per_step(name: str) -> list[float]:
         WorkloadRequest(id=str(i), pieces=(space.take(16),), num_output=length, max_tokens=length)
         for i, length in enumerate(lengths)
     ]
-    profile = load_profile(DEMO_PROFILE)
-    config = replace(make_config(name, profile, {}), max_num_seqs=MAX_NUM_SEQS)
-    return list(simulate(requests, config, profile).metrics.steps["running"])
+    config = replace(DEMO.config(name), max_num_seqs=MAX_NUM_SEQS)
+    return list(simulate(requests, config, DEMO.machine).metrics.steps["running"])
 
 
 def bars(values: list[float], longest: int) -> str:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from headway.cli.commands.serve import Model
-from headway.cli.options.common import panel, spread
+from headway.cli.commands.serve import MODEL
+from headway.cli.options.common import option, stderr
 from headway.cli.options.fleet import FleetFlags, anywhere
 from headway.cli.options.model import ServedFlags, load_model
 from headway.cli.options.packages import check_extras
-from headway.cli.options.serve import ServeFlags, ServeOptions
+from headway.cli.options.serve import ServeOptions
 from headway.errors import ConfigError
 from headway.options import EngineOptions
 
-_deploy = panel("Deployment")
+if TYPE_CHECKING:
+    from headway.on_ray.options import FleetOptions
+    from headway.server.process.serve import ServerFactory
+
+_deploy = partial(option, panel="Deployment")
 IMPORT_PATH = "headway.cli.commands.deploy:app"
 
 
@@ -27,23 +30,19 @@ IMPORT_PATH = "headway.cli.commands.deploy:app"
 class DeployFlags:
     """Name and form of the deployment."""
 
-    app_name: Annotated[str, _deploy("Name of the Serve application.", "--name")] = "headway"
-    delete: Annotated[bool, _deploy("Stop the application of this name instead.", "--delete")] = (
-        False
+    app_name: str = _deploy("headway", "Name of the Serve application.", "--name")
+    delete: bool = _deploy(False, "Stop the application of this name instead.", "--delete")
+    print_config: bool = _deploy(
+        False, "Print a config file for `serve deploy` instead of deploying.", "--print-config"
     )
-    print_config: Annotated[
-        bool,
-        _deploy("Print a config file for `serve deploy` instead of deploying.", "--print-config"),
-    ] = False
-    json_output: Annotated[bool, _deploy("Print the result as JSON.", "--json")] = False
+    json_output: bool = _deploy(False, "Print the result as JSON.", "--json")
 
 
-@spread
 def deploy_command(
-    name: Model = None,
+    name: str | None = MODEL,
     *,
     deployment: DeployFlags,
-    serving: ServeFlags,
+    serving: ServeOptions,
     fleet: FleetFlags,
     model: ServedFlags,
 ) -> None:
@@ -76,27 +75,20 @@ def deploy_command(
 
 def _check(serving: ServeOptions) -> None:
     """ConfigError for flags that have no meaning behind Serve's proxies."""
+    refused = "cannot be used with headway deploy"
     if serving.port == 0:
-        raise ConfigError(
-            "--port 0 cannot be used with headway deploy: Serve's proxies need a port"
-        )
+        raise ConfigError(f"--port 0 {refused}: Serve's proxies need a port")
     if serving.engine_process is not None:
-        raise ConfigError(
-            "--engine-process cannot be used with headway deploy: every replica is a process"
-        )
+        raise ConfigError(f"--engine-process {refused}: every replica is a process")
 
 
 def _deploy_now(
     deployment: DeployFlags, serving: ServeOptions, fleet: FleetFlags, model: EngineOptions
 ) -> None:
     from headway.on_ray.cluster import deploy
-    from headway.server.serving import server_factory
 
-    options = fleet.options(model, name=deployment.app_name)
-    assert options is not None, "--replicas has a value"
-    model = replace(model, threads=fleet.threads(model))
-    factory = server_factory(serving.options(model), load_model)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    factory, options = _server(deployment.app_name, serving, fleet, model)
+    console = stderr()
     with console.status("connecting to Ray") as status:
 
         def show(num_ready: int) -> None:
@@ -111,6 +103,18 @@ def _deploy_now(
         return
     console.print(f"{info.model_name} at {url}; {info.description}; --replicas {options.replicas}")
     console.print(f"Stop it with `headway deploy --delete --name {options.name}`.")
+
+
+def _server(
+    name: str, serving: ServeOptions, fleet: FleetFlags, model: EngineOptions
+) -> tuple[ServerFactory, FleetOptions]:
+    """What makes the servers, and the replicas; `fleet` has a number of them."""
+    from headway.server.serving import server_factory
+
+    options = fleet.options(model, name=name)
+    assert options is not None, "--replicas has a value"
+    model = replace(model, threads=fleet.threads(model))
+    return server_factory(serving.options(model), load_model), options
 
 
 PARTS: tuple[Any, ...] = (ServeOptions, FleetFlags, EngineOptions)
@@ -154,15 +158,11 @@ def app(args: dict[str, Any]) -> Any:
         raise ConfigError(f"unknown args: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
 
     from headway.on_ray.serve import application, shared
-    from headway.server.serving import server_factory
 
     def part(kind: type[Any]) -> Any:
         return kind(**{key: value for key, value in args.items() if known[key] is kind})
 
     serving, fleet, model = part(ServeOptions), part(FleetFlags), part(EngineOptions)
     fleet = replace(fleet, replicas=fleet.replicas or 1, ray_address="auto")
-    options = fleet.options(model, name=name)
-    assert options is not None, "replicas has a value"
-    model = anywhere(replace(model, threads=fleet.threads(model)))
-    factory = server_factory(serving.options(model), load_model)
+    factory, options = _server(name, serving, fleet, anywhere(model))
     return application(factory, shared(options), serving.api_server_count)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from headway.cli.commands.top import ApiKey, fetch
-from headway.cli.options.common import AllowOwnPolicies, Json, import_from_working_directory
+from headway.cli.commands.top import API_KEY, fetch
+from headway.cli.options import common as options
+from headway.cli.options.common import JSON, argument, option
 from headway.errors import ConfigError
 from headway.lab.cost import known_profiles
 from headway.lab.doctor.diagnose import diagnose
@@ -21,38 +20,29 @@ from headway.lab.doctor.live import TRIAL_SECONDS
 from headway.lab.doctor.text import diagnosis_text, findings_text, trial_text
 from headway.lab.doctor.trial import Recording, try_changes
 from headway.lab.summary import summarize
-from headway.record.lines import HeaderLine, Line
 from headway.record.reader import complete, read_journal, split_header
 from headway.record.stats import stats_of
 from headway.scheduler.policies.presets import own_policies
 from headway.scheduler.policies.text import ANY
 
 FILE_SUFFIXES = (".json", ".jsonl", ".gz", ".trace")
-Target = Annotated[
-    str, typer.Argument(metavar="URL|TRACE", help="URL of a server, or a trace file.")
-]
-Try = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--try",
-        metavar="SLOT=VALUE",
-        help="Simulate the recent requests with this change, such as chunk=at_most(512) or "
-        "max_num_seqs=64. Nothing is changed. May be repeated.",
-    ),
-]
-TrialProfile = Annotated[
-    str | None,
-    typer.Option("--profile", help="Model and costs, where the recorded steps do not suffice."),
-]
 
 
 def doctor_command(
-    target: Target = "http://127.0.0.1:8000",
-    try_: Try = None,
-    profile: TrialProfile = None,
-    api_key: ApiKey = None,
-    allow_own_policies: AllowOwnPolicies = False,
-    json_: Json = False,
+    target: str = argument(
+        "http://127.0.0.1:8000", "URL of a server, or a trace file.", metavar="URL|TRACE"
+    ),
+    try_: list[str] | None = option(
+        None,
+        "Simulate the recent requests with this change, such as chunk=at_most(512) or "
+        "max_num_seqs=64. Nothing is changed. May be repeated.",
+        "--try",
+        metavar="SLOT=VALUE",
+    ),
+    profile: str | None = option(None, "Model and costs, where the recorded steps do not suffice."),
+    api_key: str | None = API_KEY,
+    allow_own_policies: bool = options.ALLOW_OWN_POLICIES,
+    json_: bool = JSON,
 ) -> None:
     """Find problems of a running server or a trace; try a remedy before anything is changed.
 
@@ -61,7 +51,7 @@ def doctor_command(
     """
     changes = _changes(try_ or [])
     if Path(target).is_file():
-        import_from_working_directory()  # the recorded policies may be there
+        options.import_from_working_directory()  # the recorded policies may be there
         own = ANY if allow_own_policies else own_policies(changes)
         found = _of_trace(Path(target), changes, profile, own)
     elif _looks_like_a_file(target):
@@ -78,18 +68,19 @@ def doctor_command(
 
 def _looks_like_a_file(target: str) -> bool:
     """Whether a target has no scheme and no port, but a path or the suffix of a trace."""
-    has_port = re.match(r"[^/]+:\d+(/|$)", target) is not None
-    if "://" in target or has_port:
+    if "://" in target or re.match(r"[^/]+:\d+(/|$)", target):
         return False
     return "/" in target or os.sep in target or Path(target).suffix in FILE_SUFFIXES
 
 
 def _changes(texts: list[str]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in texts]
-    for (name, equals, value), text in zip(pairs, texts, strict=True):
-        if not (name.strip() and equals and value.strip()):
+    changes = {}
+    for text in texts:
+        name, _, value = map(str.strip, text.partition("="))
+        if not name or not value:
             raise ConfigError(f"--try must look like slot=value, not {text!r}")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+        changes[name] = value
+    return changes
 
 
 def _of_trace(
@@ -97,26 +88,15 @@ def _of_trace(
 ) -> dict[str, Any]:
     header, lines = split_header(read_journal(path))
     with complete(path):
-        return _diagnosis(header, lines, changes, profile, own)
-
-
-def _diagnosis(
-    header: HeaderLine,
-    lines: Iterator[Line],
-    changes: dict[str, str],
-    profile: str | None,
-    own: Container[str],
-) -> dict[str, Any]:
-    if changes:
-        recording = Recording(header=header, lines=list(lines))
-        recorded: str | None = header.profile
-        if recorded not in known_profiles():  # a trace must not name a file to read
-            recorded = None
-        return try_changes(recording, changes, profile or recorded, own)
-    stats = stats_of(chain([header], lines))
-    summary = summarize(stats)
-    findings = [finding._asdict() for finding in diagnose(summary, stats.config)]
-    return {"findings": findings, "config": stats.config, "summary": summary}
+        if changes:
+            recording = Recording(header=header, lines=list(lines))
+            # A trace must not name a file to read.
+            recorded = header.profile if header.profile in known_profiles() else None
+            return try_changes(recording, changes, profile or recorded, own)
+        stats = stats_of(chain([header], lines))
+        summary = summarize(stats)
+        findings = [finding._asdict() for finding in diagnose(summary, stats.config)]
+        return {"findings": findings, "config": stats.config, "summary": summary}
 
 
 def _text(found: dict[str, Any]) -> str:

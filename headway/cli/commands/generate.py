@@ -9,15 +9,16 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from headway.cli.options.common import check_writable, spread
+from headway.cli.options.common import argument, check_writable, option
 from headway.cli.options.model import EngineFlags, SamplingOptions, load_model, sampling_option
-from headway.cli.view import live, render
+from headway.cli.view import live
+from headway.cli.view.render import counted
 from headway.errors import HeadwayError, InvalidRequest
 from headway.lab.real import prompts
 from headway.lab.real.prompts import PromptEntry
@@ -27,48 +28,36 @@ if TYPE_CHECKING:  # these need optional packages
     from headway.engine.outputs import CompletionOutput, RequestOutput
     from headway.llm import LLM
 
-Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts to complete.")]
-File = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with prompts. A .jsonl file has an object per line with prompt, prompt_token_ids "
-        "or messages, and optionally id and sampling fields (max_tokens, temperature, seed, ...). "
-        "Any other file has a prompt per line; empty lines are skipped. '-' is stdin, read as JSON "
-        "if its first line begins with '{'."
-    ),
-]
-Out = Annotated[Path | None, typer.Option(help="Write the JSON lines of --json to this file.")]
-Json = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        help="Print a JSON line for each prompt as soon as it is done. 'index' is the position of "
-        "the prompt, 'id' its id in the file.",
-    ),
-]
-Row = dict[str, Any]
+Emit = Callable[[dict[str, object]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(SamplingOptions):
     """Sampling options that `headway chat` does not have."""
 
-    ignore_eos: Annotated[
-        bool, sampling_option("Continue after the end token.", "--ignore-eos")
-    ] = False
-    n: Annotated[int, sampling_option("Outputs per prompt.", "--n", "-n")] = 1
-    logprobs: Annotated[
-        int | None,
-        sampling_option("Return log probabilities, with N alternatives per token."),
-    ] = None
+    ignore_eos: bool = sampling_option(False, "Continue after the end token.", "--ignore-eos")
+    n: int = sampling_option(1, "Outputs per prompt.", "--n", "-n")
+    logprobs: int | None = sampling_option(
+        None, "Return log probabilities, with N alternatives per token."
+    )
 
 
-@spread
 def generate_command(
-    prompt: Prompts = None,
-    file: File = None,
-    out: Out = None,
-    json_: Json = False,
+    prompt: list[str] | None = argument(None, "Prompts to complete."),
+    file: Path | None = option(
+        None,
+        "File with prompts. A .jsonl file has an object per line with prompt, prompt_token_ids or "
+        "messages, and optionally id and sampling fields (max_tokens, temperature, seed, ...). Any "
+        "other file has a prompt per line; empty lines are skipped. '-' is stdin, read as JSON if "
+        "its first line begins with '{'.",
+    ),
+    out: Path | None = option(None, "Write the JSON lines of --json to this file."),
+    json_: bool = option(
+        False,
+        "Print a JSON line for each prompt as soon as it is done. 'index' is the position of the "
+        "prompt, 'id' its id in the file.",
+        "--json",
+    ),
     *,
     model: EngineFlags,
     sampling: GenerateOptions,
@@ -83,9 +72,12 @@ def generate_command(
     if out is not None:
         check_writable(out)
     with out.open("w", encoding="utf-8") if out else nullcontext() as output:
-        emit = _writer(output) if out or json_ else None
-        seconds, results = _run(asks, model, emit)
-    if emit is None:
+
+        def emit(line: dict[str, object]) -> None:
+            print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
+
+        seconds, results = _run(asks, model, emit if out or json_ else None)
+    if not (out or json_):
         _show(asks, results)
     if results and not json_:
         _print(Console(stderr=True), Text(_rates(results, seconds), "dim"))
@@ -94,7 +86,7 @@ def generate_command(
 
 
 def _run(
-    asks: list[PromptEntry], model: EngineOptions, emit: Callable[[Row], None] | None
+    asks: list[PromptEntry], model: EngineOptions, emit: Emit | None
 ) -> tuple[float, dict[int, RequestOutput]]:
     """Run all valid prompts; returns the seconds it took, and the outputs by index."""
     results: dict[int, RequestOutput] = {}
@@ -140,9 +132,9 @@ def answer(
     return found
 
 
-def row(ask: PromptEntry, result: RequestOutput | None = None) -> Row:
+def row(ask: PromptEntry, result: RequestOutput | None = None) -> dict[str, object]:
     """One line of output. Times are seconds since the prompt was submitted."""
-    line: Row = {"index": ask.index, "id": ask.id, "error": ask.error}
+    line: dict[str, object] = {"index": ask.index, "id": ask.id, "error": ask.error}
     if result is None:
         return line
     return line | {
@@ -155,7 +147,7 @@ def row(ask: PromptEntry, result: RequestOutput | None = None) -> Row:
     }
 
 
-def _described(sample: CompletionOutput, num_top: int | None) -> Row:
+def _described(sample: CompletionOutput, num_top: int | None) -> dict[str, object]:
     """A sample as JSON; `num_top` is the number of alternatives for each token."""
     line = asdict(sample)
     del line["cumulative_logprob"]
@@ -168,11 +160,6 @@ def _described(sample: CompletionOutput, num_top: int | None) -> Row:
             for token, found in zip(sample.token_ids, sample.logprobs, strict=True)
         ]  # fmt: skip
     return line
-
-
-def _writer(output: IO[str] | None) -> Callable[[Row], None]:
-    """A function that writes and flushes a line; None is stdout."""
-    return lambda line: print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
 
 
 def _show(asks: Sequence[PromptEntry], results: dict[int, RequestOutput]) -> None:
@@ -197,7 +184,7 @@ def _rates(results: dict[int, RequestOutput], seconds: float) -> str:
     num_cached = sum(result.num_cached_tokens for result in results.values())
     rate = num_tokens / seconds if seconds else 0.0
     return (
-        f"{render.counted(len(results), 'prompt')}, {render.counted(num_tokens, 'token')} in "
+        f"{counted(len(results), 'prompt')}, {counted(num_tokens, 'token')} in "
         f"{seconds:.1f} s: {rate:.1f} tokens/s; "
         f"{num_cached:,} of {num_prompt:,} prompt tokens from the cache"
     )

@@ -12,12 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from headway.cli.commands.compare import parse_variant
 from headway.cli.options import common as options
+from headway.cli.options.common import argument, option
 from headway.cli.options.simulation import SimulationOptions, without
-from headway.errors import ConfigError, FormatError, HeadwayError
+from headway.errors import ConfigError, HeadwayError
 from headway.lab.film.describe import frame_lines, why
 from headway.lab.film.format import Mark
 from headway.lab.film.reader import Film, read_film
@@ -32,8 +31,6 @@ from headway.lab.web.server import LabServer
 from headway.scheduler.policies.presets import own_policies
 from headway.scheduler.policies.text import ANY
 
-SOURCE = "A trace file, or a workload in the simulator's language."
-Source = Annotated[str, typer.Argument(help=SOURCE, show_default="an example")]
 COMMANDS = """\
 n [COUNT]   next step (also Enter)      b [COUNT]   back
 j STEP      jump to a step              m           next decision that matters
@@ -42,30 +39,22 @@ h           this list                   q           quit"""
 MATTERS = Mark.PREEMPTION | Mark.BLOCK | Mark.HIT | Mark.END
 
 
-@options.spread
 def lab_command(
-    source: Source = "",
-    port: Annotated[int, typer.Option(help="0 chooses a free port.", min=0, max=65535)] = 8700,
-    export: Annotated[
-        Path | None, typer.Option(help="Write the run as one HTML file instead of serving it.")
-    ] = None,
-    open_page: Annotated[
-        bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
-    ] = True,
-    attach: Annotated[
-        str | None, typer.Option(help="Follow a running server, e.g. http://host:8000.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="API key of that server.", envvar="HEADWAY_API_KEY")
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(help="Show a second scheduler beside it: 'preset; slot=value; number=value'."),
-    ] = None,
-    terminal: Annotated[
-        bool, typer.Option("--terminal", help="Show plain text and read commands: h lists them.")
-    ] = False,
-    allow_own_policies: options.AllowOwnPolicies = False,
+    source: str = argument(
+        "", "A trace file, or a workload in the simulator's language.", show_default="an example"
+    ),
+    port: int = option(8700, "0 chooses a free port.", min=0, max=65535),
+    export: Path | None = option(None, "Write the run as one HTML file instead of serving it."),
+    open_page: bool = option(True, "Open the page in a browser.", "--open/--no-open"),
+    attach: str | None = option(None, "Follow a running server, e.g. http://host:8000."),
+    api_key: str | None = option(None, "API key of that server.", envvar="HEADWAY_API_KEY"),
+    against: str | None = option(
+        None, "Show a second scheduler beside it: 'preset; slot=value; number=value'."
+    ),
+    terminal: bool = option(
+        False, "Show plain text and read commands: h lists them.", "--terminal"
+    ),
+    allow_own_policies: bool = options.ALLOW_OWN_POLICIES,
     *,
     simulation: Annotated[SimulationOptions, without("limit", "speed", "allowed_tokens")],
 ) -> None:
@@ -93,10 +82,9 @@ def lab_command(
     if export:
         film = b"".join(run)
         _warn(read_film([film]))
-        try:
-            export.write_bytes(exported([film]))
-        except OSError as error:
-            raise FormatError(export, None, f"cannot be written: {error.strerror}") from None
+        page = exported([film])
+        with options.written(export) as file:
+            file.write(page)
         print(f"{export} written ({export.stat().st_size / 1e3:.0f} kB); open it in a browser")
         return
     shown = {name: value for name, value in asdict(spec).items() if value}
@@ -117,7 +105,7 @@ def _step(spec: RunSpec, traces: dict[str, Path], own: Container[str]) -> None:
 
 
 def _spec(source: str, simulation: SimulationOptions) -> RunSpec:
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "preset": simulation.preset, "profile": simulation.profile, "set": simulation.changes,
         "async_scheduling": simulation.async_scheduling,
     }  # fmt: skip
@@ -143,7 +131,7 @@ def _warn(film: Film) -> None:
         print(f"warning: shown from the recorded lines alone: {notice}", file=sys.stderr)
 
 
-def _packed(spec: dict[str, Any]) -> str:
+def _packed(spec: dict[str, object]) -> str:
     """A run as the page's address has it: JSON in base64 for URLs."""
     return base64.urlsafe_b64encode(json.dumps(spec).encode()).decode().rstrip("=")
 

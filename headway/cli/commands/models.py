@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from headway.cli.options.common import Json, progress_bar
+from headway.cli.options.common import JSON, option, progress_bar
 from headway.cli.options.packages import install
 from headway.cli.view import render
 from headway.errors import ConfigError, ModelError
@@ -22,30 +22,26 @@ from headway.lab.cost import known_profiles, load_profile
 from headway.model.registry import ModelEntry, list_models, resolve
 from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS, describe, preset
 
-FRAME: dict[str, Any] = {"box": HEAVY_HEAD, "pad_edge": True}
-Fetch = Annotated[str | None, typer.Option(help="Download this model into the cache first.")]
-Verbose = Annotated[
-    bool,
-    typer.Option(
-        "--verbose",
-        help="Measure the forms of quantized matrices and the types of the KV cache too.",
-    ),
-]
+if TYPE_CHECKING:
+    from headway.model.weights.checkpoint import Checkpoint
 
-Presets = Annotated[
-    bool, typer.Option("--presets", help="List the scheduler presets and all policies instead.")
-]
-Profiles = Annotated[
-    bool, typer.Option("--profiles", help="List the bundled profiles for the simulator instead.")
-]
+framed_table = partial(render.table, box=HEAVY_HEAD, pad_edge=True)
 
 
 def models_command(
-    fetch: Fetch = None,
-    verbose: Verbose = False,
-    presets: Presets = False,
-    profiles: Profiles = False,
-    json_: Json = False,
+    fetch: str | None = option(None, "Download this model into the cache first."),
+    verbose: bool = option(
+        False,
+        "Measure the forms of quantized matrices and the types of the KV cache too.",
+        "--verbose",
+    ),
+    presets: bool = option(
+        False, "List the scheduler presets and all policies instead.", "--presets"
+    ),
+    profiles: bool = option(
+        False, "List the bundled profiles for the simulator instead.", "--profiles"
+    ),
+    json_: bool = JSON,
 ) -> None:
     """List bundled and cached models, the GPUs, and which --quantization is fastest on this CPU."""
     if presets and profiles:
@@ -56,9 +52,7 @@ def models_command(
     if fetch is not None:
         with progress_bar(f"fetching {fetch}", 1) as advance:
             resolve(fetch, progress=fractions(advance))
-    models, machine = list_models(), _machine()
-    if verbose and "layer" in machine and machine["native_kernels"] == "yes":
-        machine |= {"products": _products(), "kv_cache": _kv_cache()}
+    models, machine = list_models(), _machine(verbose)
     if json_:
         render.print_json({"models": [_row(m) for m in models], "machine": machine})
         return
@@ -82,29 +76,24 @@ def fractions(advance: Callable[[float], None]) -> Callable[[int, int], None]:
     return update
 
 
-def _machine() -> dict[str, Any]:
+def _machine(verbose: bool) -> dict[str, Any]:
     """The GPUs, and how fast the CPU computes one layer of the default model."""
     try:
-        from headway.model.devices import gpus, why_no_cuda
-        from headway.model.loader import open_checkpoint
-        from headway.model.precision import (
-            byte_products,
-            fastest,
-            num_threads,
-            probe,
-            why_not_native,
-        )
+        from headway.model import devices, loader, precision
     except ModuleNotFoundError as error:
         return {"error": f"{error.name} is not installed: {install('torch')}"}
     default = next((m.path for m in list_models() if m.path is not None), None)
-    found: dict[str, Any] = {"threads": num_threads(), "native_kernels": why_not_native() or "yes"}
-    if found["native_kernels"] == "yes":
-        found["byte_products"] = byte_products()
-    found |= {"cuda": why_no_cuda() or "yes", "gpus": [asdict(gpu) for gpu in gpus()]}
+    problem = precision.why_not_native()
+    found = {"threads": precision.num_threads(), "native_kernels": problem or "yes"}
+    if problem is None:
+        found["byte_products"] = precision.byte_products()
+    found["cuda"] = devices.why_no_cuda() or "yes"
+    found["gpus"] = [asdict(gpu) for gpu in devices.gpus()]
     if default is None:
         return found | {"error": "no model is downloaded yet: try --fetch smollm2-135m"}
     try:
-        speeds = probe(open_checkpoint(default).config)
+        checkpoint = loader.open_checkpoint(default)
+        speeds = precision.probe(checkpoint.config)
     except ModelError as error:
         return found | {"error": str(error)}
     layers = {
@@ -114,38 +103,32 @@ def _machine() -> dict[str, Any]:
         }
         for speed in speeds
     }
-    return found | {"fastest": fastest(speeds), "layer": layers}
+    found |= {"fastest": precision.fastest(speeds), "layer": layers}
+    return found | _kernels(checkpoint) if verbose and problem is None else found
 
 
-def _products() -> dict[str, Any]:
-    """The forms of each quantized matrix of the default model, and why one is chosen."""
-    from headway.model.loader import open_checkpoint
+def _kernels(checkpoint: Checkpoint) -> dict[str, object]:
+    """The forms of each quantized matrix and why one is chosen, and the KV cache by type."""
+    from headway.model.backends.native.kv_probe import probe_kv_cache
     from headway.model.precision import probe_products
 
-    path = next(m.path for m in list_models() if m.path is not None)
-    return {each.matrix: each.summary() for each in probe_products(open_checkpoint(path))}
-
-
-def _kv_cache() -> dict[str, Any]:
-    """The KV cache of the default model by type: its size, and the time of a decode's attention."""
-    from headway.model.backends.native.kv_probe import probe_kv_cache
-    from headway.model.loader import open_checkpoint
-
-    path = next(m.path for m in list_models() if m.path is not None)
     return {
-        each.dtype: {"token_bytes": each.token_bytes, "attention_ms": each.seconds * 1e3}
-        for each in probe_kv_cache(open_checkpoint(path).config)
+        "products": {each.matrix: each.summary() for each in probe_products(checkpoint)},
+        "kv_cache": {
+            each.dtype: {"token_bytes": each.token_bytes, "attention_ms": each.seconds * 1e3}
+            for each in probe_kv_cache(checkpoint.config)
+        },
     }
 
 
-def _print_kv_cache(console: Console, types: dict[str, Any]) -> None:
+def _print_kv_cache(console: Console, types: dict[str, dict[str, float]]) -> None:
     columns = ("type", "bytes per token", "attention of a layer: 32 decodes of 256 tokens")
     rows = [
         (name, f"{each['token_bytes']:,}", f"{each['attention_ms']:,.3f} ms")
         for name, each in types.items()
     ]
     title = "KV cache by --kv-cache-dtype (auto is float32)"
-    console.print(render.table(columns, rows, title=title, **FRAME))
+    console.print(framed_table(columns, rows, title=title))
 
 
 def _print_products(console: Console, products: dict[str, Any]) -> None:
@@ -160,7 +143,7 @@ def _print_products(console: Console, products: dict[str, Any]) -> None:
             shown = f"[bold]{form}[/] (chosen)" if form == product["chosen"] else form
             rows.append((name, shown, *(f"{us:,.0f}" for us in found["us_by_rows"].values())))
             name = ""
-    console.print(render.table(columns, rows, ("form",), no_wrap=True, title=title, **FRAME))
+    console.print(framed_table(columns, rows, ("form",), no_wrap=True, title=title))
     console.print("A matrix has one form, so that a row does not depend on the rows beside it.")
     for matrix, product in products.items():
         console.print(f"{matrix}: {product['why']}", highlight=False)
@@ -176,7 +159,7 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
             is_fastest = name == machine["fastest"]
             rows.append((f"[bold]{name}[/] (fastest)" if is_fastest else name, *cells))
         columns = ("dtype", "1 row", "32 rows")
-        console.print(render.table(columns, rows, title=title, **FRAME))
+        console.print(framed_table(columns, rows, title=title))
     for gpu in machine.get("gpus", ()):
         memory = f"{gpu['num_bytes'] / 2**30:.1f} GiB"
         console.print(f"GPU {gpu['device']}: {escape(gpu['name'])}, {memory}", highlight=False)
@@ -185,29 +168,23 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
     if machine.get("native_kernels", "yes") != "yes":
         reason = f"Native kernels are not used: {escape(machine['native_kernels'])}"
         console.print(f"{reason}. Plain torch is slower; a C compiler (gcc) enables them.")
-    _print_kernels(console, machine)
+    if "byte_products" in machine:
+        console.print(f"Products with quantized weights: {machine['byte_products']}")
+    if machine.get("products"):
+        _print_products(console, machine["products"])
+    if machine.get("kv_cache"):
+        _print_kv_cache(console, machine["kv_cache"])
     if "error" in machine:
         console.print(f"[dim]{escape(machine['error'])}[/]")
 
 
-def _print_kernels(console: Console, machine: dict[str, Any]) -> None:
-    if "byte_products" in machine:
-        console.print(f"Products with quantized weights: {machine['byte_products']}")
-    for name, show in (("products", _print_products), ("kv_cache", _print_kv_cache)):
-        if machine.get(name):
-            show(console, machine[name])
-
-
-def _row(model: ModelEntry) -> dict[str, Any]:
+def _row(model: ModelEntry) -> dict[str, object]:
+    path = None if model.path is None else str(model.path)
     return {
-        "name": model.name,
-        "origin": model.origin,
-        "is_fetched": model.path is not None,
-        "num_bytes": model.num_bytes,
-        "licence": model.licence,
-        "path": None if model.path is None else str(model.path),
+        "name": model.name, "origin": model.origin, "is_fetched": path is not None,
+        "num_bytes": model.num_bytes, "licence": model.licence, "path": path,
         "description": model.description,
-    }
+    }  # fmt: skip
 
 
 def _table(models: list[ModelEntry]) -> Table:
@@ -217,10 +194,8 @@ def _table(models: list[ModelEntry]) -> Table:
     for model in models:
         size = f"{model.num_bytes / 1e6:,.0f} MB"
         path = "[dim]downloaded on first use[/]" if model.path is None else escape(str(model.path))
-        licence = escape(model.licence)
-        table.add_row(
-            escape(model.name), model.origin, size, licence, path, escape(model.description)
-        )
+        name, licence, description = map(escape, (model.name, model.licence, model.description))
+        table.add_row(name, model.origin, size, licence, path, description)
     return table
 
 
@@ -249,10 +224,7 @@ def _list_presets(as_json: bool) -> None:
 def _list_profiles(as_json: bool) -> None:
     """The bundled profiles: a model on a machine, for the simulator."""
     profiles = [load_profile(name) for name in known_profiles()]
-    if as_json:
-        render.print_json({p.name: {"kv_tokens": p.kv_tokens} for p in profiles})
-        return
     columns = ("name", "KV tokens", "description")
     rows = [(each.name, f"{each.kv_tokens:,}", each.description) for each in profiles]
-    shown = render.table(columns, rows, columns, title="Profiles", show_lines=True, **FRAME)
-    Console().print(shown)
+    shown = framed_table(columns, rows, columns, title="Profiles", show_lines=True)
+    render.show({p.name: {"kv_tokens": p.kv_tokens} for p in profiles}, shown, as_json=as_json)

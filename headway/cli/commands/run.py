@@ -7,18 +7,18 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
 
 from headway.cli.commands import generate
-from headway.cli.options.common import Json, check_writable, spread
+from headway.cli.options.common import JSON, check_writable, option
 from headway.cli.options.model import EngineFlags, load_model
-from headway.cli.view import live, render
+from headway.cli.view import live
+from headway.cli.view.render import counted, print_json, seconds
 from headway.errors import FormatError
 from headway.lab.real.prompts import PromptEntry
 from headway.lab.summary import Summary, summarize
@@ -50,14 +50,6 @@ HINTS = (
     "      [bold]headway run --trace-out run.jsonl[/]             for headway trace",
     "      [bold]headway chat[/], [bold]headway generate --help[/], [bold]headway bench --help[/]",
 )
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Maximum number of output tokens of a prompt.",
-        show_default="each prompt's own",
-        min=1,
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +97,17 @@ PROMPTS = (
 )  # fmt: skip
 
 
-@spread
-def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: EngineFlags) -> None:
+def run_command(
+    max_tokens: int | None = option(
+        None,
+        "Maximum number of output tokens of a prompt.",
+        show_default="each prompt's own",
+        min=1,
+    ),
+    json_: bool = JSON,
+    *,
+    model: EngineFlags,
+) -> None:
     """Run ten prompts together, show the scheduler's decisions, then print the texts.
 
     max_num_seqs and the KV cache are small by default, so that requests wait and blocks run out.
@@ -128,13 +129,10 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Eng
     if json_:
         rows = [generate.row(*both) for both in zip(entries, results, strict=True)]
         kv_cache = {"dtype": llm.loaded.kv_dtype, "num_bytes": llm.loaded.kv_bytes}
-        run = {
-            "model": llm.model_name,
-            "config": metrics.config,
-            "kv_cache": kv_cache,
-            "results": rows,
-        }
-        render.print_json({**run, "summary": summary})
+        print_json({
+            "model": llm.model_name, "config": metrics.config, "kv_cache": kv_cache,
+            "results": rows, "summary": summary,
+        })  # fmt: skip
         return
     _show(llm, results, summary)
     if trace is not None:
@@ -160,15 +158,12 @@ def _entry(llm: LLM, index: int, limit: int | None) -> PromptEntry:
         max_tokens=min(sample.num_tokens, limit or sample.num_tokens), temperature=TEMPERATURE,
         top_p=TOP_P, repetition_penalty=REPETITION_PENALTY, stop=sample.stop, seed=sample.seed,
     )  # fmt: skip
-    content = _chat(llm, sample.text) if sample.is_chat else sample.prefix + sample.text
+    content: str | list[int] = sample.prefix + sample.text
+    if sample.is_chat and llm.tokenizer is not None and llm.tokenizer.chat_template:
+        content = llm.chat_tokens([{"role": "user", "content": sample.text}])
+    elif sample.is_chat:
+        content = f"Question: {sample.text}\nAnswer:"
     return PromptEntry(index=index, id=sample.name, content=content, params=params)
-
-
-def _chat(llm: LLM, text: str) -> str | list[int]:
-    """The prompt by the model's chat template; without a template, a question in plain text."""
-    if llm.tokenizer is None or not llm.tokenizer.chat_template:
-        return f"Question: {text}\nAnswer:"
-    return llm.chat_tokens([{"role": "user", "content": text}])
 
 
 def _show(llm: LLM, results: Sequence[RequestOutput], summary: Summary) -> None:
@@ -181,25 +176,24 @@ def _show(llm: LLM, results: Sequence[RequestOutput], summary: Summary) -> None:
         f"[bold]{summary['output_tokens']:,} tokens in {summary['seconds']:.1f} s: "
         f"{summary['output_tokens_per_second']:.1f} tokens/s[/] from "
         f"{escape(Path(llm.model_name).name)}; median time to first token "
-        f"{render.seconds(summary['ttft']['p50'])}.",
-        f"{render.counted(summary['steps'], 'step')} with {summary['per_step']['running']:.1f} running requests on "
-        f"average; {num_cached:,} of {summary['prompt_tokens']:,} prompt tokens from the prefix "
-        f"cache; {render.counted(summary['preemptions'], 'preemption')}; "
-        f"{render.counted(summary['recomputed_tokens'], 'token')} recomputed.",
+        f"{seconds(summary['ttft']['p50'])}.",
+        f"{counted(summary['steps'], 'step')} with {summary['per_step']['running']:.1f} running "
+        f"requests on average; {num_cached:,} of {summary['prompt_tokens']:,} prompt tokens from "
+        f"the prefix cache; {counted(summary['preemptions'], 'preemption')}; "
+        f"{counted(summary['recomputed_tokens'], 'token')} recomputed.",
         f"{llm.loaded.kv_cache}.",
         "",
         *HINTS,
     )
-    for line in lines:
-        console.print(line)
+    console.print(*lines, sep="\n")
 
 
 def _panel(sample: ExamplePrompt, result: RequestOutput) -> Panel:
     text = _trimmed(result)
     body = Text("… " if sample.prefix else "", "dim").append(sample.text, "dim")
     body.append("\n\n" if sample.is_chat else " ").append(text, "not dim")
-    first_token = render.seconds(result.metrics.first_token)
-    facts = f"{render.counted(result.num_generated, 'token')}, first token after {first_token}"
+    first_token = seconds(result.metrics.first_token)
+    facts = f"{counted(result.num_generated, 'token')}, first token after {first_token}"
     if result.num_cached_tokens:
         num_prompt = len(result.prompt_token_ids)
         facts += f", {result.num_cached_tokens} of {num_prompt} prompt tokens cached"

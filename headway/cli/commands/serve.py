@@ -5,29 +5,25 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from headway.cli.options.common import spread
+from headway.cli.options.common import argument, stderr
 from headway.cli.options.fleet import FleetFlags, anywhere, run_fleet
 from headway.cli.options.model import MODEL_HELP, ServedFlags, load_model
 from headway.cli.options.packages import check_extras
-from headway.cli.options.serve import ServeFlags
+from headway.cli.options.serve import ServeOptions
 
 if TYPE_CHECKING:
     from headway.server.serving import ModelInfo
 
-Model = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default="smollm2-135m")
-]
+MODEL = argument(None, MODEL_HELP, metavar="MODEL", show_default="smollm2-135m")
 
 
-@spread
 def serve_command(
-    name: Model = None, *, serving: ServeFlags, fleet: FleetFlags, model: ServedFlags
+    name: str | None = MODEL, *, serving: ServeOptions, fleet: FleetFlags, model: ServedFlags
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, and a live page at /.
 
@@ -67,7 +63,7 @@ def serve_command(
 
 def announce(url: str, info: ModelInfo) -> None:
     """Print the address of a server that is ready."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = stderr()
     name = escape(info.model_name)
     scheduling = f"preset {info.preset}, max_model_len {info.max_model_len}"
     with suppress(OSError):  # stderr may be a file on a full disk

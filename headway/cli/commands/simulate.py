@@ -4,46 +4,41 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
 from headway.cli.commands import replicas as replicas_command
-from headway.cli.commands.disaggregate import compare_pools, parse_pools
-from headway.cli.options import common as options
-from headway.cli.options.simulation import DEFAULT_WORKLOAD, SimulationFlags, WorkloadText
+from headway.cli.options.common import JSON, argument, option, progress_bar, written
+from headway.cli.options.simulation import (
+    DEFAULT_WORKLOAD,
+    WORKLOAD,
+    SimulationFlags,
+    SimulationOptions,
+)
 from headway.cli.view import render
+from headway.config import Config
 from headway.errors import ConfigError
+from headway.fleet.routing import DEFAULT_ROUTE
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import WorkloadRequest
 
-TraceOut = Annotated[
-    Path | None, typer.Option(help="Write a trace of all decisions; see `headway trace`.")
-]
-Disaggregate = Annotated[
-    str | None,
-    typer.Option(
-        metavar="P:D",
-        help="Run P prefill and D decode replicas, and as many colocated ones to compare with.",
-    ),
-]
 
-
-@options.spread
 def simulate_command(
-    workload: WorkloadText = DEFAULT_WORKLOAD,
-    trace_out: TraceOut = None,
-    trace_blocks: Annotated[
-        bool, typer.Option("--trace-blocks", help=options.TRACE_BLOCKS)
-    ] = False,
-    trace_redact: Annotated[
-        bool, typer.Option("--trace-redact", help=options.TRACE_REDACT)
-    ] = False,
-    replicas: replicas_command.Replicas = None,
-    route: replicas_command.Route = None,
-    disaggregate: Disaggregate = None,
-    json_: options.Json = False,
+    trace: replicas_command.TraceFlags,
+    workload: str = argument(DEFAULT_WORKLOAD, WORKLOAD),
+    replicas: int | None = option(None, replicas_command.REPLICAS, metavar="N"),
+    route: str | None = option(
+        None,
+        f"Which replica gets a request: {replicas_command.KNOWN}, or module:function.",
+        show_default=DEFAULT_ROUTE,
+    ),
+    disaggregate: str | None = option(
+        None,
+        "Run P prefill and D decode replicas, and as many colocated ones to compare with.",
+        metavar="P:D",
+    ),
+    json_: bool = JSON,
     *,
     simulation: SimulationFlags,
 ) -> None:
@@ -51,43 +46,56 @@ def simulate_command(
 
     The exit code is 1 if all requests were rejected.
     """
-    machine, config = simulation.machine, simulation.config()
-    title, is_async = f"{simulation.preset} on ", simulation.async_scheduling
-    trace: dict[str, Any] = {"trace_blocks": trace_blocks, "trace_redact": trace_redact}
-    if disaggregate is not None or replicas is not None:
-        pools = _pools(disaggregate, replicas, trace_out)
+    config, title = simulation.config(), f"{simulation.preset} on "
+    if disaggregate is None and replicas is None:
+        if route is not None:
+            raise ConfigError(f"--route {route} needs --replicas or --disaggregate")
+        requests = simulation.workload(workload).requests()
+        rejected = _run_one(title, requests, config, trace, simulation, as_json=json_)
+    else:
+        number = _pools(disaggregate, replicas, trace.trace_out)
         rule = replicas_command.read_route(route)
         requests = simulation.workload(workload).requests()
-        if isinstance(pools, tuple):
-            rejected = compare_pools(
-                requests, config, machine, pools, route=rule, async_scheduling=is_async,
-                as_json=json_,
-            ).rejected  # fmt: skip
+        if isinstance(number, tuple):
+            rejected = replicas_command.compare_pools(
+                requests, config, simulation, number, route=rule, as_json=json_
+            ).rejected
         else:
-            several = replicas_command.run_replicas(
-                requests, config, machine, pools, rule, async_scheduling=is_async,
-                trace_out=trace_out, **trace,
-            )  # fmt: skip
-            rejected = several.rejected
-            title += f"{pools} x {machine.name}, route {several.route}"
-            replicas_command.print_replicas(title, several, as_json=json_)
-        _check_rejected(rejected, requests)
-        return
-    if route is not None:
-        raise ConfigError(f"--route {route} needs --replicas or --disaggregate")
-    requests = simulation.workload(workload).requests()
-    total = sum(request.n for request in requests)
+            found = replicas_command.run_replicas(
+                requests, config, simulation, number, rule, trace=trace
+            )
+            rejected = found.rejected
+            title += f"{number} x {simulation.machine.name}, route {found.route}"
+            replicas_command.print_replicas(title, found, as_json=json_)
+    if len(rejected) == len(requests):
+        render.print_error(f"all requests were rejected; the first: {rejected[0][1]}")
+        raise typer.Exit(1)
+
+
+def _run_one(
+    title: str,
+    requests: list[WorkloadRequest],
+    config: Config,
+    trace: replicas_command.TraceFlags,
+    simulation: SimulationOptions,
+    *,
+    as_json: bool,
+) -> list[tuple[str, str]]:
+    """Simulate one replica and print its report; the rejected requests with their reasons."""
+    total, path = sum(request.n for request in requests), trace.trace_out
     with (
-        options.written(trace_out) if trace_out else nullcontext() as file,
-        options.progress_bar(f"simulating {simulation.preset}", total) as progress,
+        written(path) if path else nullcontext() as file,
+        progress_bar(f"simulating {simulation.preset}", total) as progress,
     ):
         result = simulate(
-            requests, config, machine, async_scheduling=is_async, trace=file, progress=progress,
-            **trace,
+            requests, config, simulation.machine, async_scheduling=simulation.async_scheduling,
+            trace=file, trace_blocks=trace.trace_blocks, trace_redact=trace.trace_redact,
+            progress=progress,
         )  # fmt: skip
     summary, facts = summarize(result.metrics, len(result.rejected)), result.metrics.config
-    render.print_run(title + machine.name, summary, facts, result.rejected, as_json=json_)
-    _check_rejected(result.rejected, requests)
+    title += simulation.machine.name
+    render.print_run(title, summary, facts, result.rejected, as_json=as_json)
+    return result.rejected
 
 
 def _pools(
@@ -102,10 +110,4 @@ def _pools(
         )
     if trace_out:
         raise ConfigError("--trace-out cannot be used with --disaggregate")
-    return parse_pools(disaggregate)
-
-
-def _check_rejected(rejected: list[tuple[str, str]], requests: list[WorkloadRequest]) -> None:
-    if len(rejected) == len(requests):
-        render.print_error(f"all requests were rejected; the first: {rejected[0][1]}")
-        raise typer.Exit(1)
+    return replicas_command.read_pools(disaggregate)

@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any
+from dataclasses import MISSING, asdict
+from pathlib import Path
 
-import typer
 from rich.console import Console
 
-from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
-from headway.cli.options.simulation import DEFAULT_WORKLOAD, ProfileName, SimulationFlags
+from headway.cli.options.common import JSON, argument, option, progress_bar
+from headway.cli.options.planner import PLOT
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, PROFILE, SimulationFlags
 from headway.cli.view import render
 from headway.lab.cost import load_profile
 from headway.lab.film.spec import DEFAULT_PROFILE
-from headway.lab.planner import breakeven
+from headway.lab.planner import breakeven, sweep
 from headway.lab.planner.evaluate import Job
 from headway.lab.planner.space import KNOBS, WORKLOAD_KNOBS, check, parse_knobs, points, text_of
-from headway.lab.planner.sweep import (
-    SweepPoint,
-    check_metric,
-    metric_of,
-    over_seeds,
-    plot_of,
-    run_sweep,
-)
 
 BREAKEVEN_TERMS = (
     "swap: the copies out and in. recompute: the time that the tokens add to steps that run anyway. "
     "recompute alone: in a step of their own."
 )
-Knobs = Annotated[
-    list[str],
-    typer.Argument(
-        help="name=value,value: a number, a slot such as chunk=at_most(512),split_any, preset, "
-        "speed or seed. All combinations are run."
-    ),
-]
-Metric = Annotated[
-    str, typer.Option(help="What is plotted: a number of the JSON report, e.g. ttft.p99.")
-]
-WorkloadText = Annotated[
-    str, typer.Option("--workload", "-w", help="Workload file or text, as for `headway simulate`.")
-]
 
 
-@options.spread
 def sweep_command(
-    knobs: Knobs,
-    workload: WorkloadText = DEFAULT_WORKLOAD,
-    metric: Metric = "output_tokens_per_second",
-    plot: planner_options.PlotFile = None,
-    json_: options.Json = False,
+    knobs: list[str] = argument(
+        MISSING,
+        "name=value,value: a number, a slot such as chunk=at_most(512),split_any, preset, speed or "
+        "seed. All combinations are run.",
+    ),
+    workload: str = option(
+        DEFAULT_WORKLOAD, "Workload file or text, as for `headway simulate`.", "--workload", "-w"
+    ),
+    metric: str = option(
+        "output_tokens_per_second", "What is plotted: a number of the JSON report, e.g. ttft.p99."
+    ),
+    plot: Path | None = PLOT,
+    json_: bool = JSON,
     *,
     runs: planner_options.RunOptions,
     simulation: SimulationFlags,
@@ -65,12 +51,12 @@ def sweep_command(
     )  # fmt: skip
     with runs.evaluator() as evaluator:
         space = check(parse_knobs(knobs, (*KNOBS, *WORKLOAD_KNOBS)), base.settings, machine)
-        check_metric(metric, base)
-        with options.progress_bar("simulating", len(points(space))) as evaluator.advance:
-            results = run_sweep(space, base, evaluator)
+        sweep.check_metric(metric, base)
+        with progress_bar("simulating", len(points(space))) as evaluator.advance:
+            results = sweep.run_sweep(space, base, evaluator)
     num_seeds = len(space.get("seed", ()))
-    shown = over_seeds(results) if num_seeds > 1 and len(space) > 1 else results
-    drawn = plot_of(shown, metric)
+    shown = sweep.over_seeds(results) if num_seeds > 1 and len(space) > 1 else results
+    drawn = sweep.plot_of(shown, metric)
     if json_:
         reports = [{"knobs": each.knobs, **each.outcome.summary} for each in results]
         render.print_json({**planner_options.described(machine), "runs": reports})
@@ -81,26 +67,26 @@ def sweep_command(
     planner_options.save_plot(drawn, plot)
 
 
-def _print_sweep(title: str, results: list[SweepPoint], metric: str) -> None:
+def _print_sweep(title: str, results: list[sweep.SweepPoint], metric: str) -> None:
     rows = {", ".join(map(str, each.knobs.values())): each.outcome.summary for each in results}
     Console().print(render.comparison(title, rows, header=", ".join(results[0].knobs)))
     if metric != "output_tokens_per_second":
         return
-    best = max(results, key=lambda each: metric_of(each.outcome.summary, metric))
+    best = max(results, key=lambda each: sweep.metric_of(each.outcome.summary, metric))
     Console().print(f"\nmost output tokens per second: {text_of(best.knobs)}", highlight=False)
 
 
 def breakeven_command(
-    profile: ProfileName = DEFAULT_PROFILE,
-    plot: planner_options.PlotFile = None,
-    json_: options.Json = False,
+    profile: str = option(DEFAULT_PROFILE, PROFILE, "--profile"),
+    plot: Path | None = PLOT,
+    json_: bool = JSON,
 ) -> None:
     """Compare swapping with recomputing a preempted request, by its length."""
     planner_options.check_plot(plot)
     machine = load_profile(profile)
     rows, at, drawn = breakeven.table(machine), breakeven.crossing(machine), breakeven.plot(machine)
     if json_:
-        lines: list[dict[str, Any]] = [{**asdict(row), "cheaper": row.cheaper} for row in rows]
+        lines = [{**asdict(row), "cheaper": row.cheaper} for row in rows]
         render.print_json({**planner_options.described(machine), "crossing": at, "rows": lines})
     else:
         columns = ("tokens", "swap", "recompute", "recompute alone", "cheaper")

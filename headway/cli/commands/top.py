@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-import typer
 from rich.console import Console
 from rich.live import Live
 
+from headway.cli.options.common import argument, option
 from headway.cli.view.top import picture
 from headway.errors import ConfigError
 
@@ -24,20 +24,14 @@ if TYPE_CHECKING:
 
 TIMEOUT = 5.0  # seconds
 RETRY_SECONDS = 0.25
-
-Url = Annotated[str, typer.Argument(help="URL of the server.")]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="HEADWAY_API_KEY", help="API key, if the server requires one.")
-]
-Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")]
-Once = Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")]
+API_KEY = option(None, "API key, if the server requires one.", envvar="HEADWAY_API_KEY")
 
 
 def top_command(
-    url: Url = "http://127.0.0.1:8000",
-    api_key: ApiKey = None,
-    every: Every = 0.5,
-    once: Once = False,
+    url: str = argument("http://127.0.0.1:8000", "URL of the server."),
+    api_key: str | None = API_KEY,
+    every: float = option(0.5, "Seconds between two updates.", min=0.1),
+    once: bool = option(False, "Print one snapshot and exit.", "--once"),
 ) -> None:
     """Watch a running server: requests, KV blocks, rates, latest decisions. Press q to quit."""
     console = Console()

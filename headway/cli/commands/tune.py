@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import NamedTuple
 
-import typer
 from rich.console import Console
 
-from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
+from headway.cli.options.common import JSON, argument, option, progress_bar
 from headway.cli.options.packages import check_extras
-from headway.cli.options.simulation import DEFAULT_WORKLOAD, SimulationFlags, WorkloadText
+from headway.cli.options.planner import PLOT
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, WORKLOAD, SimulationFlags
 from headway.cli.view import render
 from headway.lab.planner import advice
 from headway.lab.planner.evaluate import Evaluator, make_config
@@ -26,33 +27,34 @@ from headway.lab.summary import summarize
 from headway.lab.svg import Curve, Plot
 
 TEXTS = ("settings", "instead of")  # columns aligned left
-Budget = Annotated[
-    int,
-    typer.Option(help="How much to simulate, in runs of the whole workload.", min=1, max=100_000),
-]
-KnobValues = Annotated[
-    list[str] | None,
-    typer.Option("--knob", help="Search only these knobs: name=value,value. May be repeated."),
-]
-Verify = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Run the best settings on a real model, in real time, and compare with the prediction. "
-        "The profile must be that of the model on this machine.",
-    ),
-]
 
 
-@options.spread
+class Commands(NamedTuple):
+    """The best settings as command lines to paste."""
+
+    headway: str
+    vllm: str
+    without_vllm_counterpart: list[str]
+    lab: str | None
+
+
 def tune_command(
-    workload: WorkloadText = DEFAULT_WORKLOAD,
-    knob: KnobValues = None,
-    budget: Budget = 60,
-    seed: Annotated[int, typer.Option(help="Of the search and the fresh seeds.", min=0)] = 0,
-    verify: Verify = None,
-    plot: planner_options.PlotFile = None,
-    json_: options.Json = False,
+    workload: str = argument(DEFAULT_WORKLOAD, WORKLOAD),
+    knob: list[str] | None = option(
+        None, "Search only these knobs: name=value,value. May be repeated.", "--knob"
+    ),
+    budget: int = option(
+        60, "How much to simulate, in runs of the whole workload.", min=1, max=100_000
+    ),
+    seed: int = option(0, "Of the search and the fresh seeds.", min=0),
+    verify: str | None = option(
+        None,
+        "Run the best settings on a real model, in real time, and compare with the prediction. "
+        "The profile must be that of the model on this machine.",
+        metavar="MODEL",
+    ),
+    plot: Path | None = PLOT,
+    json_: bool = JSON,
     *,
     targets: planner_options.TargetOptions,
     runs: planner_options.RunOptions,
@@ -66,8 +68,7 @@ def tune_command(
     if verify:
         check_extras("--verify", "torch")
     with runs.evaluator() as evaluator:
-        base = simulation.settings
-        machine = simulation.machine
+        base, machine = simulation.settings, simulation.machine
         space = parse_knobs(knob or ()) or default_space(make_config(base, machine))
         free = {name: values for name, values in space.items() if name not in simulation.changes}
         question = TuneQuestion(
@@ -75,16 +76,14 @@ def tune_command(
             targets=planner_options.read_targets(targets), space=check(free, base, machine),
             async_scheduling=simulation.async_scheduling,
         )  # fmt: skip
-        with options.progress_bar("simulating", budget) as evaluator.advance:
+        with progress_bar("simulating", budget) as evaluator.advance:
             answer = tune(question, evaluator, budget=budget, seed=seed)
         verified = _verified(question, answer, evaluator, verify) if verify else []
-    drawn, commands = pareto_plot(answer), _commands(question, answer, simulation.profile)
+    drawn, commands = _pareto_plot(answer), _commands(question, answer, simulation.profile)
     if json_:
         render.print_json(_described(question, answer, verified, commands))
     else:
-        _print(question, answer)
-        _print_commands(Console(highlight=False), commands)
-        _print_verified(Console(highlight=False), verified)
+        _print(Console(highlight=False), question, answer, verified, commands)
         planner_options.print_end(drawn, machine)
     planner_options.save_plot(drawn, plot)
 
@@ -100,38 +99,33 @@ def _verified(
     config = with_profile(make_config(job.settings, job.profile), job.profile)
     requests = question.workload.requests()
     sizes = {name: getattr(config, name) for name in FITTING}
-    with LLM(model, **sizes) as llm, options.progress_bar("measuring", len(requests)) as progress:
+    with LLM(model, **sizes) as llm, progress_bar("measuring", len(requests)) as progress:
         stats = run_workload(
             llm, requests, config, async_scheduling=job.async_scheduling, progress=progress
         )
     return compare(predicted.summary, summarize(stats))
 
 
-def pareto_plot(answer: Answer) -> Plot:
+def _pareto_plot(answer: Answer) -> Plot:
     """Throughput of the device against the speed that a user sees."""
     at = tuple((p.tokens_per_second_per_user, p.tokens_per_second) for p in answer.pareto)
     curve = Curve(name="settings that no others beat in both", points=at)
     return Plot(title="Pareto front", x="tokens/s per user", y="tok/s", curves=(curve,))
 
 
-def _commands(question: TuneQuestion, answer: Answer, profile: str) -> dict[str, Any]:
-    settings = {**question.base, **answer.settings}
-    vllm = advice.vllm_command(complete(question, answer.settings),
-                               async_scheduling=question.async_scheduling)  # fmt: skip
+def _commands(question: TuneQuestion, answer: Answer, profile: str) -> Commands:
+    best = complete(question, answer.settings)
+    vllm = advice.vllm_command(best, async_scheduling=question.async_scheduling)
     text = question.workload.text
-    return {
-        "headway": advice.serve_command(settings), "vllm": vllm.command,
-        "without_vllm_counterpart": vllm.without_counterpart,
-        "lab": advice.lab_command(question.base, answer.settings, text, profile),
-    }  # fmt: skip
+    return Commands(
+        advice.serve_command({**question.base, **answer.settings}), *vllm,
+        advice.lab_command(question.base, answer.settings, text, profile),
+    )  # fmt: skip
 
 
 def _described(
-    question: TuneQuestion,
-    answer: Answer,
-    verified: Sequence[Verified],
-    commands: dict[str, Any],
-) -> dict[str, Any]:
+    question: TuneQuestion, answer: Answer, verified: Sequence[Verified], commands: Commands
+) -> dict[str, object]:
     values = asdict(answer)
     for name in ("before", "after"):
         values[name] = [finding._asdict() for finding in getattr(answer, name)]
@@ -139,13 +133,18 @@ def _described(
     return {
         **planner_options.described(question.profile), "base": question.base,
         "targets": {target.name: target.seconds for target in question.targets}, **values,
-        "commands": commands,
+        "commands": commands._asdict(),
         **({"verified": [each._asdict() for each in verified]} if verified else {}),
     }  # fmt: skip
 
 
-def _print(question: TuneQuestion, answer: Answer) -> None:
-    console = Console(highlight=False)
+def _print(
+    console: Console,
+    question: TuneQuestion,
+    answer: Answer,
+    verified: Sequence[Verified],
+    commands: Commands,
+) -> None:
     console.print(f"[bold]Best settings on {question.profile.name}[/]")
     console.print(f"  {text_of(answer.settings)}", markup=False)
     console.print(f"\n{answer.objective.text}")
@@ -159,9 +158,11 @@ def _print(question: TuneQuestion, answer: Answer) -> None:
         (f"{p.tokens_per_second:,.0f}", f"{p.tokens_per_second_per_user:.1f}", text_of(p.settings))
         for p in answer.pareto
     ], TEXTS))  # fmt: skip
-
-
-def _print_verified(console: Console, verified: Sequence[Verified]) -> None:
+    console.print("\n[bold]Commands[/]")
+    for command in filter(None, (commands.headway, commands.vllm, commands.lab)):
+        console.print(advice.wrapped(command), markup=False, soft_wrap=True)
+    if rest := commands.without_vllm_counterpart:
+        console.print(f"vllm serve has no counterpart of {', '.join(rest)}.", markup=False)
     if verified:
         console.print("\n[bold]Predicted and measured[/]")
         console.print(render.table(("", "predicted", "measured", "error"), [
@@ -216,12 +217,3 @@ def _loss(change: Change) -> str:
     if change.breaks_targets:
         return "targets are missed"
     return f"{-change.loss / (1 + change.loss):+.1%}"
-
-
-def _print_commands(console: Console, commands: dict[str, Any]) -> None:
-    console.print("\n[bold]Commands[/]")
-    for name in ("headway", "vllm", "lab"):
-        if commands[name]:
-            console.print(advice.wrapped(commands[name]), markup=False, soft_wrap=True)
-    if rest := commands["without_vllm_counterpart"]:
-        console.print(f"vllm serve has no counterpart of {', '.join(rest)}.", markup=False)

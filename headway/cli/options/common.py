@@ -1,6 +1,7 @@
 """Options that several commands share.
 
-Options that belong together are one dataclass; `spread` lets a command take them as one argument.
+Options that belong together are the fields of one dataclass, each declared by `option`; `spread`
+lets a command take them as one argument.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from functools import cache, wraps
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, get_type_hints
+from typing import Annotated, Any, BinaryIO, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -30,9 +31,6 @@ from headway.scheduler.policies.presets import PRESETS, SLOTS
 from headway.scheduler.policies.queue import custom
 
 SCHEDULER = "Scheduler"
-KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
-
-
 SLOT_HELP = {
     "batching": "How a step combines prompts and decodes",
     "queue": "Order of waiting requests",
@@ -43,46 +41,50 @@ SLOT_HELP = {
 }
 
 
-def panel(name: str) -> Callable[..., Any]:
-    """A function that makes an option in this panel of --help, from its help and its flags."""
-
-    def option(text: str, *flags: str, **more: Any) -> Any:
-        return typer.Option(*flags, help=text, rich_help_panel=name, **more)
-
-    return option
+def flag(text: str, *flags: str, panel: str | None = None, **more: Any) -> Any:
+    """An option with this help text, in a panel of --help."""
+    return typer.Option(*flags, help=text, rich_help_panel=panel, **more)
 
 
-scheduler_option = panel(SCHEDULER)
+def option(default: Any, text: str, *flags: str, **more: Any) -> Any:
+    """A parameter of a command or a field of an options class: its default, and its `flag`."""
+    return field(default=default, metadata={"option": flag(text, *flags, **more)})
+
+
+def argument(default: Any, text: str, **more: Any) -> Any:
+    """A parameter of a command that is given without a name; MISSING: it must be given."""
+    return field(default=default, metadata={"option": typer.Argument(help=text, **more)})
+
+
+scheduler_flag = partial(flag, panel=SCHEDULER)
 
 
 def _slot(name: str) -> Any:
     known = ", ".join(f.__name__ for f in SLOTS[name] if f is not custom)
     text = f"{SLOT_HELP[name]}: {known}, or module:function."
-    return Annotated[str | None, scheduler_option(text, show_default="from the preset")]
+    return Annotated[str | None, scheduler_flag(text, show_default="from the preset")]
 
 
 def number_flag(text: str, default: str = "from the preset") -> Any:
     """The annotation of a scheduler option that is a whole number."""
-    return Annotated[int | None, scheduler_option(text, show_default=default)]
+    return Annotated[int | None, scheduler_flag(text, show_default=default)]
 
 
-Preset = Annotated[str, scheduler_option(f"Scheduler preset: {', '.join(PRESETS)}.", "--preset")]
+Preset = Annotated[str, scheduler_flag(f"Scheduler preset: {', '.join(PRESETS)}.", "--preset")]
 MAX_NUM_SEQS = "Maximum number of running requests."
 MAX_NUM_BATCHED_TOKENS = "Maximum number of tokens computed in one step."
 MAX_MODEL_LEN = "Maximum number of tokens of a request, prompt and output together."
 TRACE_BLOCKS = "Write the numbers of all KV blocks into the trace, for the lab."
 TRACE_REDACT = "Write lengths instead of token ids into the trace; it cannot be replayed."
 ASYNC_SCHEDULING = "Schedule the next step while the current one runs."
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-AllowOwnPolicies = Annotated[
-    bool,
-    typer.Option(
-        "--allow-own-policies",
-        help="Allow traces, and links to the lab, to name module:function policies, which are "
-        "imported. The lab's page asks before each.",
-    ),
-]
-Flags = dict[str, Any]  # by the name of a field: its option, or an annotation with another type
+JSON = option(False, "Print one JSON object instead of tables.", "--json")
+ALLOW_OWN_POLICIES = option(
+    False,
+    "Allow traces, and links to the lab, to name module:function policies, which are imported. "
+    "The lab's page asks before each.",
+    "--allow-own-policies",
+)
+Flags = dict[str, object]  # by the name of a field: its option, or an annotation with another type
 SCHEDULER_FLAGS: Flags = {
     **{name: _slot(name) for name in SLOTS},
     "max_num_seqs": number_flag(MAX_NUM_SEQS),
@@ -99,27 +101,31 @@ SCHEDULER_FLAGS: Flags = {
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace some parameters of a command by several options each.
+    """Make the command that Typer sees: one parameter for each option.
 
-    Their annotations are dataclasses whose fields have options, or `Annotated[type, Flags]`: flags
-    for the fields of a dataclass, for its method `from_flags`, or for a dict of those given.
+    A parameter has an `option` or `argument` as its default, or stands for several options. Its
+    annotation is then an options class, or `Annotated[type, Flags]`: flags for the fields of a
+    dataclass, for its method `from_flags`, or for a dict of those given.
     """
-    hints = get_type_hints(command, include_extras=True)
-    taken = inspect.signature(command).parameters.values()
-    groups = {name: found for name, hint in hints.items() if (found := _flags_of(hint))}
-    shown = [p.replace(annotation=hints[p.name]) for p in taken if p.name not in groups]
-    of_groups = [
-        inspect.Parameter(name, KEYWORD_ONLY, default=default, annotation=annotation)
-        for _, flags in groups.values() for name, (annotation, default) in flags.items()
-    ]  # fmt: skip
+    hints, shown = get_type_hints(command, include_extras=True), list[inspect.Parameter]()
+    groups: dict[str, tuple[Callable[..., Any], list[inspect.Parameter]]] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        if isinstance(declared := parameter.default, Field):
+            default = parameter.empty if declared.default is MISSING else declared.default
+            made = declared.metadata["option"]
+            shown.append(_parameter(name, Annotated[hints[name], made], default))
+        else:
+            groups[name] = _group_of(hints[name])
+            shown += groups[name][1]
     # The scheduler's options are many; --help shows them last.
-    of_groups.sort(key=lambda p: p.annotation.__metadata__[0].rich_help_panel == SCHEDULER)
-    shown += of_groups
+    shown.sort(key=lambda p: p.annotation.__metadata__[0].rich_help_panel == SCHEDULER)
+    defaults = {parameter.name: parameter.default for parameter in shown}
 
     @wraps(command)
     def run(**given: Any) -> None:
-        for name, (make, flags) in groups.items():
-            given[name] = make(**{flag: given.pop(flag) for flag in flags})
+        given = {**defaults, **given}
+        for name, (make, options) in groups.items():
+            given[name] = make(**{each.name: given.pop(each.name) for each in options})
         command(**given)
 
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -127,31 +133,27 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _flags_of(hint: Any) -> tuple[Callable[..., Any], dict[str, tuple[Any, Any]]] | None:
-    """What makes a group from its options, and their annotations and defaults by name; or None."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        return hint, _fields_of(hint)
-    flags = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, dict)), {})
-    if not flags:
-        return None
-    kind: Any = getattr(hint.__origin__, "__origin__", hint.__origin__)  # dict of dict[str, Any]
-    known: dict[str, tuple[Any, Any]] = {} if kind is dict else _fields_of(kind)
-    options = {}
-    for name, flag in flags.items():
-        type_, default = known.get(name, (None, None))
-        is_annotation = hasattr(flag, "__metadata__")
-        options[name] = (flag if is_annotation else Annotated[type_, flag], default)
-    return (_given if kind is dict else getattr(kind, "from_flags", kind)), options
+def _group_of(hint: Any) -> tuple[Callable[..., Any], list[inspect.Parameter]]:
+    """What makes an argument of a command from several options, and these."""
+    kind = getattr(hint, "__origin__", hint)
+    kind = get_origin(kind) or kind  # dict of dict[str, str]
+    known = {each.name: each for each in fields(kind)} if is_dataclass(kind) else {}
+    types, parameters = get_type_hints(kind) if known else {}, []
+    own = {name: each.metadata.get("option") for name, each in known.items()}
+    for name, declared in (own if kind is hint else hint.__metadata__[0]).items():
+        is_typed = hasattr(declared, "__metadata__")
+        annotation = declared if is_typed else Annotated[types[name], declared]
+        default = known[name].default if name in known else None
+        parameters.append(_parameter(name, annotation, default))
+    return (_given if kind is dict else getattr(kind, "from_flags", kind)), parameters
 
 
-@cache
-def _fields_of(group: Any) -> dict[str, tuple[Any, Any]]:
-    """Annotations and defaults of a dataclass; evaluating the annotations takes a while."""
-    hints = get_type_hints(group, include_extras=True)
-    return {f.name: (hints[f.name], f.default) for f in fields(group)}
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _given(**values: object) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -183,6 +185,11 @@ def written(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise FormatError(path, None, f"cannot be written: {error.strerror}") from None
+
+
+def stderr() -> Console:
+    """A console for messages beside the output: one line each."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -6,12 +6,12 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from headway.cli.options.common import panel
+from headway.cli.options.common import option, stderr
+from headway.cli.options.model import uses_gpu
 from headway.cli.options.packages import check_extras
 from headway.errors import ConfigError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headway.options import EngineOptions
     from headway.server.process.serve import ServerFactory
 
-_fleet = panel("Replicas")
+_fleet = partial(option, panel="Replicas")
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")  # made by the drivers of GPUs
 
@@ -30,27 +30,21 @@ GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")  # made by the driver
 class FleetFlags:
     """Replicas on Ray."""
 
-    replicas: Annotated[
-        int | None,
-        _fleet(
-            "Run this many engines on Ray behind one server.", show_default="one engine, no Ray",
-            min=1,
-        ),
-    ] = None  # fmt: skip
-    max_replicas: Annotated[
-        int | None,
-        _fleet("Add replicas up to this number while prompts wait.", show_default="no scaling"),
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        _fleet(
-            "Use the Ray cluster at host:port; auto finds the one on this machine.",
-            show_default="start a local Ray",
-        ),
-    ] = None
-    route: Annotated[
-        str, _fleet("Rule that picks the replica of a request, as in headway simulate.")
-    ] = "prefix_load"
+    replicas: int | None = _fleet(
+        None, "Run this many engines on Ray behind one server.", min=1,
+        show_default="one engine, no Ray",
+    )  # fmt: skip
+    max_replicas: int | None = _fleet(
+        None, "Add replicas up to this number while prompts wait.", show_default="no scaling"
+    )
+    ray_address: str | None = _fleet(
+        None,
+        "Use the Ray cluster at host:port; auto finds the one on this machine.",
+        show_default="start a local Ray",
+    )
+    route: str = _fleet(
+        "prefix_load", "Rule that picks the replica of a request, as in headway simulate."
+    )
 
     def options(self, model: EngineOptions, name: str = "") -> FleetOptions | None:
         """The fleet that the flags describe; None without --replicas. ConfigError without Ray.
@@ -68,7 +62,9 @@ class FleetFlags:
         from headway.on_ray.options import FleetOptions
 
         parse_route(self.route)  # report an error before anything starts
-        on_gpu = _uses_gpu(model.device)
+        # Without a GPU's files torch is not imported; a gateway does not need it.
+        is_possible = model.device != "auto" or any(any(DEVICES.glob(n)) for n in GPU_FILES)
+        on_gpu = is_possible and uses_gpu(model.device)
         return FleetOptions(
             replicas=self.replicas, max_replicas=self.max_replicas, address=self.ray_address,
             num_cpus=1.0 if on_gpu else self._num_cpus(model),
@@ -87,10 +83,8 @@ class FleetFlags:
 
     def threads(self, model: EngineOptions) -> int:
         """CPU threads of each process: as given, or an equal share of this machine's cores."""
-        return model.threads or max(1, (os.cpu_count() or 1) // self._num_processes(model))
-
-    def _num_processes(self, model: EngineOptions) -> int:
-        return (self.max_replicas or self.replicas or 1) * model.tensor_parallel_size
+        num_processes = (self.max_replicas or self.replicas or 1) * model.tensor_parallel_size
+        return model.threads or max(1, (os.cpu_count() or 1) // num_processes)
 
     def _num_cpus(self, model: EngineOptions) -> float:
         """What Ray reserves: the threads; less if the replicas share this machine's cores."""
@@ -98,16 +92,6 @@ class FleetFlags:
         if self.ray_address is not None or model.threads is not None:
             return threads
         return min(threads, (os.cpu_count() or 1) / (self.max_replicas or self.replicas or 1))
-
-
-def _uses_gpu(device: str) -> bool:
-    if device != "auto":
-        return device != "cpu"
-    if not any(any(DEVICES.glob(name)) for name in GPU_FILES):
-        return False  # without importing torch, which a gateway does not need
-    from headway.model.devices import why_no_cuda
-
-    return why_no_cuda() is None
 
 
 def anywhere(model: EngineOptions) -> EngineOptions:
@@ -135,9 +119,7 @@ def run_fleet(
     from headway.on_ray.options import prepare
 
     prepare(options.address)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-
-    with console.status("starting Ray") as status:
+    with stderr().status("starting Ray") as status:
 
         def show(num_ready: int) -> None:
             status.update(f"starting replicas: {num_ready} of {options.replicas} ready")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated
-
-import typer
+from functools import partial
 
 from headway.checks import whole_number
-from headway.cli.options.common import panel
+from headway.cli.options.common import option
 from headway.errors import ConfigError
 from headway.lab.loadgen.http_client import Address
 from headway.lab.loadgen.load import find_model
@@ -24,7 +22,9 @@ from headway.lab.loadgen.requests import (
 from headway.lab.workload.files import load_workload
 from headway.lab.workload.request import WorkloadRequest
 
-_load, _request, _trace = panel("Load"), panel("Requests"), panel("Trace")
+_load, _request, _trace = (partial(option, panel=name) for name in ("Load", "Requests", "Trace"))
+INPUT_LEN = "Prompt tokens: 128, or a range such as 100-1024."
+OUTPUT_LEN = "Output tokens: 64, or a range such as 16-256."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,29 +46,20 @@ class LoadSpec:
 class TargetOptions:
     """The server, and the form of the requests."""
 
-    base_url: Annotated[
-        str, typer.Option(help="URL of the server; any server with the OpenAI API.")
-    ] = "http://127.0.0.1:8000"
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model name.", show_default="the first model of the server"),
-    ] = None
-    api_key: Annotated[
-        str | None, typer.Option(help="API key, sent as bearer token.", envvar="HEADWAY_API_KEY")
-    ] = None
-    timeout: Annotated[
-        float, typer.Option(help="Seconds after which a request counts as failed.", min=0.001)
-    ] = 600.0
-    prompts: Annotated[
-        str,
-        _request(
-            f"Kind of prompts: {', '.join(PATHS)}. ids and text use completions, chat uses chat "
-            "completions."
-        ),
-    ] = "ids"
-    vocab_size: Annotated[int, _request("Upper limit of token ids.", min=257)] = 32_000
-    temperature: Annotated[float, _request("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0
-    seed: Annotated[int, _request("Random seed of prompts and arrivals.", min=0)] = 0
+    base_url: str = option(
+        "http://127.0.0.1:8000", "URL of the server; any server with the OpenAI API."
+    )
+    model: str | None = option(None, "Model name.", show_default="the first model of the server")
+    api_key: str | None = option(None, "API key, sent as bearer token.", envvar="HEADWAY_API_KEY")
+    timeout: float = option(600.0, "Seconds after which a request counts as failed.", min=0.001)
+    prompts: str = _request(
+        "ids",
+        f"Kind of prompts: {', '.join(PATHS)}. ids and text use completions, chat uses chat "
+        "completions.",
+    )
+    vocab_size: int = _request(32_000, "Upper limit of token ids.", min=257)
+    temperature: float = _request(0.0, "Sampling temperature; 0 is greedy.", min=0.0)
+    seed: int = _request(0, "Random seed of prompts and arrivals.", min=0)
 
     @property
     def address(self) -> Address:
@@ -80,49 +71,37 @@ class TargetOptions:
             model=self.model or "", kind=self.prompts, vocab_size=self.vocab_size,
             temperature=self.temperature, seed=self.seed,
         )  # fmt: skip
-        model = self.model or find_model(self.address, self.api_key)
-        return replace(chosen, model=model)
+        return replace(chosen, model=self.model or find_model(self.address, self.api_key))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadgenOptions:
     """Number, lengths and arrivals of the requests."""
 
-    num_prompts: Annotated[
-        int | None,
-        _load("Number of requests of each load.", min=1, show_default="100; with --trace all"),
-    ] = None
-    request_rate: Annotated[
-        str | None,
-        _load(
-            "Requests per second, with Poisson arrivals; inf sends all at once. Several rates, e.g. "
-            "1,2,4, are measured one after the other.",
-            show_default="inf",
-        ),
-    ] = None
-    max_concurrency: Annotated[
-        str | None,
-        _load(
-            "Closed loop instead of a rate: keep this number of requests open. Several numbers, "
-            "e.g. 1,4,16, are measured one after the other."
-        ),
-    ] = None
-    trace: Annotated[
-        str | None,
-        _load(
-            "Arrivals and lengths from a workload file (Azure .csv, Mooncake or Headway .jsonl, "
-            "decision trace) or a synthetic workload, e.g. 'arrivals=poisson(5),prompt=uniform(100,1024)'."
-        ),
-    ] = None
-    input_len: Annotated[str, _load("Prompt tokens: 128, or a range such as 100-1024.")] = "128"
-    output_len: Annotated[str, _load("Output tokens: 64, or a range such as 16-256.")] = "64"
-    speed: Annotated[float, _trace("Divide arrival times by this factor.")] = 1.0
-    max_input_len: Annotated[
-        int | None, _trace("Truncate prompts to this number of tokens.", min=1)
-    ] = None
-    max_output_len: Annotated[
-        int | None, _trace("Truncate outputs to this number of tokens.", min=1)
-    ] = None
+    num_prompts: int | None = _load(
+        None, "Number of requests of each load.", min=1, show_default="100; with --trace all"
+    )
+    request_rate: str | None = _load(
+        None,
+        "Requests per second, with Poisson arrivals; inf sends all at once. Several rates, e.g. "
+        "1,2,4, are measured one after the other.",
+        show_default="inf",
+    )
+    max_concurrency: str | None = _load(
+        None,
+        "Closed loop instead of a rate: keep this number of requests open. Several numbers, "
+        "e.g. 1,4,16, are measured one after the other.",
+    )
+    trace: str | None = _load(
+        None,
+        "Arrivals and lengths from a workload file (Azure .csv, Mooncake or Headway .jsonl, "
+        "decision trace) or a synthetic workload, e.g. 'arrivals=poisson(5),prompt=uniform(100,1024)'.",
+    )
+    input_len: str = _load("128", INPUT_LEN)
+    output_len: str = _load("64", OUTPUT_LEN)
+    speed: float = _trace(1.0, "Divide arrival times by this factor.")
+    max_input_len: int | None = _trace(None, "Truncate prompts to this number of tokens.", min=1)
+    max_output_len: int | None = _trace(None, "Truncate outputs to this number of tokens.", min=1)
 
     def loads(self, seed: int) -> list[LoadSpec]:
         """One load for a trace, or one for each rate or concurrency."""
@@ -150,10 +129,10 @@ class LoadgenOptions:
             for place, value in enumerate(_numbers(name, self.max_concurrency)):
                 whole = int(value) if value.is_integer() else value
                 yield LoadSpec(requests=requests(place), concurrency=whole_number(name, whole, 1))
-        else:
-            for place, rate in enumerate(_numbers("request-rate", self.request_rate or "inf")):
-                arriving = with_poisson_arrivals(requests(place), rate, seed + place)
-                yield LoadSpec(requests=arriving, rate=rate)
+            return
+        for place, rate in enumerate(_numbers("request-rate", self.request_rate or "inf")):
+            arriving = with_poisson_arrivals(requests(place), rate, seed + place)
+            yield LoadSpec(requests=arriving, rate=rate)
 
 
 def _numbers(name: str, text: str) -> list[float]:

@@ -6,6 +6,7 @@ Imports the model code only when a model is loaded, so that the simulator's comm
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,8 @@ from headway.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from headway.llm import LLM
 
-_model, sampling_option = options.panel("Model"), options.panel("Sampling")
+_model = partial(options.flag, panel="Model")
+sampling_option = partial(options.option, panel="Sampling")
 MODEL_HELP = "Bundled model name, model folder, .gguf file or Hugging Face id."
 
 FLAGS: Flags = {  # of the fields of EngineOptions
@@ -65,7 +67,7 @@ FLAGS: Flags = {  # of the fields of EngineOptions
     "trace_blocks": _model(options.TRACE_BLOCKS, "--trace-blocks"),
     "trace_redact": _model(options.TRACE_REDACT, "--trace-redact"),
     "preset": options.Preset,
-    "async_scheduling": options.scheduler_option(
+    "async_scheduling": options.scheduler_flag(
         options.ASYNC_SCHEDULING,
         "--async-scheduling/--no-async-scheduling",
         show_default="on with a GPU",
@@ -79,27 +81,13 @@ FLAGS: Flags = {  # of the fields of EngineOptions
     ),
     "max_model_len": options.number_flag(options.MAX_MODEL_LEN, default="the model's limit"),
 }
+TEMPLATE = options.flag(
+    "File with a Jinja chat template.", panel="Server", show_default="the model's own"
+)
+USED_BY_PROFILE = ("device", "dtype", "quantization", "threads", "load_format", "kv_memory")
 EngineFlags = Annotated[EngineOptions, FLAGS]
-ServedFlags = Annotated[
-    EngineOptions,
-    FLAGS
-    | {
-        "chat_template": Annotated[
-            Path | None,
-            options.panel("Server")(
-                "File with a Jinja chat template.", show_default="the model's own"
-            ),
-        ]
-    },
-]
-# Without those that a profile has no use for.
-ProfileFlags = Annotated[
-    EngineOptions,
-    {
-        name: FLAGS[name]
-        for name in ("device", "dtype", "quantization", "threads", "load_format", "kv_memory")
-    },
-]
+ServedFlags = Annotated[EngineOptions, {**FLAGS, "chat_template": Annotated[Path | None, TEMPLATE]}]
+ProfileFlags = Annotated[EngineOptions, {name: FLAGS[name] for name in USED_BY_PROFILE}]
 
 
 def load_model(chosen: EngineOptions, **defaults: Any) -> LLM:
@@ -124,30 +112,26 @@ def load_model(chosen: EngineOptions, **defaults: Any) -> LLM:
 class SamplingOptions:
     """How tokens are sampled, and when the output ends."""
 
-    max_tokens: Annotated[int, sampling_option("Maximum number of output tokens.")] = 128
-    temperature: Annotated[float, sampling_option("Sampling temperature; 0 is greedy.")] = 0.0
-    top_p: Annotated[
-        float, sampling_option("Sample from the most probable tokens up to this total probability.")
-    ] = 1
-    top_k: Annotated[int, sampling_option("Sample from the K most probable tokens; 0: all.")] = 0
-    min_p: Annotated[
-        float, sampling_option("Minimum probability relative to the most probable token.")
-    ] = 0
-    repetition_penalty: Annotated[
-        float, sampling_option("Above 1, repeated tokens are less probable.")
-    ] = 1
-    seed: Annotated[int | None, sampling_option("Random seed.", show_default="random")] = None
-    stop: Annotated[list[str] | None, sampling_option("Stop string. May be repeated.")] = None
+    max_tokens: int = sampling_option(128, "Maximum number of output tokens.")
+    temperature: float = sampling_option(0.0, "Sampling temperature; 0 is greedy.")
+    top_p: float = sampling_option(
+        1, "Sample from the most probable tokens up to this total probability."
+    )
+    top_k: int = sampling_option(0, "Sample from the K most probable tokens; 0: all.")
+    min_p: float = sampling_option(0, "Minimum probability relative to the most probable token.")
+    repetition_penalty: float = sampling_option(1, "Above 1, repeated tokens are less probable.")
+    seed: int | None = sampling_option(None, "Random seed.", show_default="random")
+    stop: list[str] | None = sampling_option(None, "Stop string. May be repeated.")
 
     def params(self) -> SamplingParams:
         """The sampling parameters of a request; InvalidRequest for an invalid value."""
         return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(self)})
 
 
-def resolved(dtype: str, quantization: str | None, device: str) -> tuple[str, bool]:
-    """The name of the precision that these options select, and whether the device is a GPU."""
-    check_extras("running a model", "torch")
-    from headway.model import devices, precision
+def uses_gpu(device: str) -> bool:
+    """Whether --device selects a GPU."""
+    if device != "auto":
+        return device != "cpu"
+    from headway.model.devices import why_no_cuda
 
-    found = devices.use_device(device)
-    return precision.resolved(dtype, quantization, found), found.type == "cuda"
+    return why_no_cuda() is None

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
-from headway.cli.options.common import check_writable, panel
+from headway.cli.options.common import check_writable, flag, option
 from headway.cli.options.common import import_from_working_directory as allow_own_policies
 from headway.errors import ConfigError
 from headway.lab import plots
@@ -27,13 +27,14 @@ NAMES = {
     "ttft": "the time to first token", "tbt": "the time between tokens",
     "stall": "a request's longest time between tokens", "e2e": "the time from arrival to the end",
 }  # fmt: skip
-_targets, _runs = panel("Targets"), panel("Simulations")
+_runs = partial(option, panel="Simulations")
 
 
 def _target(latency: str, statistic: str) -> Any:
     what = "Maximum" if statistic == "max" else f"{statistic[1:]}th percentile"
     text = f"{what} of {NAMES[latency]}, e.g. 200ms or 1.5s."
-    return _targets(text, f"--{latency}-{statistic}", metavar="TIME")
+    made = flag(text, f"--{latency}-{statistic}", panel="Targets", metavar="TIME")
+    return Annotated[str | None, made]
 
 
 STATISTICS = ("p50", "p90", "p99", "p99.9", "max")
@@ -41,9 +42,7 @@ STATISTICS = ("p50", "p90", "p99", "p99.9", "max")
 TargetOptions = Annotated[
     dict[str, str],
     {
-        f"{latency}_{statistic.replace('.', '')}": Annotated[
-            str | None, _target(latency, statistic)
-        ]
+        f"{latency}_{statistic.replace('.', '')}": _target(latency, statistic)
         for latency in NAMES for statistic in STATISTICS
     },
 ]  # fmt: skip
@@ -62,19 +61,16 @@ def read_targets(given: dict[str, str]) -> Targets:
 class RunOptions:
     """Where simulations run and where their results are kept."""
 
-    jobs: Annotated[
-        int | None,
-        _runs("Number of processes.", min=1, max=1024, show_default="number of CPU cores"),
-    ] = None
-    history: Annotated[
-        Path | None,
-        _runs(
-            "File of earlier results, which are used again.",
-            show_default="planner.jsonl in the cache folder",
-        ),
-    ] = None
-    no_history: Annotated[bool, _runs("Neither read nor write the file.", "--no-history")] = False
-    ray: Annotated[bool, _runs("Run on a Ray cluster (RAY_ADDRESS).", "--ray")] = False
+    jobs: int | None = _runs(
+        None, "Number of processes.", min=1, max=1024, show_default="number of CPU cores"
+    )
+    history: Path | None = _runs(
+        None,
+        "File of earlier results, which are used again.",
+        show_default="planner.jsonl in the cache folder",
+    )
+    no_history: bool = _runs(False, "Neither read nor write the file.", "--no-history")
+    ray: bool = _runs(False, "Run on a Ray cluster (RAY_ADDRESS).", "--ray")
 
     @contextmanager
     def evaluator(self) -> Iterator[Evaluator]:
@@ -96,12 +92,9 @@ class RunOptions:
             Console(stderr=True).print(note, style="dim")
 
 
-PlotFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot", help="Write the plot: .svg, .html or .txt, or .png or .pdf with matplotlib."
-    ),
-]
+PLOT = option(
+    None, "Write the plot: .svg, .html or .txt, or .png or .pdf with matplotlib.", "--plot"
+)
 
 
 def check_plot(path: Path | None) -> None:
@@ -132,8 +125,6 @@ def described(profile: Profile) -> dict[str, str]:
 
 def print_end(drawn: Plot | None, profile: Profile) -> None:
     """The plot as text, and the accuracy of the profile."""
-    console = Console()
-    if drawn is not None:
-        console.print(f"\n{plots.text(drawn)}", end="", markup=False, highlight=False)
-    sentence = f"\nProfile {profile.name}: {profile.accuracy()}"
-    console.print(sentence, markup=False, highlight=False)
+    plot = "" if drawn is None else f"\n{plots.text(drawn)}"
+    sentence = f"{plot}\nProfile {profile.name}: {profile.accuracy()}"
+    Console(highlight=False).print(sentence, markup=False)

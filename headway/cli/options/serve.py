@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from headway.checks import one_of
-from headway.cli.options.common import Flags, panel
+from headway.cli.options.common import option
+from headway.cli.options.model import uses_gpu
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
 from headway.server.toolcalls.formats import PARSERS
@@ -16,107 +18,101 @@ if TYPE_CHECKING:
     from headway.options import EngineOptions
     from headway.server.serving import ServerOptions
 
-_server, _limit, _logs = panel("Server"), panel("Limits"), panel("Logs")
+_server, _limit, _logs = (partial(option, panel=name) for name in ("Server", "Limits", "Logs"))
 NONE = "no limit"
-
-
-FLAGS: Flags = {
-    "host": _server("Address to listen on; 0.0.0.0 allows connections from other machines."),
-    "port": _server("Port to listen on; 0 chooses a free one.", min=0, max=65535),
-    "served_model_name": _server("Model name in the API.", show_default="as given"),
-    "tool_call_parser": _server(
-        f"Format of tool calls: {', '.join(PARSERS)}. Unless it is auto, the system message "
-        "describes the tools if the chat template does not."
-    ),
-    "api_server_count": _server("Number of processes that handle HTTP requests.", min=1),
-    "engine_process": _server(
-        "Run the engine in a separate process.",
-        "--engine-process/--no-engine-process",
-        show_default="on a GPU or with several API servers",
-    ),
-    "api_key": _server("API key that clients must send. Also HEADWAY_API_KEY. May be repeated."),
-    "api_key_file": _server("File with API keys, one per line."),
-    "allowed_origins": _server(
-        "Origin of web pages that may use the API (CORS). May be repeated.", show_default="none"
-    ),
-    "allowed_host": _server(
-        "Accepted Host header; '*' accepts any. May be repeated.",
-        show_default="local names on a loopback address without API key, otherwise any",
-    ),
-    "grace": _server("Seconds that open requests get to finish after SIGTERM or Ctrl-C.", min=0.0),
-    "watchdog": _server(
-        "Fail /health if requests are pending and no step ends for this many seconds.", min=0.1
-    ),
-    "metrics_prefix": _server("Metric name prefix. Use 'vllm' for existing vLLM dashboards."),
-    "disable_additional_properties": _server(
-        "Treat additionalProperties of JSON schemas as false where a schema does not set it.",
-        "--disable-additional-properties",
-    ),
-    "spans": _server("Export OpenTelemetry spans, configured by OTEL_* variables.", "--spans"),
-    "max_waiting": _limit("Maximum number of waiting requests; further requests get a 429.", min=1),
-    "max_waiting_tokens": _limit(
-        "Maximum number of waiting prompt tokens; further requests get a 429.", min=1
-    ),
-    "max_per_client": _limit(
-        "Maximum number of open requests per `user`. Requests without `user` count as one client.",
-        show_default=NONE,
-        min=1,
-    ),
-    "timeout": _limit(
-        "Maximum duration of a request after its body has arrived, in seconds.",
-        show_default=NONE,
-        min=0.001,
-    ),
-    "stall_timeout": _limit(
-        "Disconnect a client that reads nothing for this many seconds.", min=0.001
-    ),
-    "timeout_head": _limit("Seconds for the headers of a request to arrive.", min=0.001),
-    "timeout_keep_alive": _limit("Seconds until an idle connection is closed.", min=0.001),
-    "max_connections": _limit(
-        "Maximum number of connections per API server; more get a 503.",
-        show_default="derived from the limit of open files",
-        min=1,
-    ),
-    "max_connections_per_address": _limit(
-        "Maximum number of connections per IP address.", show_default=NONE, min=1
-    ),
-    "max_body": _limit("Maximum size of a request body, in bytes.", min=1),
-    "log_format": _logs("Log format: human or json."),
-    "log_level": _logs("Log level: debug, info, warning or error."),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Address, access, limits and logging of the server."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    tool_call_parser: str = "auto"
-    api_server_count: int = 1
-    engine_process: bool | None = None
-    api_key: list[str] | None = None
-    api_key_file: Path | None = None
-    allowed_origins: list[str] | None = None
-    allowed_host: list[str] | None = None
-    grace: float = 30.0
-    watchdog: float = 30.0
-    metrics_prefix: str = "headway"
-    disable_additional_properties: bool = False
-    spans: bool = False
-    max_waiting: int = 1024
-    max_waiting_tokens: int = 1 << 20
-    max_per_client: int | None = None
-    timeout: float | None = None
-    stall_timeout: float = 60.0
-    timeout_head: float = 10.0
-    timeout_keep_alive: float = 75.0
-    max_connections: int | None = None
-    max_connections_per_address: int | None = None
-    max_body: int = 16 << 20
-    log_format: str = "human"
-    log_level: str = "info"
+    host: str = _server(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 allows connections from other machines."
+    )
+    port: int = _server(8000, "Port to listen on; 0 chooses a free one.", min=0, max=65535)
+    served_model_name: str | None = _server(None, "Model name in the API.", show_default="as given")
+    tool_call_parser: str = _server(
+        "auto",
+        f"Format of tool calls: {', '.join(PARSERS)}. Unless it is auto, the system message "
+        "describes the tools if the chat template does not.",
+    )
+    api_server_count: int = _server(1, "Number of processes that handle HTTP requests.", min=1)
+    engine_process: bool | None = _server(
+        None,
+        "Run the engine in a separate process.",
+        "--engine-process/--no-engine-process",
+        show_default="on a GPU or with several API servers",
+    )
+    api_key: list[str] | None = _server(
+        None, "API key that clients must send. Also HEADWAY_API_KEY. May be repeated."
+    )
+    api_key_file: Path | None = _server(None, "File with API keys, one per line.")
+    allowed_origins: list[str] | None = _server(
+        None,
+        "Origin of web pages that may use the API (CORS). May be repeated.",
+        show_default="none",
+    )
+    allowed_host: list[str] | None = _server(
+        None,
+        "Accepted Host header; '*' accepts any. May be repeated.",
+        show_default="local names on a loopback address without API key, otherwise any",
+    )
+    grace: float = _server(
+        30.0, "Seconds that open requests get to finish after SIGTERM or Ctrl-C.", min=0.0
+    )
+    watchdog: float = _server(
+        30.0,
+        "Fail /health if requests are pending and no step ends for this many seconds.",
+        min=0.1,
+    )
+    metrics_prefix: str = _server(
+        "headway", "Metric name prefix. Use 'vllm' for existing vLLM dashboards."
+    )
+    disable_additional_properties: bool = _server(
+        False,
+        "Treat additionalProperties of JSON schemas as false where a schema does not set it.",
+        "--disable-additional-properties",
+    )
+    spans: bool = _server(
+        False, "Export OpenTelemetry spans, configured by OTEL_* variables.", "--spans"
+    )
+    max_waiting: int = _limit(
+        1024, "Maximum number of waiting requests; further requests get a 429.", min=1
+    )
+    max_waiting_tokens: int = _limit(
+        1 << 20, "Maximum number of waiting prompt tokens; further requests get a 429.", min=1
+    )
+    max_per_client: int | None = _limit(
+        None,
+        "Maximum number of open requests per `user`. Requests without `user` count as one client.",
+        show_default=NONE,
+        min=1,
+    )
+    timeout: float | None = _limit(
+        None,
+        "Maximum duration of a request after its body has arrived, in seconds.",
+        show_default=NONE,
+        min=0.001,
+    )
+    stall_timeout: float = _limit(
+        60.0, "Disconnect a client that reads nothing for this many seconds.", min=0.001
+    )
+    timeout_head: float = _limit(10.0, "Seconds for the headers of a request to arrive.", min=0.001)
+    timeout_keep_alive: float = _limit(
+        75.0, "Seconds until an idle connection is closed.", min=0.001
+    )
+    max_connections: int | None = _limit(
+        None,
+        "Maximum number of connections per API server; more get a 503.",
+        show_default="derived from the limit of open files",
+        min=1,
+    )
+    max_connections_per_address: int | None = _limit(
+        None, "Maximum number of connections per IP address.", show_default=NONE, min=1
+    )
+    max_body: int = _limit(16 << 20, "Maximum size of a request body, in bytes.", min=1)
+    log_format: str = _logs("human", "Log format: human or json.")
+    log_level: str = _logs("info", "Log level: debug, info, warning or error.")
 
     def __post_init__(self) -> None:
         if self.engine_process is False and self.api_server_count > 1:
@@ -135,11 +131,7 @@ class ServeOptions:
         """
         if self.engine_process is not None or self.api_server_count > 1:
             return self.engine_process or self.api_server_count > 1
-        if device != "auto":
-            return device != "cpu"
-        from headway.model.devices import why_no_cuda
-
-        return why_no_cuda() is None
+        return uses_gpu(device)
 
     def options(self, engine: EngineOptions) -> ServerOptions:
         """The options of the server; ConfigError for API keys that cannot be read or sent."""
@@ -169,6 +161,3 @@ class ServeOptions:
             served_model_name=self.served_model_name, log_format=self.log_format,  # type: ignore[arg-type]  # checked
             log_level=self.log_level,
         )  # fmt: skip
-
-
-ServeFlags = Annotated[ServeOptions, FLAGS]

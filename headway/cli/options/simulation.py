@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
-
-import typer
 
 from headway.cli.options import common as options
 from headway.config import Config
@@ -21,20 +19,14 @@ from headway.scheduler.policies.text import ANY
 DEFAULT_WORKLOAD = (
     "requests=200,arrivals=poisson(10),prompt=lognormal(300,0.8),output=lognormal(250,0.7)"
 )
-_workload = options.panel("Workload")
-WorkloadText = Annotated[
-    str,
-    typer.Argument(
-        help="Workload file (Azure .csv, Mooncake or Headway .jsonl, decision trace) or synthetic "
-        "workload, "
-        "e.g. 'arrivals=poisson(5),prompt=uniform(100,1024),output=lognormal(200,0.8)'."
-    ),
-]
-ProfileName = Annotated[
-    str, typer.Option("--profile", help="Name of a bundled profile, or a .json file.")
-]
+_workload = partial(options.flag, panel="Workload")
+WORKLOAD = (
+    "Workload file (Azure .csv, Mooncake or Headway .jsonl, decision trace) or synthetic workload, "
+    "e.g. 'arrivals=poisson(5),prompt=uniform(100,1024),output=lognormal(200,0.8)'."
+)
+PROFILE = "Name of a bundled profile, or a .json file."
 FLAGS: options.Flags = {
-    "profile": ProfileName,
+    "profile": options.flag(PROFILE, "--profile"),
     "limit": _workload("Use only the first N requests."),
     "speed": _workload("Divide arrival times by this factor."),
     "allowed_tokens": _workload(
@@ -45,7 +37,7 @@ FLAGS: options.Flags = {
         max=MAX_TOKENS,
     ),
     "preset": options.Preset,
-    "async_scheduling": options.scheduler_option(
+    "async_scheduling": options.scheduler_flag(
         options.ASYNC_SCHEDULING, "--async-scheduling/--no-async-scheduling"
     ),
     **options.SCHEDULER_FLAGS,

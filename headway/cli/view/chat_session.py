@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.cli.view import live
 from headway.cli.view.render import counted
@@ -20,6 +20,7 @@ from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from headway.llm import LLM
+    from headway.text.chat_template import Message
 
 HELP = """\
 /reset        start a new conversation, keep the system message
@@ -37,7 +38,7 @@ class ChatSession:
         self.llm = llm
         self.params = params
         self.system = system
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[Message] = []
         self.metrics = live.measure(llm)
         self.num_cached = 0  # tokens of the latest prompt
 
@@ -71,7 +72,7 @@ class ChatSession:
 
     def answer(self, text: str, write: Write) -> None:
         """Stream an answer. A message that is rejected or gets no answer is not kept."""
-        messages = [*self.messages, {"role": "user", "content": text}]
+        messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         said = ""
         try:
             prompt, room = self._fit(messages)
@@ -92,11 +93,11 @@ class ChatSession:
         if said:
             self.messages = [*messages, {"role": "assistant", "content": said}]
 
-    def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _prompt(self, messages: list[Message]) -> list[int]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return self.llm.chat_tokens([*system, *messages])
 
-    def _fit(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
+    def _fit(self, messages: list[Message]) -> tuple[list[int], int]:
         """The prompt, and the maximum length of the answer; RequestTooLong if there is no room."""
         prompt, config = self._prompt(messages), self.llm.config
         limit = min(config.max_model_len, config.num_blocks * config.block_size + 1)

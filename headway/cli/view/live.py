@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from headway.cli.options.common import stderr_progress
+from headway.cli.view.render import plain_table
 from headway.events import Added, Completed, Event, ended_by
-from headway.record.sentences import Decision, DecisionLog, finished
+from headway.record.sentences import DecisionLog, finished
 from headway.record.stats import RunStats
 from headway.record.writer import header
 from headway.request import Request, RequestState
@@ -56,14 +58,7 @@ def measure(llm: LLM) -> RunStats:
 @contextmanager
 def bar(llm: LLM, title: str, total: int) -> Iterator[None]:
     """Show a progress bar with the token rate on stderr. It disappears at the end."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.1f} tokens/s"),
-    )  # fmt: skip
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.1f} tokens/s")
     started, num_tokens = time.perf_counter(), 0
 
     def observe(event: Event) -> None:
@@ -72,8 +67,11 @@ def bar(llm: LLM, title: str, total: int) -> Iterator[None]:
         rate = num_tokens / (time.perf_counter() - started)
         progress.update(task, advance=len(ended_by(event)), rate=rate)
 
-    with Progress(*columns, console=console, transient=True) as progress:
+    with stderr_progress(*columns) as progress:
         task = progress.add_task(title, total=total, rate=0.0)
+        if progress.disable:  # a terminal would show it
+            yield
+            return
         llm.engine.observers.append(observe)
         try:
             yield
@@ -117,7 +115,9 @@ class RunView:
         if not self._console.is_terminal:
             self._print_finished(event)
             return
-        self._events.extend(map(_event, decisions))
+        for each in decisions:
+            place = Text(f"{each.step:>5}  " if each.step >= 0 else " " * 7)
+            self._events.append(place.append(each.text, DECISION_STYLES[each.kind]))
         now = time.perf_counter()
         if now - self._drawn_at >= SECONDS_BETWEEN:
             self._drawn_at = now
@@ -150,11 +150,10 @@ class RunView:
         return Group(Text(head, "bold"), blocks, "", self._table(), "", *self._events)
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        columns = ("request", "state", "prompt", "output", "text")
+        table = plain_table(columns, (), columns)
         width = max(map(len, self._requests))
         room = self._console.width - width - 2 * BAR - 25  # other columns and gaps
-        for column in ("request", "state", "prompt", "output", "text"):
-            table.add_column(column, no_wrap=True)
         for request in self._requests.values():
             style = STYLES[request.state]
             state = "done" if request.is_finished else request.state.value
@@ -180,11 +179,6 @@ class RunView:
         text = self._llm.tokenizer.decode(list(request.output[-TAIL_TOKENS:]))
         line = " ".join(safe(text).split()).lstrip("\ufffd")  # the cut may split a character
         return line if len(line) <= width else "…" + line[1 - width :]
-
-
-def _event(decision: Decision) -> Text:
-    text = Text(f"{decision.step:>5}  " if decision.step >= 0 else " " * 7)
-    return text.append(decision.text, DECISION_STYLES[decision.kind])
 
 
 def safe(text: str) -> str:

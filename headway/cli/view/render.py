@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from headway.cli.options.common import stderr
 from headway.lab.cost import Machine, Profile
 from headway.lab.doctor.diagnose import Finding, diagnose
 from headway.lab.profiling.calibration import HeldOutError
@@ -32,17 +34,19 @@ def print_run(
     rejected: Sequence[tuple[str, str]] = (),
     *,
     as_json: bool,
+    findings: list[Finding] | None = None,
+    table: Table | None = None,
 ) -> None:
     """Print the report of a run with the doctor's findings, as tables or as one JSON object."""
-    findings = diagnose(summary, config)
+    findings = diagnose(summary, config) if findings is None else findings
     if as_json:
         doctor = [finding._asdict() for finding in findings]
         print_json({"config": config, **summary, "doctor": doctor})
         return
     console = Console()
-    console.print(report(title, summary))
-    print_rejected(console, rejected)
-    print_findings(console, findings)
+    console.print(report(title, summary), *(("", table) if table else ()))
+    _print_rejected(console, rejected)
+    _print_findings(console, findings)
 
 
 def report(title: str, summary: Summary) -> Group:
@@ -65,58 +69,43 @@ def _latencies(summary: Summary) -> Table:
     )
 
 
-def _facts(summary: Summary) -> list[tuple[str, str]]:
+def _facts(summary: Summary) -> dict[str, str]:
     step, swapped = summary["per_step"], summary["swapped_blocks"]
     reasons = summary["waiting_steps_by_reason"]
-    facts = [
-        ("requests", f"{summary['completed']:,} of {summary['requests']:,} completed"),
-        ("time", f"{summary['seconds']:,.1f} s, {counted(summary['steps'], 'step')}"),
-        (
-            "throughput",
-            f"{summary['requests_per_second']:,.2f} requests/s, "
-            f"{summary['output_tokens_per_second']:,.0f} output tokens/s",
-        ),
-        (
-            "running per step",
-            f"{step['running']:.1f} ({step['running_share']:.1%} of max_num_seqs)",
-        ),
-        (
-            "tokens per step",
-            f"{step['tokens']:,.0f} ({step['tokens_share']:.1%} of the budget), "
-            f"{step['prefill_share']:.0%} prefill",
-        ),
-        (
-            "preemptions",
-            f"{summary['preemptions']:,} ({summary['preemptions_by_swap']:,} by swap, "
-            f"{summary['preemptions_for_priority']:,} for priority)",
-        ),
-        (
-            "recomputed",
-            f"{summary['recomputed_tokens']:,} tokens ({summary['recompute_tax']:.2%} of all "
-            "computed)",
-        ),
-        ("swapped blocks", f"{swapped['out']:,} out, {swapped['in']:,} in"),
-        ("prefix cache", f"{summary['cache_hit_ratio']:.1%} of prompt tokens hit"),
-        ("waited for", ", ".join(f"{k} ({counted(v, 'step')})" for k, v in reasons.items()) or "-"),
-    ]
+    facts = {
+        "requests": f"{summary['completed']:,} of {summary['requests']:,} completed",
+        "time": f"{summary['seconds']:,.1f} s, {counted(summary['steps'], 'step')}",
+        "throughput": f"{summary['requests_per_second']:,.2f} requests/s, "
+        f"{summary['output_tokens_per_second']:,.0f} output tokens/s",
+        "running per step": f"{step['running']:.1f} ({step['running_share']:.1%} of max_num_seqs)",
+        "tokens per step": f"{step['tokens']:,.0f} ({step['tokens_share']:.1%} of the budget), "
+        f"{step['prefill_share']:.0%} prefill",
+        "preemptions": f"{summary['preemptions']:,} ({summary['preemptions_by_swap']:,} by swap, "
+        f"{summary['preemptions_for_priority']:,} for priority)",
+        "recomputed": f"{summary['recomputed_tokens']:,} tokens "
+        f"({summary['recompute_tax']:.2%} of all computed)",
+        "swapped blocks": f"{swapped['out']:,} out, {swapped['in']:,} in",
+        "prefix cache": f"{summary['cache_hit_ratio']:.1%} of prompt tokens hit",
+        "waited for": ", ".join(f"{k} ({counted(v, 'step')})" for k, v in reasons.items()) or "-",
+    }
     if summary["clients"] > 1:
-        facts.append(("fairness", f"{summary['fairness']:.3f} over {summary['clients']} clients"))
+        facts["fairness"] = f"{summary['fairness']:.3f} over {summary['clients']} clients"
     if summary["deadlines"]:
         missed, total = summary["deadline_misses"], summary["deadlines"]
-        facts.append(("deadlines", f"{missed:,} of {total:,} missed"))
+        facts["deadlines"] = f"{missed:,} of {total:,} missed"
     return facts
 
 
 def table(
     columns: Iterable[str],
-    rows: Iterable[Iterable[str]],
+    rows: Iterable[Iterable[RenderableType]],
     left: Container[str] | None = (),
     *,
     no_wrap: bool = False,
     **style: Any,
 ) -> Table:
     """A table without a frame. The first column and those in `left` are aligned left; None: none."""
-    made = Table(header_style="bold", **{"box": None, "pad_edge": False} | style)
+    made = Table(**{"header_style": "bold", "box": None, "pad_edge": False} | style)
     for place, column in enumerate(columns):
         is_left = left is not None and (not place or column in left)
         made.add_column(column, justify="left" if is_left else "right", no_wrap=no_wrap)
@@ -125,21 +114,24 @@ def table(
     return made
 
 
+plain_table = partial(table, no_wrap=True, header_style="dim", padding=(0, 2, 0, 0))
+
+
 def print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
 
 
-def note(text: str) -> None:
-    """A note on stderr, on one line."""
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+def show(value: object, *tables: RenderableType, as_json: bool) -> None:
+    """Print a value as JSON, or these tables."""
+    if as_json:
+        print_json(value)
+    else:
+        Console().print(*tables)
 
 
-def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+def _pairs(rows: Mapping[str, str]) -> Table:
     """A table of names and values."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+    return table(("", ""), rows.items(), ("", ""), show_header=False)
 
 
 def _together(times: dict[str, float], *marks: str, seconds_from: float) -> str:
@@ -186,30 +178,23 @@ def comparison(title: str, summaries: dict[str, Summary], header: str = "schedul
     table.add_column(escape(header), style="bold", overflow="fold")
     for name in widths:
         table.add_column(name, justify="right", no_wrap=True)
-    for place, name in enumerate(summaries):
-        table.add_row(escape(name), *(cells[shown][place] for shown in widths))
+    for name, *row in zip(summaries, *(cells[shown] for shown in widths), strict=True):
+        table.add_row(escape(name), *row)
     note = [f"\n[dim]too narrow for {', '.join(hidden)}[/]"] if hidden else []
     return Group(f"[bold]{escape(title)}[/]", "", table, *note)
 
 
-def settings(config: dict[str, Any]) -> str:
-    return "  ".join(f"[dim]{key}[/] {escape(str(value))}" for key, value in config.items())
-
-
-def print_findings(console: Console, findings: list[Finding]) -> None:
-    if not findings:
-        console.print("\n[green]The doctor found no problems.[/]")
-        return
-    console.print("\n[bold]The doctor found[/]")
+def _print_findings(console: Console, findings: list[Finding]) -> None:
+    found = "[bold]The doctor found[/]" if findings else "[green]The doctor found no problems.[/]"
+    console.print(f"\n{found}")
     for finding in findings:
         table = Table.grid(padding=(0, 0, 0, 2))
-        table.add_row("[yellow]symptom[/]", escape(finding.symptom))
-        table.add_row("[dim]cause[/]", escape(finding.cause))
-        table.add_row("[green]remedy[/]", escape(finding.remedy))
+        for name, style in {"symptom": "yellow", "cause": "dim", "remedy": "green"}.items():
+            table.add_row(f"[{style}]{name}[/]", escape(getattr(finding, name)))
         console.print(table, "", highlight=False)
 
 
-def print_rejected(console: Console, rejected: Sequence[tuple[str, str]]) -> None:
+def _print_rejected(console: Console, rejected: Sequence[tuple[str, str]]) -> None:
     """The number of rejected requests, and the reasons of the first few."""
     if rejected:
         verb = "was" if len(rejected) == 1 else "were"
@@ -233,9 +218,7 @@ def seconds(value: float) -> str:
 
 
 def print_error(text: str) -> None:
-    """An error on stderr, on one line."""
-    line = f"[bold red]error:[/] {escape(text)}"
-    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+    stderr().print(f"[bold red]error:[/] {escape(text)}")
 
 
 def print_profile(profile: Profile, error: HeldOutError, out: Path) -> None:
@@ -244,30 +227,29 @@ def print_profile(profile: Profile, error: HeldOutError, out: Path) -> None:
     console.print(f"\n[bold]{escape(profile.name)}[/]", highlight=False)
     console.print(_pairs(_machine(profile.machine)))
     console.print("\n[bold]Error on a held-out run[/]")
-    console.print(_pairs([
-        ("step time", f"{error.median:.1%} (median), {error.p90:.1%} (p90)"),
-        ("sum of all steps", f"{error.total:+.1%}"),
-        ("simulated duration", f"{error.simulated:+.1%}"),
-        ("simulated time to first token, p50", f"{error.ttft:+.1%}"),
-    ]))  # fmt: skip
-    console.print(
-        f"\nWritten to {escape(str(out))}. Next: "
-        f"[bold]headway simulate --profile {escape(str(out))}[/]",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    errors = {
+        "step time": f"{error.median:.1%} (median), {error.p90:.1%} (p90)",
+        "sum of all steps": f"{error.total:+.1%}",
+        "simulated duration": f"{error.simulated:+.1%}",
+        "simulated time to first token, p50": f"{error.ttft:+.1%}",
+    }
+    console.print(_pairs(errors))
+    path = escape(str(out))
+    next_command = f"Next: [bold]headway simulate --profile {path}[/]"
+    console.print(f"\nWritten to {path}. {next_command}", highlight=False, soft_wrap=True)
 
 
-def _machine(machine: Machine) -> list[tuple[str, str]]:
+def _machine(machine: Machine) -> dict[str, str]:
     copies = f"{machine.copy_bandwidth / 1e9:,.2f} GB/s, plus {_short(machine.copy_seconds)} each"
-    return [
-        ("memory bandwidth", f"{machine.bandwidth / 1e9:,.2f} GB/s"),
-        ("arithmetic", f"{machine.flops / 1e9:,.1f} GFLOP/s"),
-        ("overlap of the two", f"{machine.overlap:.0%} of the shorter"),
-        ("fixed time per forward pass", _short(machine.fixed_seconds)),
-        ("minimum attention time", _short(machine.attention_seconds)),
-        ("scheduling between steps", _short(machine.host_seconds)),
-        ("copies between device and host", copies),
-    ]
+    return {
+        "memory bandwidth": f"{machine.bandwidth / 1e9:,.2f} GB/s",
+        "arithmetic": f"{machine.flops / 1e9:,.1f} GFLOP/s",
+        "overlap of the two": f"{machine.overlap:.0%} of the shorter",
+        "fixed time per forward pass": _short(machine.fixed_seconds),
+        "minimum attention time": _short(machine.attention_seconds),
+        "scheduling between steps": _short(machine.host_seconds),
+        "copies between device and host": copies,
+    }
 
 
 def _short(seconds: float) -> str:
@@ -284,6 +266,4 @@ def warn_of_profile(error: HeldOutError, undetermined: Sequence[str]) -> None:
             "program uses this machine"
         )
     for warning in warnings:
-        Console(stderr=True).print(
-            f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True
-        )
+        stderr().print(f"[yellow]warning:[/] {warning}")

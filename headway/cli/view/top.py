@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.view.live import DECISION_STYLES, meter, safe
-from headway.cli.view.render import seconds
+from headway.cli.view.render import plain_table, seconds
 from headway.lab.doctor.text import show
 
 if TYPE_CHECKING:
@@ -47,20 +47,18 @@ def picture(s: Snapshot, width: int, height: int, problem: str = "") -> Renderab
     return Group(*lines)
 
 
-def _replicas(rows: list[dict[str, Any]]) -> RenderableType:
+def _replicas(rows: list[dict[str, Any]]) -> Table:
     """One line for each engine behind the server."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column(f"{len(rows)} replicas", no_wrap=True)
-    for name in ("tokens/s", "running", "waiting", "KV blocks"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        style = "bold red" if row["fault"] else "default"
-        table.add_row(
-            Text(safe(row["name"]), style), f"{row['output_tokens']:,.0f}",
-            f"{row['running']:,}/{row['limit']:,}", f"{row['waiting']:,}",
-            f"{row['blocks_used']:,}/{row['blocks_total']:,}",
-        )  # fmt: skip
-    return table
+    columns = (f"{len(rows)} replicas", "tokens/s", "running", "waiting", "KV blocks")
+    cells = (
+        (
+            Text(safe(row["name"]), "bold red" if row["fault"] else "default"),
+            f"{row['output_tokens']:,.0f}", f"{row['running']:,}/{row['limit']:,}",
+            f"{row['waiting']:,}", f"{row['blocks_used']:,}/{row['blocks_total']:,}",
+        )
+        for row in rows
+    )  # fmt: skip
+    return plain_table(columns, cells)
 
 
 def _head(s: Snapshot, width: int, height: int, problem: str) -> Iterator[RenderableType]:
@@ -132,14 +130,12 @@ def _vitals(s: Snapshot, width: int) -> Text:
 
 def _all_vitals(s: Snapshot) -> Table:
     """All vitals with their healthy ranges, one in a line."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("last minute", "now", "healthy"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "now" else "left")
+    made = plain_table(("last minute", "now", "healthy"), (), ("healthy",))
     for vital in s["vitals"]:
         style = "default" if vital["is_healthy"] else "yellow"
         value = show(vital["value"], vital["unit"])
-        table.add_row(vital["name"], value, Text(vital["healthy"], "dim"), style=style)
-    return table
+        made.add_row(vital["name"], value, Text(vital["healthy"], "dim"), style=style)
+    return made
 
 
 def _age(s: Snapshot) -> str:
@@ -187,23 +183,22 @@ MIN_WIDTHS = {"client": 12, "why": 24}  # columns that may be cut, and their min
 
 
 def _table(
-    title: str, rows: list[dict[str, Any]], columns: dict[str, Any], width: int
+    title: str, rows: list[dict[str, Any]], columns: Mapping[str, Callable[..., str]], width: int
 ) -> RenderableType:
     if not rows:
         return Text(title, "dim")
     texts = {title: [safe(short(row["id"])) for row in rows]}
     texts |= {name: [safe(str(show(row))) for row in rows] for name, show in columns.items()}
     wants = {name: max(map(cell_len, (name, *cells))) for name, cells in texts.items()}
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     widths = _widths(wants, width)
-    for name, column_width in widths.items():
-        side: Any = "left" if name == title or name in TEXT_COLUMNS else "right"
-        table.add_column(name, no_wrap=True, width=column_width, justify=side)
-    for place, row in enumerate(rows):
-        cells = [Text(texts[name][place], overflow="ellipsis") for name in widths]
-        cells[0].style = STATE_STYLES[row["state"]]
-        table.add_row(*cells)
-    return table
+    made = plain_table(widths, (), TEXT_COLUMNS)
+    for column, column_width in zip(made.columns, widths.values(), strict=True):
+        column.width = column_width
+    for row, *cells in zip(rows, *(texts[name] for name in widths), strict=True):
+        first, *others = (Text(cell, overflow="ellipsis") for cell in cells)
+        first.style = STATE_STYLES[row["state"]]
+        made.add_row(first, *others)
+    return made
 
 
 def _widths(wants: dict[str, int], width: int) -> dict[str, int]:
