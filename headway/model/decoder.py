@@ -13,7 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import Backend, ForwardPass, LayerWeights, ModelWeights, PassOutput
+from headway.model.backends.base import (
+    Backend,
+    ForwardPass,
+    LayerWeights,
+    ModelWeights,
+    PassArguments,
+    PassOutput,
+)
 from headway.model.batch import ForwardBatch
 from headway.model.rope import Rope
 from headway.model.weights.checkpoint import Checkpoint
@@ -105,12 +112,13 @@ class Decoder:
     ) -> tuple[ForwardPass, ForwardPass | None]:
         """Passes through the layers that see all tokens, and through the sliding-window layers."""
         angles = self._rope(self._angles, batch, blocks.shape[4])
-        forward_pass = self.backend.begin(self.config, batch, blocks, *angles)
+        forward_pass = self.backend.begin(PassArguments(self.config, batch, blocks, *angles))
         if window_blocks is None:
             return forward_pass, None
         assert batch.windowed is not None, "the batch has no tables for sliding-window layers"
         angles = self._rope(self._window_angles, batch, blocks.shape[4])
-        return forward_pass, self.backend.begin(self.config, batch.windowed, window_blocks, *angles)
+        windowed = PassArguments(self.config, batch.windowed, window_blocks, *angles)
+        return forward_pass, self.backend.begin(windowed)
 
     def _hidden(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headway.model.backends.base import kv_itemsize
+from headway.model.backends.base import PassArguments, kv_itemsize
 from headway.model.backends.native.backend import NativeBackend, NativePass, unsupported_reason
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
@@ -55,7 +55,7 @@ def _seconds(backend: NativeBackend, config: ModelConfig) -> float:
     )
     blocks = backend.kv_blocks(config, num_blocks, BLOCK_SIZE).zero_()
     angles = torch.zeros(NUM_TOKENS, config.head_dim // 2)
-    steps = NativePass(backend, config, batch, blocks, angles, angles)
+    steps = NativePass(backend, PassArguments(config, batch, blocks, angles, angles))
     heads = config.num_heads + 2 * config.num_kv_heads
     qkv, best = torch.ones(NUM_SEQUENCES, heads * config.head_dim), float("inf")
     for _ in range(TRIES):
