@@ -7,8 +7,6 @@ rows' type.
 Legend: T rows, N pairs in a row.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import torch

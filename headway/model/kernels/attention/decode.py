@@ -9,8 +9,6 @@ Shapes: S sequences, H query heads, G key-value heads, D head size, C splits of 
 are [B, L, 2, G, P, D], tables [R, W].
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.attention.splits import LOG2_E, DecodeSplit, split_for
-from headway.model.kernels.launch import NO_FP_FUSION, begin, launch_options, launched, power_of_2
+from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,11 +306,11 @@ def decode_attention(
         blocks.stride(0), blocks.stride(1), tables.shape[1],
         num_heads, num_kv_heads, head_dim, dim_room, heads_room, block_size,
         split.tile, split.num_splits, split.min_positions, is_new, is_new and split.warps > 1, has_norm,
-        **launch_options(split.warps, split.stages), **NO_FP_FUSION,
+        **launch_options(split.warps, split.stages, fuses=False),
     )  # fmt: skip
     if split.num_splits > 1:
         _join[(num_heads, num_sequences)](
             out, *partials, positions_s, out.stride(0), head_dim, dim_room,
             split.num_splits, split.min_positions, split.tile, is_new,
-            **launch_options(2, 1), **NO_FP_FUSION,
+            **launch_options(2, 1, fuses=False),
         )  # fmt: skip

@@ -12,8 +12,6 @@ Legend: T tokens, H query heads, G key-value heads, D head size, B blocks, L lay
 a block, p rows of the rotary tables; in the kernel h heads of a program, d half a head.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import triton

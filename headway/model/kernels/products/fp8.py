@@ -6,8 +6,6 @@ rows use cuBLASLt (`torch._scaled_mm`), products of few rows our kernel. Knows n
 Legend: T rows, K numbers in a row, N outputs.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 from typing import NamedTuple
