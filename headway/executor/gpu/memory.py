@@ -42,9 +42,7 @@ from headway.model.kernels.products.tiles import device_limits
 
 DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
 GRAPH_LAYER_BYTES = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph
-NUM_POOLS = (
-    3  # of memory: captured decodes, captured mixed passes, and passes that are not captured
-)
+NUM_POOLS = 3  # of memory: captured decodes, captured mixed passes, and all other passes
 ADVICE = (
     "raise --gpu-memory-utilization (1 is all of it), lower --max-num-batched-tokens or "
     "--max-num-seqs, or use a smaller --dtype"
@@ -131,8 +129,7 @@ def max_captured_rows(decoder: Decoder, config: Config) -> int:
 def graph_bytes(decoder: Decoder, config: Config) -> int:
     """Driver memory of all graphs; decodes have one graph per number of splits."""
     sizes = {padded_rows(count) for count in range(1, config.max_num_seqs + 1)}
-    num_heads = decoder.max_kv_heads
-    num_decodes = sum(len(split_counts(count * num_heads)) for count in sizes)
+    num_decodes = sum(len(split_counts(count * decoder.max_kv_heads)) for count in sizes)
     num_graphs = num_decodes + len(graph_sizes(decoder, config))
     return GRAPH_LAYER_BYTES * decoder.config.num_layers * num_graphs
 
@@ -152,13 +149,9 @@ def partial_bytes(decoder: Decoder, config: Config) -> int:
     max_positions = -(-config.max_model_len // config.block_size) * config.block_size
     counts = range(1, config.max_num_seqs + 1)
     sizes = {round_up_decodes(count, False) for count in counts} | set(map(padded_rows, counts))
+    heads = model.num_heads, decoder.max_kv_heads
     most = max(
-        backend.num_partials(
-            (num_rows, model.num_heads, decoder.max_kv_heads),
-            model.head_dim,
-            num_splits,
-            max_positions,
-        )
+        backend.num_partials((num_rows, *heads), model.head_dim, num_splits, max_positions)
         for num_rows in sizes
         for num_splits in split_counts(num_rows * decoder.max_kv_heads)
     )

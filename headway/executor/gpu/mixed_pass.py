@@ -7,8 +7,7 @@ at warm-up: it is then one launch. A large pass keeps the device busy while the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -117,23 +116,23 @@ class MixedPass:
         if not (self.decoder.backend.supports_padding and self.graphs.is_enabled):
             return
         sizes = self.sizes
-        with _tolerate_no_memory() if self.decoder.shard is None else nullcontext():
+        try:
             for num_done, size in enumerate(sizes, start=1):
                 self.graphs.capture(size)
                 self.graphs.run(size)
                 progress(num_done, len(sizes))
+        except RuntimeError as error:
+            if self.decoder.shard is not None or not is_out_of_memory(error):
+                raise
 
     def run(self, rows: Rows, chunks: list[Chunk]) -> PassOutput:
         """Run all decodes and chunks, and advance the rows' lengths on the device."""
         size, is_small = self._size(rows, chunks)
-        inputs = (
-            self._inputs.view_for(size)
-            if is_small
-            else PassInputs.allocate(size, self._blocks.device)
-        )
-        sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
+            inputs = PassInputs.allocate(size, self._blocks.device)
+            sampled = self._send(rows, chunks, size, inputs)
             return PassOutput(self._forward(size, inputs), sampled, size.decodes)
+        sampled = self._send(rows, chunks, size, self._inputs.view_for(size))
         self.graphs.run(size)
         return PassOutput(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
 
@@ -196,16 +195,6 @@ class MixedPass:
             num_splits=size.num_splits, longest=size.tokens,
         )  # fmt: skip
         return self.decoder.forward(batch, self._blocks)
-
-
-@contextmanager
-def _tolerate_no_memory() -> Iterator[None]:
-    """Go on without the graphs for which no memory is left."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
 
 
 def max_captured_tokens(decoder: Decoder, max_num_batched_tokens: int) -> int:

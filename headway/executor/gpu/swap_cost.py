@@ -76,12 +76,8 @@ def _measure_compute(executor: Timed, config: Config) -> list[float]:
 def swap_seconds(executor: Timed, num_blocks: int) -> float:
     """Seconds to copy `num_blocks` to the host and back on an idle device; keeps their content."""
     copies = [Copy(block, block) for block in range(num_blocks)]
-    return _best_time(
-        lambda: (
-            _seconds(executor, [Plan(0, copies_out=copies)])
-            + _seconds(executor, [Plan(0, copies_in=copies)])
-        )
-    )
+    out, back = Plan(0, copies_out=copies), Plan(0, copies_in=copies)
+    return _best_time(lambda: _seconds(executor, [out]) + _seconds(executor, [back]))
 
 
 def recompute_seconds(executor: Timed, config: Config, num_tokens: int) -> float:

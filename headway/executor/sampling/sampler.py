@@ -189,12 +189,8 @@ class LogitsProcessor:
 
     def _word_ends(self) -> set[int]:
         """Last tokens of the bad words whose other tokens end the output; prompts do not count."""
-        tail = tuple(self.tail)
-        ends = set()
-        for *start, last in self.bad_words:
-            if tuple(start) == tail[len(tail) - len(start) :]:
-                ends.add(last)
-        return ends
+        tail = list(self.tail)
+        return {last for *start, last in self.bad_words if start == tail[len(tail) - len(start) :]}
 
     def _penalise(self, logits_v: Tensor) -> None:
         sampling, device = self.sampling, logits_v.device
