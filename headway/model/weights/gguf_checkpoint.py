@@ -75,7 +75,8 @@ class GgufCheckpoint(Checkpoint):
     def _info(self, name: str) -> gguf.TensorInfo:
         info = self._infos.get(self._name(name))
         self._check(name, None if info is None else info.shape)
-        return self._infos[self._name(name)]
+        assert info is not None, "check raises for a missing tensor"
+        return info
 
     def _name(self, name: str) -> str:
         return gguf_name(name, has_output_norms=self.config.has_output_norms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from headway.model.config import load_hf, read_json
 from headway.model.sharding import EVERYTHING, Part
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import Fp8Matrix, scale_problem
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"  # safetensors' name
@@ -23,7 +26,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(load_hf(folder), folder)
-        self._files: dict[str, Any] = {}  # by the tensor's name in the file
+        self._files: dict[str, safe_open] = {}  # by the tensor's name in the file
         for file in safetensors_files(folder):
             opened = _open_safetensors(file)
             self._files.update(dict.fromkeys(opened.keys(), opened))
@@ -98,7 +101,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
-def _open_safetensors(file: Path) -> Any:
+def _open_safetensors(file: Path) -> safe_open:
     from safetensors import SafetensorError, safe_open
 
     try:

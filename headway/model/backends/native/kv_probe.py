@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
+from timeit import repeat
 
 import torch
 
@@ -57,10 +57,10 @@ def _seconds(backend: NativeBackend, config: ModelConfig) -> float:
     angles = torch.zeros(NUM_TOKENS, config.head_dim // 2)
     steps = NativePass(backend, PassArguments(config, batch, blocks, angles, angles))
     heads = config.num_heads + 2 * config.num_kv_heads
-    qkv, best = torch.ones(NUM_SEQUENCES, heads * config.head_dim), float("inf")
-    for _ in range(TRIES):
-        begun = time.perf_counter()
+    qkv = torch.ones(NUM_SEQUENCES, heads * config.head_dim)
+
+    def attend() -> None:
         for layer in range(NUM_LAYERS):
             steps.attention(layer, qkv)
-        best = min(best, time.perf_counter() - begun)
-    return best / NUM_LAYERS
+
+    return min(repeat(attend, number=1, repeat=TRIES)) / NUM_LAYERS
