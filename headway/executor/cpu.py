@@ -29,8 +29,6 @@ NO_CHUNKS: list[Chunk] = []
 
 @dataclass(slots=True)
 class CompletedStep:
-    """A plan that has run."""
-
     result: StepResult
 
     def wait(self) -> StepResult:

@@ -77,7 +77,6 @@ class ModelConfig(Variant):
 
     @property
     def num_params(self) -> int:
-        """Number of parameters in all tensors."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def kv_bytes(self, itemsize: int | Fraction) -> int:

@@ -25,8 +25,6 @@ SMALLER = "use a smaller --dtype, a smaller model or another GPU (--device cuda:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU as torch sees it."""
-
     device: str
     name: str
     num_bytes: int

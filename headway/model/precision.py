@@ -284,7 +284,6 @@ def use_threads(count: int) -> None:
 
 
 def num_threads() -> int:
-    """The number of threads of torch and of the native kernels."""
     return torch.get_num_threads()
 
 

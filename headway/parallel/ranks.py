@@ -140,7 +140,6 @@ class Ranks:
         self.send_plan(msgspec.msgpack.encode(command))
 
     def _receive(self) -> list[int | None]:
-        """One reply of each rank."""
         found = []
         for each in self._processes:
             message = next(messages(each.replies), None)

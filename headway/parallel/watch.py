@@ -116,7 +116,6 @@ class Watch:
         return reasons or ([late] if late else [])
 
     def _death(self, each: RankProcess) -> Reason | None:
-        """Why a process ended."""
         code = each.process.poll()
         if code is None:
             return None

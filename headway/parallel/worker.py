@@ -45,8 +45,6 @@ MAX_IN_FLIGHT = 2  # plans that a GPU may have, as with async scheduling
 
 
 class Worker:
-    """One rank."""
-
     def __init__(self, rank: int, parent: int, control: int, store: int, memory: int) -> None:
         self.rank, self.parent = rank, parent
         self.control = socket.socket(fileno=control)
@@ -83,7 +81,6 @@ class Worker:
         self.control.sendall(framed(msgspec.msgpack.encode(reply)))
 
     def _load(self, spec: RankSpec) -> Decoder:
-        """Load this rank's part of the model."""
         from headway.model.devices import use_device
         from headway.model.loader import load_decoder, open_checkpoint
         from headway.model.precision import choose_backend, kv_dtype_for, use_threads

@@ -302,7 +302,6 @@ class GpuExecutor:
     def _copy_to_host(
         self, tokens: Tensor, pending: PendingStep, order: Rows | None = None
     ) -> None:
-        """Start copying sampled tokens to the host."""
         if self.device.type == "cpu":
             pending.columns.append((tokens.clone(), order))
             return

@@ -121,7 +121,6 @@ def graph_sizes(decoder: Decoder, config: Config) -> list[PassSize]:
 
 
 def max_captured_rows(decoder: Decoder, config: Config) -> int:
-    """The maximum number of rows of a captured pass."""
     largest = graph_sizes(decoder, config)[0]
     return largest.decodes + largest.tokens
 

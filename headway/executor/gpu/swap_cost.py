@@ -26,8 +26,6 @@ SIMILAR = 0.9  # attempts stop when one takes at least this fraction of the best
 
 
 class Timed(Executor, Protocol):
-    """An executor with a clock."""
-
     @property
     def now(self) -> Callable[[], float]: ...
 

@@ -48,8 +48,6 @@ class GrammarState:
 
 
 class Grammars:
-    """The grammars of the sampler's rows."""
-
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.matchers = Matchers(vocab_size)
@@ -95,7 +93,6 @@ class Grammars:
         choice_nv[at] = kept
 
     def remember(self, row: int, token: int) -> None:
-        """Record a generated token."""
         state = self._states.get(row)
         if state is None or state.matcher is None or state.matcher.is_error():
             return

@@ -28,8 +28,6 @@ NUM_PROBE_STEPS = 16  # tokens for which a grammar is tried before its request i
 
 
 class TokenBytes(Protocol):
-    """A token's bytes."""
-
     @property
     def spelled(self) -> bytes: ...
 

@@ -150,7 +150,6 @@ class LogitsProcessor:
         self.tail = deque(output, maxlen=longest - 1)  # the last tokens of the output
 
     def remember(self, token: int) -> None:
-        """Record a generated token."""
         self.counts[token] += 1
         self.tail.append(token)
 

@@ -35,8 +35,6 @@ class Weight(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWeights:
-    """The weights of one layer."""
-
     input_norm: Tensor
     qkv: Weight
     q_norm: Tensor | None
@@ -51,8 +49,6 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelWeights:
-    """The weights of a model."""
-
     embedding: Weight
     layers: list[LayerWeights]
     norm: Tensor
@@ -82,8 +78,6 @@ class PassArguments(NamedTuple):
 
 
 class ForwardPass(Protocol):
-    """Takes one batch through the layers."""
-
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         """Return the hidden states [T, hidden] after a layer; may change x in place.
 
@@ -106,8 +100,6 @@ class ForwardPass(Protocol):
 
 
 class Backend(Protocol):
-    """Stores weights, multiplies by them, and takes batches through the layers."""
-
     name: str
     uses_rope_table: bool  # takes cosine and sine of all positions, not of the batch's tokens
     keeps_passes: bool  # a pass can run again when the values in its batch's tensors have changed

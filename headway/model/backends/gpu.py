@@ -64,8 +64,6 @@ class AttentionKernels(Protocol):
 
 
 class TritonAttention:
-    """Our Triton kernels."""
-
     fuses_decode, supports_padding, block_multiple, is_concurrent = True, True, 1, True
     _counters: Tensor | None = None  # see prefill_attention
 
@@ -173,7 +171,6 @@ def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
 
 
 def interleaved(weight: Weight) -> PlainWeight:
-    """Interleave the rows of gate and up."""
     assert isinstance(weight, PlainWeight)
     matrix, bias, scale = (
         None if stacked is None else torch.stack(stacked.chunk(2), dim=1).flatten(0, 1)

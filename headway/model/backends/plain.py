@@ -22,8 +22,6 @@ from headway.model.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A matrix in torch's layout."""
-
     matrix: Tensor  # [N, K]
     bias: Tensor | None
     scale: Tensor | None = None  # [N], of an fp8 matrix

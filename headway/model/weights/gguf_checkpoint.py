@@ -39,8 +39,6 @@ GGUF_OUTPUT_NORMS = {  # in models that normalize the outputs of attention and M
 
 
 class GgufCheckpoint(Checkpoint):
-    """A GGUF file, with Hugging Face names and Hugging Face order of rows."""
-
     def __init__(self, path: Path) -> None:
         header = gguf.read_header(path)
         super().__init__(_gguf_config(path, header), path)

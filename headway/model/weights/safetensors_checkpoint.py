@@ -22,8 +22,6 @@ INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """The safetensors of a folder."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(load_hf(folder), folder)
         self._files: dict[str, safe_open] = {}  # by the tensor's name in the file

@@ -34,7 +34,6 @@ class PartialAttention:
     def allocate(
         shape: tuple[int, int, int], head_dim: int, device: torch.device
     ) -> PartialAttention:
-        """Allocate for S sequences, H heads and C splits."""
         sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
         return PartialAttention(
             sums, *(torch.empty(shape, dtype=torch.float32, device=device) for _ in "tw")

@@ -35,8 +35,6 @@ FEW_ROWS = 16  # up to here memory is the limit, not arithmetic
 
 
 class PrefillTile(NamedTuple):
-    """The size of a tile, and its number of warps and pipeline stages."""
-
     tile_rows: int
     tile_keys: int
     num_warps: int
