@@ -48,8 +48,9 @@ class Decoder:
         self.norm = backend.vector(checkpoint, "model.norm.weight")
         tied = self.config.tie_embeddings
         self.head = self.embedding if tied else backend.weight(checkpoint, ["lm_head"])
-        self._angles = self._angles_of(self.config.rope)
-        self._window_angles = self._angles_of(self.config.window_rope or self.config.rope)
+        angles = partial(Angles, head_dim=self.config.head_dim, device=self.norm.device)
+        self._angles = angles(self.config.rope)
+        self._window_angles = angles(self.config.window_rope or self.config.rope)
         windowed = self.config.windowed_layers
         kinds = [number in windowed for number in range(self.config.num_layers)]
         # The place of each layer in the KV blocks of its kind.
@@ -57,10 +58,6 @@ class Decoder:
         self._weights = ModelWeights(
             embedding=self.embedding, layers=self.layers, norm=self.norm, head=self.head
         )
-
-    def _angles_of(self, rope: Rope) -> Angles:
-        frequencies = torch.from_numpy(rope.inverse_frequencies(self.config.head_dim))
-        return Angles(frequencies.to(self.norm.device), rope.scale)
 
     def _layer(self, checkpoint: Checkpoint, prefix: str) -> LayerWeights:
         weight, vector = self.backend.weight, self.backend.vector
@@ -205,9 +202,9 @@ class Decoder:
 class Angles:
     """Cosines and sines of a rope."""
 
-    def __init__(self, frequencies: Tensor, scale: float) -> None:
-        """`frequencies` are radians per position; `scale` is the factor of cosine and sine."""
-        self._frequencies, self._scale = frequencies, scale
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
+        self._frequencies = torch.from_numpy(rope.inverse_frequencies(head_dim)).to(device)
+        self._scale = rope.scale
         self._table: tuple[Tensor, Tensor] | None = None
 
     def of(self, positions_t: Tensor) -> tuple[Tensor, Tensor]:

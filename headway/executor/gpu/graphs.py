@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,14 +26,7 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // 64) * 64
 
 
-class CapturableGraph(Protocol):
-    """An object that captures launches, such as torch's CUDAGraph."""
-
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None: ...
-    def capture_end(self) -> None: ...
-
-
-def capture_into(graph: CapturableGraph, pool: Any, work: Callable[[], None]) -> None:
+def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], None]) -> None:
     """Capture the launches of `work`. The capture also ends if `work` fails.
 
     Garbage collection is off meanwhile: freeing another graph would invalidate the capture.

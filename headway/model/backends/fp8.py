@@ -78,11 +78,7 @@ class Fp8Backend(GpuBackend):
     ) -> None:
         super().__init__(dtype, device, kv_dtype, attention)
         self.folds_norms, self.float_layers = folds_norms, float_layers
-        self.name = "gpu fp8"
-
-    @property
-    def matrix_itemsize(self) -> int:
-        return FP8.itemsize
+        self.name, self.matrix_itemsize = "gpu fp8", FP8.itemsize
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> PlainWeight:
         if self.folds_norms or ".layers." not in names[0]:

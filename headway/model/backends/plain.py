@@ -40,15 +40,10 @@ class PlainBackend:
     uses_rope_table = keeps_passes = supports_padding = False
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.dtype, self.device = dtype, torch.device(device)
+        self.matrix_itemsize = dtype.itemsize  # bytes of a number in the matrices of the layers
         self.shard: Shard | None = None
         self.name = f"torch {dtype}".replace("torch.", "")
-
-    @property
-    def matrix_itemsize(self) -> int:
-        """Bytes of a number in the matrices of the layers."""
-        return self.dtype.itemsize
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> PlainWeight:
         matrix = self._stacked(checkpoint, [f"{name}.weight" for name in names])

@@ -12,6 +12,7 @@ are [B, L, 2, G, P, D], tables [R, W].
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,8 +23,7 @@ from headway.model.kernels.attention.splits import LOG2_E, DecodeSplit, split_fo
 from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PartialAttention:
+class PartialAttention(NamedTuple):
     """The partial results of the programs that split a sequence."""
 
     sums: Tensor  # [S, H, C, D] float32
@@ -290,10 +290,8 @@ def decode_attention(
     assert split.min_positions % split.tile == 0, "a program must start at the start of a tile"
     partials: tuple[Tensor | None, ...] = (None, None, None)
     if split.num_splits > 1:
-        partial = PartialAttention.allocate(
-            (num_sequences, num_heads, split.num_splits), head_dim, blocks.device
-        )
-        partials = (partial.sums, partial.tops, partial.weights)
+        shape = num_sequences, num_heads, split.num_splits
+        partials = PartialAttention.allocate(shape, head_dim, blocks.device)
     inputs: tuple[Tensor | None, ...] = (None, None, None, None)
     if transform is not None:
         inputs = (transform.q_norm, transform.k_norm, transform.cosine_pd, transform.sine_pd)

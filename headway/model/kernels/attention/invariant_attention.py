@@ -183,7 +183,7 @@ def invariant_decode_attention(
     )  # fmt: skip
     if parts is not None:
         _join[(num_heads, num_sequences)](
-            out_shd, parts.sums, parts.tops, parts.weights, positions_s,
+            out_shd, *parts, positions_s,
             out_shd.stride(0), out_shd.stride(1), head_dim, power_of_2(head_dim),
             SPLIT, max_splits, **launch_options(1, 2, fuses=False),
         )  # fmt: skip
@@ -253,7 +253,7 @@ def _launch(
     (_, num_heads, head_dim), (kv_heads, block_size) = q_thd.shape, blocks.shape[3:5]
     assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "must be contiguous"
     assert blocks.is_contiguous(), "offsets in a block are computed from its shape"
-    buffers = (None, None, None) if parts is None else (parts.sums, parts.tops, parts.weights)
+    buffers = parts or (None, None, None)
     dim_room = power_of_2(head_dim)
     num_stages = 3 if dim_room * q_thd.element_size() <= 256 else 2
     _attend[grid](
