@@ -64,14 +64,6 @@ class PassInputs(NamedTuple):
         return PassInputs(self.longs[:, :num_tokens], self.ints[:, : num_sequences + 1])
 
 
-class PassOutput(NamedTuple):
-    """Hidden states of a pass: decodes, padding, then chunks."""
-
-    hidden: Tensor
-    sampled_n: Tensor  # rows to sample: decodes, then last chunks
-    first: int  # row of the first chunk
-
-
 class MixedPass:
     """Runs mixed passes, the small ones in graphs."""
 
@@ -125,16 +117,20 @@ class MixedPass:
             if self.decoder.shard is not None or not is_out_of_memory(error):
                 raise
 
-    def run(self, rows: Rows, chunks: list[Chunk]) -> PassOutput:
-        """Run all decodes and chunks, and advance the rows' lengths on the device."""
+    def run(self, rows: Rows, chunks: list[Chunk]) -> tuple[Tensor, Tensor, int]:
+        """Run all decodes and chunks, and advance the rows' lengths on the device.
+
+        Returns the hidden states (decodes, padding, then chunks), the rows to sample (decodes, then
+        last chunks), and the row of the first chunk.
+        """
         size, is_small = self._size(rows, chunks)
         if not is_small:
             inputs = PassInputs.allocate(size, self._blocks.device)
             sampled = self._send(rows, chunks, size, inputs)
-            return PassOutput(self._forward(size, inputs), sampled, size.decodes)
+            return self._forward(size, inputs), sampled, size.decodes
         sampled = self._send(rows, chunks, size, self._inputs.view_for(size))
         self.graphs.run(size)
-        return PassOutput(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
+        return self._hidden[: size.decodes + size.tokens], sampled, size.decodes
 
     def _size(self, rows: Rows, chunks: list[Chunk]) -> tuple[PassSize, bool]:
         """The size to run, and whether it is one of the captured ones."""
