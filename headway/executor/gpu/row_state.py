@@ -37,18 +37,13 @@ class DeviceRowState:
         floats = {name: column[name].view(torch.float32) for name in COLUMNS[4:] if name != "top_k"}
         self.tensors = RowTensors(
             tables=self.words[self._table :].view(self.num_rows, table_width),
-            lengths=column["lengths"],
-            limits=column["limits"],
-            last=column["last"],
-            num_generated=column["num_generated"],
+            **{name: column[name] for name in COLUMNS[:4]},
         )
         self.sampling = SamplingTensors(
-            temperature=floats["temperature"],
-            top_k=column["top_k"],
-            top_p=floats["top_p"],
-            min_p=floats["min_p"],
             seed=self.words[: 2 * self.num_rows].view(torch.int64),
+            top_k=column["top_k"],
             num_generated=column["num_generated"],
+            **floats,
         )
 
     @property

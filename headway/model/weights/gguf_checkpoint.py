@@ -16,7 +16,6 @@ from headway.model.sharding import EVERYTHING, WHOLE, Part
 from headway.model.weights import gguf
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
 
-GROUP_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
 GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 GGUF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -61,14 +60,16 @@ class GgufCheckpoint(Checkpoint):
 
         info = self._info(name)
         kind = GGMLQuantizationType(info.kind).name
-        columns = gguf.byte_columns(info, kind, part.columns) if kind in GROUP_BITS else None
+        if kind not in gguf.GROUP_BYTES:
+            return None
+        columns = gguf.byte_columns(info, kind, part.columns)
         if columns is None:
             return None
         stored = gguf.read_bytes(self._file, info)[part.rows, columns]
         parts = gguf.unpack_groups(stored, kind)
         _check_numbers(self._file, name, *parts[1:])
         q, scale, minimum = (torch.from_numpy(self._in_order(name, part)) for part in parts)
-        return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
+        return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=int(kind[1]))
 
     def _info(self, name: str) -> gguf.TensorInfo:
         info = self._infos.get(self._name(name))
