@@ -29,7 +29,7 @@ from headway.executor.sampling.logprobs import SLICE, compute_logprobs
 from headway.model.backends.gpu import GpuBackend
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
-from headway.model.devices import explain_out_of_memory, size
+from headway.model.devices import size
 from headway.model.kernels.attention.splits import (
     MAX_PREFILL_SPLITS,
     SHARED_NUMBERS,
@@ -75,14 +75,6 @@ def num_blocks_in(budget: Budget, utilization: float) -> int:
             f"{ADVICE}"
         )
     return (have - need) // budget.block
-
-
-def num_blocks_for(decoder: Decoder, config: Config, utilization: float) -> int:
-    """Blocks that fit into this fraction of GPU memory beside everything else."""
-    num_tokens = config.max_num_batched_tokens
-    tried = f"a step of {num_tokens} tokens does not fit in GPU memory beside the weights"
-    with explain_out_of_memory(tried, ADVICE):
-        return num_blocks_in(measure(decoder, config), utilization)
 
 
 def measure(decoder: Decoder, config: Config) -> Budget:
