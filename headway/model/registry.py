@@ -100,8 +100,21 @@ def list_models() -> list[ModelEntry]:
         )
         for model in BUNDLED.values()
     ]
-    folders = sorted(path for path in (cache_root() / "models").glob("*") if _has_model(path))
-    return listed + [_cached(path) for path in folders if path.name not in BUNDLED]
+    for folder in sorted((cache_root() / "models").glob("*")):
+        if folder.name not in BUNDLED and _has_model(folder):
+            listed.append(
+                ModelEntry(
+                    name=folder.name,
+                    origin="cached",
+                    description="",
+                    licence="",
+                    num_bytes=sum(
+                        file.stat().st_size for file in folder.iterdir() if file.is_file()
+                    ),
+                    path=folder,
+                )
+            )
+    return listed
 
 
 def resolve(
@@ -149,18 +162,6 @@ def _is_fetched(model: BundledModel) -> bool:
 
 def _has_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
-
-
-def _cached(folder: Path) -> ModelEntry:
-    num_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return ModelEntry(
-        name=folder.name,
-        origin="cached",
-        description="",
-        licence="",
-        num_bytes=num_bytes,
-        path=folder,
-    )
 
 
 def _hub_snapshot(name: str) -> Path:
