@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
-from headway.model.kernels.products.fp8 import QuantizedRows, num_warps, row_scale
+from headway.model.kernels.products.fp8 import QuantizedRows, row_scale, row_warps
 
 # Numbers of a program that computes several short rows. How many depends on the width, not on the
 # number of rows, so that neither does the sum of a row.
@@ -92,5 +92,5 @@ def _launch(
         out_tk, x_tk, weight_k, scale_t, added_tk, x_tk.stride(0), num_rows, epsilon,
         # Not fused, so that a row has the same bits in any place of its program.
         WIDTH=width, PADDED=padded, ROWS=rows,
-        **launch_options(num_warps(rows * padded), 1, fuses=False),
+        **launch_options(row_warps(rows * padded), 1, fuses=False),
     )  # fmt: skip
