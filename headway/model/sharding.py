@@ -9,8 +9,7 @@ inputs are gathered first, so every sum has the same terms in the same order as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple, Protocol
@@ -54,61 +53,31 @@ class Part(NamedTuple):
 EVERYTHING = Part()
 
 
-@dataclass(frozen=True, eq=False)
 class Shard:
-    """One rank's part of a model. ConfigError if the heads cannot be divided."""
+    """One rank's part of a model, and the ranges of all ranks."""
 
-    model: ModelConfig  # of the whole model
-    collectives: Collectives
-    is_exact: bool
-
-    def __post_init__(self) -> None:
-        check_size(self.model, self.size)
-
-    @property
-    def rank(self) -> int:
-        return self.collectives.rank
-
-    @property
-    def size(self) -> int:
-        return self.collectives.size
-
-    @cached_property
-    def kv_heads(self) -> list[range]:
-        """Key-value heads of each rank; with fewer heads than ranks, several ranks have the same."""
-        count, copies = self.model.num_kv_heads, max(1, self.size // self.model.num_kv_heads)
-        return [each for each in divided(count, self.size // copies) for _ in range(copies)]
-
-    @cached_property
-    def heads(self) -> list[range]:
-        """Query heads of each rank: those that use its key-value heads, or its part of them."""
-        group = self.model.num_heads // self.model.num_kv_heads
-        copies = max(1, self.size // self.model.num_kv_heads)
-        found = []
-        for rank, own in enumerate(self.kv_heads):
-            part = divided(len(own) * group, copies)[rank % copies]
-            found.append(range(own.start * group + part.start, own.start * group + part.stop))
-        return found
-
-    @cached_property
-    def inner(self) -> list[range]:
-        """Columns of the MLP of each rank."""
-        return divided(self.model.intermediate_size, self.size, UNIT)
-
-    @cached_property
-    def hidden(self) -> list[range]:
-        """Outputs of o_proj and down_proj of each rank, with exact sums."""
-        return divided(self.model.hidden_size, self.size, UNIT)
-
-    @cached_property
-    def vocabulary(self) -> list[range]:
-        """Token ids whose embeddings and logits each rank has."""
-        return divided(self.model.vocab_size, self.size, UNIT)
-
-    @cached_property
-    def attended(self) -> list[range]:
-        """Columns of the attention's output of each rank."""
-        return [_scaled(heads, self.model.head_dim) for heads in self.heads]
+    def __init__(self, model: ModelConfig, collectives: Collectives, is_exact: bool) -> None:
+        """ConfigError if the heads of the whole model cannot be divided."""
+        self.model, self.collectives, self.is_exact = model, collectives, is_exact
+        self.rank, self.size = collectives.rank, collectives.size
+        check_size(model, self.size)
+        group = model.num_heads // model.num_kv_heads
+        # With fewer key-value heads than ranks, several ranks have the same.
+        copies = max(1, self.size // model.num_kv_heads)
+        own = divided(model.num_kv_heads, self.size // copies)
+        self.kv_heads = [heads for heads in own for _ in range(copies)]
+        # Those that use the rank's key-value heads, or its part of them.
+        self.heads = [
+            range(heads.start * group + part.start, heads.start * group + part.stop)
+            for heads in own
+            for part in divided(len(heads) * group, copies)
+        ]
+        self.attended = [_scaled(heads, model.head_dim) for heads in self.heads]  # columns
+        self.inner = divided(model.intermediate_size, self.size, UNIT)  # columns of the MLP
+        # Outputs of o_proj and down_proj, with exact sums.
+        self.hidden = divided(model.hidden_size, self.size, UNIT)
+        # Token ids whose embeddings and logits a rank has.
+        self.vocabulary = divided(model.vocab_size, self.size, UNIT)
 
     @property
     def config(self) -> ModelConfig:

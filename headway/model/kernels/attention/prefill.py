@@ -22,13 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.attention.splits import LOG2_E
-from headway.model.kernels.launch import (
-    begin,
-    hopper_module,
-    launch_options,
-    launched,
-    power_of_2,
-)
+from headway.model.kernels.launch import begin, hopper_module, launch_options, launched, power_of_2
 
 hopper_kernel = cache(partial(hopper_module, "attention.prefill_hopper"))  # if it can be used
 FEW_ROWS = 16  # up to here memory is the limit, not arithmetic
