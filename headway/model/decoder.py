@@ -37,7 +37,9 @@ class Decoder:
     ) -> None:
         self.config = checkpoint.config
         self.backend = backend
-        self.shard = backend.shard
+        self.shard = shard = backend.shard
+        # Key-value heads of this decoder, or of the rank that has most.
+        self.max_kv_heads = shard.max_kv_heads if shard else self.config.num_kv_heads
         self.embedding = backend.weight(checkpoint, ["model.embed_tokens"])
         self.layers: list[LayerWeights] = []
         for number in range(self.config.num_layers):
@@ -177,11 +179,6 @@ class Decoder:
         """Logits [N, vocabulary] of hidden states [N, hidden]."""
         own = self.backend.linear(self.final_norm(hidden), self.head)
         return own if self.shard is None else self.shard.gather(own, self.shard.vocabulary)
-
-    @property
-    def max_kv_heads(self) -> int:
-        """Key-value heads of this decoder, or of the rank that has most."""
-        return self.config.num_kv_heads if self.shard is None else self.shard.max_kv_heads
 
     def _embedded(self, tokens_t: Tensor) -> Tensor:
         rows, scale = self.embedding.rows, self.config.embedding_scale

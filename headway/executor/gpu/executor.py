@@ -77,6 +77,7 @@ class GpuExecutor:
         self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
         self.device = self.device_blocks.device
         self.swapper = Swapper(self.device_blocks, config.num_host_blocks)
+        self.host_blocks = self.swapper.host_blocks
         self.rows = RowTable(num_rows, size, config.max_model_len)
         self.state = DeviceRowState(num_rows, self.rows.tables.shape[1], self.device)
         vocab_size, max_rows = decoder.config.vocab_size, padded_rows(num_rows)
@@ -97,10 +98,6 @@ class GpuExecutor:
             decoder, self.device_blocks, self.rows, self.state, config.max_num_batched_tokens
         )
         self.faults = Faults(idle_probe(self.device), self._discard_launch)
-
-    @property
-    def host_blocks(self) -> Tensor:
-        return self.swapper.host_blocks
 
     @property
     def num_builds(self) -> int:

@@ -24,8 +24,8 @@ class DeviceRowState:
     """The buffer, and tensors that are views of it."""
 
     def __init__(self, num_rows: int, table_width: int, device: torch.device) -> None:
-        self.num_rows = num_rows + 1
-        self.width = table_width
+        self.spare = num_rows  # the row that padding uses; its keys and values are not stored
+        self.num_rows, self.width = num_rows + 1, table_width
         # Seeds come first: they have 64 bits.
         self._starts = {name: place * self.num_rows for place, name in enumerate(COLUMNS, start=2)}
         self._table = (2 + len(COLUMNS)) * self.num_rows
@@ -45,11 +45,6 @@ class DeviceRowState:
             num_generated=column["num_generated"],
             **floats,
         )
-
-    @property
-    def spare(self) -> int:
-        """The row that padding uses; its keys and values are not stored."""
-        return self.num_rows - 1
 
     def set_length(self, row: int, length: int) -> None:
         self._put(self._starts["lengths"] + row, [length])
