@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -113,8 +113,10 @@ class GpuExecutor:
     def guard(self) -> Iterator[None]:
         """Guard work on the device and make it this thread's current device; see Faults."""
         # Kernels launch on a thread's current device, not on the tensors'.
-        is_cuda = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if is_cuda else nullcontext(), self.faults.guard():
+        current: AbstractContextManager[object] = (
+            torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        )
+        with current, self.faults.guard():
             yield
 
     def _discard_launch(self) -> None:

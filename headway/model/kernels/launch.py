@@ -33,7 +33,7 @@ NUMS_OF_WARPS = (1, 2, 4, 8, 16, 32)
 MAX_PARSES = 8  # of one source, beside other threads
 # For kernels in which several threads compute the same sum and one of them stores it. If only some
 # of the threads fused a product with an addition, the stored value would vary from run to run.
-NO_FP_FUSION = {"enable_fp_fusion": False}
+NO_FP_FUSION: dict[str, int] = {"enable_fp_fusion": False}
 # Versions of Triton with which the Gluon kernels were compiled; Gluon is still experimental.
 MIN_GLUON, MAX_GLUON = (3, 6), (3, 9)
 
