@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,9 +12,6 @@ from headway.model.config import load_hf, read_json
 from headway.model.sharding import EVERYTHING, Part
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import Fp8Matrix, scale_problem
-
-if TYPE_CHECKING:
-    from safetensors import safe_open
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"  # safetensors' name
@@ -26,7 +23,7 @@ class SafetensorsCheckpoint(Checkpoint):
         from safetensors import SafetensorError, safe_open
 
         super().__init__(load_hf(folder), folder)
-        self._files: dict[str, safe_open] = {}  # by the tensor's name in the file
+        self._files: dict[str, Any] = {}  # by the tensor's name in the file
         for file in safetensors_files(folder):
             try:
                 opened = safe_open(file, framework="pt")
