@@ -26,7 +26,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._files: dict[str, Any] = {}  # by the tensor's name in the file
         for file in safetensors_files(folder):
             try:
-                opened = safe_open(file, framework="pt")
+                opened: Any = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{file}: not a valid safetensors file: {error}") from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
