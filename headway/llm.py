@@ -53,8 +53,7 @@ from headway.errors import (
     shorten,
 )
 from headway.executor.factory import count_blocks, make_executor
-from headway.executor.gpu.chunk_cost import measured_step
-from headway.executor.gpu.swap_cost import Timed, measured
+from headway.executor.gpu.costs import Timed, measured, measured_step
 from headway.loading import Loaded, Progress, load
 from headway.options import EngineOptions, unsupported
 from headway.parallel.executor import ParallelExecutor

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.checks import Checked, count, number, one_of
 from headway.errors import ConfigError
-from headway.parallel.channel import MAX_RANKS
+from headway.parallel.progress import MAX_RANKS
 
 MAX_THREADS = 1024  # with far more, the thread pool of torch or of the kernels ends the process
 SUMS = ("auto", "exact", "fast")

@@ -25,6 +25,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -51,9 +52,10 @@ from headway.config import Config
 from headway.lab.cost import load_profile
 from headway.model.config import ModelConfig, load_hf
 from headway.model.sharding import Shard
-from headway.parallel.channel import Channel, anonymous_file
-from headway.parallel.delta import PlanEncoder, largest_delta
+from headway.parallel.delta import PlanEncoder
 from headway.parallel.group import Group, connect
+from headway.parallel.progress import anonymous_file
+from headway.parallel.spec import framed, messages
 from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import preset
@@ -106,7 +108,6 @@ def setup_of(asked: Namespace) -> Setup:
 # NVLink 4 of an H200, in one direction, with the share of a link that all-reduces reach in the
 # profile llama3-70b-4xa100, and that profile's time per all-reduce. Not measured.
 LINK_BANDWIDTH, LINK_SECONDS = 450e9 * 230 / 300, 12e-6
-MIB = 1 << 20
 
 
 class FakeGroup(Group):
@@ -128,7 +129,6 @@ class FakeGroup(Group):
 @bench.part
 def delta(_: Namespace) -> Figures:
     """A steady step of 256 decodes, one in 16 of which needs a block, to three other ranks."""
-    config = preset(max_num_seqs=256, num_blocks=32768)
     requests = []
     for row in range(256):
         request = Request(str(row), [1], RequestParams())
@@ -136,17 +136,17 @@ def delta(_: Namespace) -> Figures:
         requests.append(request)
     plan = Plan(0, decodes=requests, rows=np.arange(256))
     plan.new_blocks = [(request, 12345 + request.row) for request in requests[::16]]
-    file, encoder = anonymous_file(), PlanEncoder(256)
-    capacity = 2 * largest_delta(config) + MIB
-    writer, *readers = (Channel(file, rank, 4, capacity) for rank in range(4))
+    encoder, pairs = PlanEncoder(256), [socket.socketpair() for _ in range(3)]
+    readers = [messages(reader.makefile("rb")) for _, reader in pairs]
     first, seconds = len(encoder.encode(plan)), []
     for _ in range(2000):
         begun = time.perf_counter()
         message = encoder.encode(plan)
-        writer.write(message, lambda: None)
+        for writer, _ in pairs:
+            writer.sendall(framed(message))
         seconds.append(time.perf_counter() - begun)
         for reader in readers:
-            reader.read()
+            next(reader)
     return {
         "bytes": len(message), "bytes_if_all_rows_change": first,
         "microseconds": round(median(seconds) * 1e6, 1),

@@ -38,7 +38,7 @@ from headway import LLM
 from headway.engine.engine import Engine
 from headway.engine.gc_freeze import gc_freeze
 from headway.events import Completed, Event
-from headway.executor.gpu.swap_cost import measured, recompute_seconds, resume_seconds, swap_seconds
+from headway.executor.gpu.costs import measured, recompute_seconds, resume_seconds, swap_seconds
 from headway.lab.cost import Profile
 from headway.lab.loadgen.requests import random_prompt
 from headway.lab.profiling.calibration import make_calibration

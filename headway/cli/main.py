@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from headway import __version__
 from headway.cli.options.packages import check_versions, extra_of, install
 from headway.errors import ConfigError, HeadwayError
-from headway.unsupported import unsupported
+from headway.options import unsupported
 from headway.version import commit
 
 GROUPS = {

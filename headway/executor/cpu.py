@@ -29,8 +29,6 @@ NO_CHUNKS: list[Chunk] = []
 
 @dataclass(slots=True)
 class CompletedStep:
-    """A plan that has run."""
-
     result: StepResult
 
     def wait(self) -> StepResult:
@@ -57,9 +55,7 @@ class CpuExecutor:
             (config.num_host_blocks, *self.device_blocks.shape[1:]), dtype=self.device_blocks.dtype
         )
         self.rows = RowTable(config.max_num_seqs, size, config.max_model_len, window)
-        self.sampler = Sampler(
-            config.max_num_seqs, decoder.config.vocab_size, self.device_blocks.device
-        )
+        self.sampler = Sampler(config.max_num_seqs, model.vocab_size, self.device_blocks.device)
         self.pooler = Pooler()
         self.model_seconds = 0.0  # total time in forward passes and logits
         self._batch: ForwardBatch | None = None  # of the latest pass
@@ -68,28 +64,24 @@ class CpuExecutor:
 
     def launch(self, plan: Plan) -> CompletedStep:
         with self._inference:
-            return self._launch(plan)
-
-    def _launch(self, plan: Plan) -> CompletedStep:
-        started = self.now()
-        _copy(self.device_blocks, self.host_blocks, plan.copies_out)
-        _copy(self.host_blocks, self.device_blocks, plan.copies_in)
-        for admission in plan.admitted:
-            self.rows.add_request(admission.request)
-        for chunk in plan.chunks:
-            if chunk.is_last:
-                request = chunk.request
-                self.sampler.add_request(request.row, request, request.tokens)
-        self.rows.grow(plan)
-        result, extras = StepResult(started=started), ExtraOutputs()
-        for step in range(plan.num_steps if plan.decodes else 1):
-            self._run(plan, NO_CHUNKS if step else plan.chunks, result, extras)
-            if failed := self.sampler.grammars.take_failed(step):
-                result.failed = failed | result.failed
-        if extras:
-            result.extra = extras
-        result.ended = self.now()
-        return CompletedStep(result)
+            result, extras = StepResult(started=self.now()), ExtraOutputs()
+            _copy(self.device_blocks, self.host_blocks, plan.copies_out)
+            _copy(self.host_blocks, self.device_blocks, plan.copies_in)
+            for admission in plan.admitted:
+                self.rows.add_request(admission.request)
+            for chunk in plan.chunks:
+                if chunk.is_last:
+                    request = chunk.request
+                    self.sampler.add_request(request.row, request, request.tokens)
+            self.rows.grow(plan)
+            for step in range(plan.num_steps if plan.decodes else 1):
+                self._run(plan, NO_CHUNKS if step else plan.chunks, result, extras)
+                if failed := self.sampler.grammars.take_failed(step):
+                    result.failed = failed | result.failed
+            if extras:
+                result.extra = extras
+            result.ended = self.now()
+            return CompletedStep(result)
 
     def _run(
         self, plan: Plan, chunks: list[Chunk], result: StepResult, extras: ExtraOutputs

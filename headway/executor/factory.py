@@ -44,7 +44,11 @@ def make_executor(
 
 
 def count_blocks(decoder: Decoder, config: Config, utilization: float) -> int:
-    """Return how many KV blocks fit on the decoder's GPU: see gpu/memory.py."""
-    from headway.executor.gpu.memory import num_blocks_for  # needs triton
+    """How many KV blocks fit into this fraction of GPU memory beside everything else."""
+    from headway.executor.gpu.memory import ADVICE, measure, num_blocks_in  # needs triton
+    from headway.model.devices import explain_out_of_memory
 
-    return num_blocks_for(decoder, config, utilization)
+    num_tokens = config.max_num_batched_tokens
+    tried = f"a step of {num_tokens} tokens does not fit in GPU memory beside the weights"
+    with explain_out_of_memory(tried, ADVICE):
+        return num_blocks_in(measure(decoder, config), utilization)

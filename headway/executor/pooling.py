@@ -46,21 +46,17 @@ class Pooler:
         """Embeddings of the prompts that end in this step; `starts` are the chunks' first rows."""
         found: dict[Request, Embedding] = {}
         for start, chunk in zip(starts, chunks, strict=True):
-            pooling = chunk.request.params.pooling
+            request, pooling = chunk.request, chunk.request.params.pooling
             if pooling is None:
                 continue
             rows = hidden[start : start + chunk.end - chunk.start]
             if pooling == "mean":
                 self._add(decoder, chunk, rows)
-            if chunk.is_last:
-                found[chunk.request] = unit_vector(self._pooled(decoder, chunk.request, rows))
+                if chunk.is_last:
+                    found[request] = unit_vector(self._sums.pop(request).vector)
+            elif chunk.is_last:
+                found[request] = unit_vector(decoder.final_norm(rows[-1:])[0])
         return found
-
-    def _pooled(self, decoder: Decoder, request: Request, rows: Tensor) -> Tensor:
-        """The vector of a prompt whose last chunk has these rows, up to its length."""
-        if request.params.pooling == "mean":
-            return self._sums.pop(request).vector
-        return decoder.final_norm(rows[-1:])[0]
 
     def _add(self, decoder: Decoder, chunk: Chunk, rows: Tensor) -> None:
         """Add the positions of a chunk that the request's sum does not cover yet."""

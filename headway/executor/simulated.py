@@ -58,10 +58,8 @@ class SimulatedExecutor:
         host_seconds: float = 0.0,
         swap_in: Callable[[Plan], float] = lambda _: 0.0,
     ) -> None:
-        self._clock = clock
-        self._seconds = seconds
-        self._host_seconds = host_seconds
-        self._swap_in = swap_in
+        self._clock, self._seconds = clock, seconds
+        self._host_seconds, self._swap_in = host_seconds, swap_in
         self._free_at = 0.0
         self._fillers = np.zeros(1, dtype=np.intc)  # by row
         self._column = 0  # index of the next decode step

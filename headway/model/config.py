@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.errors import ModelError
 from headway.model.fields import Fields
-from headway.model.gemma import gemma_from_gguf, gemma_from_hf
+from headway.model.gemma import Variant, gemma_from_gguf, gemma_from_hf
 from headway.model.quantization import stored_quantization
 from headway.model.rope import Rope, rope_from_gguf, rope_from_hf
 
@@ -39,7 +39,7 @@ GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Variant):
     """Sizes and variants of one decoder; they determine the name and shape of every tensor."""
 
     architecture: str
@@ -52,7 +52,6 @@ class ModelConfig:
     head_dim: int
     max_model_len: int
     norm_eps: float
-    rope: Rope
     tie_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -60,15 +59,6 @@ class ModelConfig:
     qk_norm: bool
     bos_id: int | None
     eos_ids: frozenset[int]
-    activation: str = "silu"  # of the MLP; or "gelu", in its tanh form
-    has_output_norms: bool = False  # the outputs of attention and MLP are normalized
-    norm_offset: float = 0.0  # norm weights in safetensors files are lower by this
-    embedding_scale: float = 1.0
-    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    # Layers that see only the latest `sliding_window` tokens, the current one included.
-    sliding_window: int | None = None
-    windowed_layers: frozenset[int] = frozenset()
-    window_rope: Rope | None = None  # of the windowed layers
     quantization: str | None = None  # of the weights in the file: "fp8", or None
 
     @property
@@ -87,7 +77,6 @@ class ModelConfig:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters in all tensors."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def kv_bytes(self, itemsize: int | Fraction) -> int:
@@ -99,15 +88,15 @@ class ModelConfig:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by its Hugging Face name; matrices are [out, in]."""
-        table = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
-        found: dict[str, tuple[int, ...]] = dict(table)
-        for layer in range(self.num_layers):
-            for name, shape in self._layer_shapes().items():
-                found[f"model.layers.{layer}.{name}"] = shape
-        found["model.norm.weight"] = (self.hidden_size,)
-        if not self.tie_embeddings:
-            found["lm_head.weight"] = (self.vocab_size, self.hidden_size)
-        return found
+        table, own = (self.vocab_size, self.hidden_size), self._layer_shapes().items()
+        layers = {
+            f"model.layers.{layer}.{name}": shape
+            for layer in range(self.num_layers)
+            for name, shape in own
+        }
+        head = {} if self.tie_embeddings else {"lm_head.weight": table}
+        norm = {"model.norm.weight": (self.hidden_size,)}
+        return {"model.embed_tokens.weight": table} | layers | norm | head
 
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, inner = self.hidden_size, self.intermediate_size
@@ -163,15 +152,18 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     fields = Fields(values, where)
     architecture = _architecture(fields)
     is_gemma = architecture == "gemma3"
-    if not is_gemma and values.get("hidden_act", "silu") != "silu":
-        raise fields.error(f"hidden_act {values['hidden_act']!r} is not supported; only silu is")
     if not is_gemma:
+        if values.get("hidden_act", "silu") != "silu":
+            hidden_act = values["hidden_act"]
+            raise fields.error(f"hidden_act {hidden_act!r} is not supported; only silu is")
         _refuse_window(fields, architecture)
     hidden, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     has_bias = fields.flag("attention_bias") and architecture in BIASED
     num_layers = fields.count("num_hidden_layers", maximum=MAX_LAYERS)
-    family = (
-        gemma_from_hf(fields, num_layers, hidden) if is_gemma else {"rope": rope_from_hf(fields)}
+    variant = (
+        gemma_from_hf(fields, num_layers, hidden)
+        if is_gemma
+        else Variant(rope=rope_from_hf(fields))
     )
     config = ModelConfig(
         architecture=architecture,
@@ -192,7 +184,7 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
         bos_id=next(iter(fields.ids("bos_token_id")), None),
         eos_ids=fields.ids("eos_token_id"),
         quantization=stored_quantization(fields),
-        **family,
+        **vars(variant),
     )
     return _checked(config, fields)
 
@@ -246,10 +238,9 @@ def from_gguf(
     _refuse_gguf(fields, kind)
     num_heads = fields.count("attention.head_count")
     head_dim = _gguf_head_dim(fields, num_heads)
+    variant = Variant(rope=rope_from_gguf(fields, head_dim, divisors))
     if kind == "gemma3":
-        family = gemma_from_gguf(fields, head_dim, divisors)
-    else:
-        family = {"rope": rope_from_gguf(fields, head_dim, divisors)}
+        variant = gemma_from_gguf(fields, head_dim, variant.rope)
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     config = ModelConfig(
         architecture=kind,
@@ -269,7 +260,7 @@ def from_gguf(
         qk_norm=kind in QK_NORMED,
         bos_id=next(iter(tokens.ids("tokenizer.ggml.bos_token_id")), None),
         eos_ids=tokens.ids(*(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))),
-        **family,
+        **vars(variant),
     )
     return _checked(config, fields)
 

@@ -13,7 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import Backend, ForwardPass, LayerWeights, ModelWeights, PassOutput
+from headway.model.backends.base import (
+    Backend,
+    ForwardPass,
+    LayerWeights,
+    ModelWeights,
+    PassArguments,
+    PassOutput,
+)
 from headway.model.batch import ForwardBatch
 from headway.model.rope import Rope
 from headway.model.weights.checkpoint import Checkpoint
@@ -30,7 +37,9 @@ class Decoder:
     ) -> None:
         self.config = checkpoint.config
         self.backend = backend
-        self.shard = backend.shard
+        self.shard = shard = backend.shard
+        # Key-value heads of this decoder, or of the rank that has most.
+        self.max_kv_heads = shard.max_kv_heads if shard else self.config.num_kv_heads
         self.embedding = backend.weight(checkpoint, ["model.embed_tokens"])
         self.layers: list[LayerWeights] = []
         for number in range(self.config.num_layers):
@@ -41,8 +50,9 @@ class Decoder:
         self.norm = backend.vector(checkpoint, "model.norm.weight")
         tied = self.config.tie_embeddings
         self.head = self.embedding if tied else backend.weight(checkpoint, ["lm_head"])
-        self._angles = self._angles_of(self.config.rope)
-        self._window_angles = self._angles_of(self.config.window_rope or self.config.rope)
+        angles = partial(Angles, head_dim=self.config.head_dim, device=self.norm.device)
+        self._angles = angles(self.config.rope)
+        self._window_angles = angles(self.config.window_rope or self.config.rope)
         windowed = self.config.windowed_layers
         kinds = [number in windowed for number in range(self.config.num_layers)]
         # The place of each layer in the KV blocks of its kind.
@@ -50,10 +60,6 @@ class Decoder:
         self._weights = ModelWeights(
             embedding=self.embedding, layers=self.layers, norm=self.norm, head=self.head
         )
-
-    def _angles_of(self, rope: Rope) -> Angles:
-        frequencies = torch.from_numpy(rope.inverse_frequencies(self.config.head_dim))
-        return Angles(frequencies.to(self.norm.device), rope.scale)
 
     def _layer(self, checkpoint: Checkpoint, prefix: str) -> LayerWeights:
         weight, vector = self.backend.weight, self.backend.vector
@@ -105,12 +111,13 @@ class Decoder:
     ) -> tuple[ForwardPass, ForwardPass | None]:
         """Passes through the layers that see all tokens, and through the sliding-window layers."""
         angles = self._rope(self._angles, batch, blocks.shape[4])
-        forward_pass = self.backend.begin(self.config, batch, blocks, *angles)
+        forward_pass = self.backend.begin(PassArguments(self.config, batch, blocks, *angles))
         if window_blocks is None:
             return forward_pass, None
         assert batch.windowed is not None, "the batch has no tables for sliding-window layers"
         angles = self._rope(self._window_angles, batch, blocks.shape[4])
-        return forward_pass, self.backend.begin(self.config, batch.windowed, window_blocks, *angles)
+        windowed = PassArguments(self.config, batch.windowed, window_blocks, *angles)
+        return forward_pass, self.backend.begin(windowed)
 
     def _hidden(
         self,
@@ -173,11 +180,6 @@ class Decoder:
         own = self.backend.linear(self.final_norm(hidden), self.head)
         return own if self.shard is None else self.shard.gather(own, self.shard.vocabulary)
 
-    @property
-    def max_kv_heads(self) -> int:
-        """Key-value heads of this decoder, or of the rank that has most."""
-        return self.config.num_kv_heads if self.shard is None else self.shard.max_kv_heads
-
     def _embedded(self, tokens_t: Tensor) -> Tensor:
         rows, scale = self.embedding.rows, self.config.embedding_scale
         found = rows(tokens_t) if self.shard is None else self.shard.embed(rows, tokens_t)
@@ -197,9 +199,9 @@ class Decoder:
 class Angles:
     """Cosines and sines of a rope."""
 
-    def __init__(self, frequencies: Tensor, scale: float) -> None:
-        """`frequencies` are radians per position; `scale` is the factor of cosine and sine."""
-        self._frequencies, self._scale = frequencies, scale
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
+        self._frequencies = torch.from_numpy(rope.inverse_frequencies(head_dim)).to(device)
+        self._scale = rope.scale
         self._table: tuple[Tensor, Tensor] | None = None
 
     def of(self, positions_t: Tensor) -> tuple[Tensor, Tensor]:

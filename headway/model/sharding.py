@@ -9,8 +9,7 @@ inputs are gathered first, so every sum has the same terms in the same order as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple, Protocol
@@ -54,76 +53,40 @@ class Part(NamedTuple):
 EVERYTHING = Part()
 
 
-@dataclass(frozen=True, eq=False)
 class Shard:
-    """One rank's part of a model. ConfigError if the heads cannot be divided."""
+    """One rank's part of a model, and the ranges of all ranks."""
 
-    model: ModelConfig  # of the whole model
-    collectives: Collectives
-    is_exact: bool
-
-    def __post_init__(self) -> None:
-        check_size(self.model, self.size)
-
-    @property
-    def rank(self) -> int:
-        return self.collectives.rank
-
-    @property
-    def size(self) -> int:
-        return self.collectives.size
-
-    @cached_property
-    def kv_heads(self) -> list[range]:
-        """Key-value heads of each rank; with fewer heads than ranks, several ranks have the same."""
-        count, copies = self.model.num_kv_heads, max(1, self.size // self.model.num_kv_heads)
-        return [each for each in divided(count, self.size // copies) for _ in range(copies)]
-
-    @cached_property
-    def heads(self) -> list[range]:
-        """Query heads of each rank: those that use its key-value heads, or its part of them."""
-        group = self.model.num_heads // self.model.num_kv_heads
-        copies = max(1, self.size // self.model.num_kv_heads)
-        found = []
-        for rank, own in enumerate(self.kv_heads):
-            part = divided(len(own) * group, copies)[rank % copies]
-            found.append(range(own.start * group + part.start, own.start * group + part.stop))
-        return found
-
-    @cached_property
-    def inner(self) -> list[range]:
-        """Columns of the MLP of each rank."""
-        return divided(self.model.intermediate_size, self.size, UNIT)
-
-    @cached_property
-    def hidden(self) -> list[range]:
-        """Outputs of o_proj and down_proj of each rank, with exact sums."""
-        return divided(self.model.hidden_size, self.size, UNIT)
-
-    @cached_property
-    def vocabulary(self) -> list[range]:
-        """Token ids whose embeddings and logits each rank has."""
-        return divided(self.model.vocab_size, self.size, UNIT)
-
-    @cached_property
-    def attended(self) -> list[range]:
-        """Columns of the attention's output of each rank."""
-        return [_scaled(heads, self.model.head_dim) for heads in self.heads]
-
-    @property
-    def config(self) -> ModelConfig:
-        """The sizes that this rank computes with; the vocabulary is whole, as logits are."""
-        return replace(
-            self.model,
+    def __init__(self, model: ModelConfig, collectives: Collectives, is_exact: bool) -> None:
+        """ConfigError if the heads of the whole model cannot be divided."""
+        self.model, self.collectives, self.is_exact = model, collectives, is_exact
+        self.rank, self.size = collectives.rank, collectives.size
+        check_size(model, self.size)
+        group = model.num_heads // model.num_kv_heads
+        # With fewer key-value heads than ranks, several ranks have the same.
+        copies = max(1, self.size // model.num_kv_heads)
+        own = divided(model.num_kv_heads, self.size // copies)
+        self.kv_heads = [heads for heads in own for _ in range(copies)]
+        # Those that use the rank's key-value heads, or its part of them.
+        self.heads = [
+            range(heads.start * group + part.start, heads.start * group + part.stop)
+            for heads in own
+            for part in divided(len(heads) * group, copies)
+        ]
+        self.attended = [_scaled(heads, model.head_dim) for heads in self.heads]  # columns
+        self.inner = divided(model.intermediate_size, self.size, UNIT)  # columns of the MLP
+        # Outputs of o_proj and down_proj, with exact sums.
+        self.hidden = divided(model.hidden_size, self.size, UNIT)
+        # Token ids whose embeddings and logits a rank has.
+        self.vocabulary = divided(model.vocab_size, self.size, UNIT)
+        # The sizes that this rank computes with; the vocabulary is whole, as logits are.
+        self.config = replace(
+            model,
             num_heads=len(self.heads[self.rank]),
             num_kv_heads=len(self.kv_heads[self.rank]),
             intermediate_size=len(self.inner[self.rank]),
         )
-
-    @property
-    def max_kv_heads(self) -> int:
-        """The most key-value heads of any rank: all ranks choose sizes of captured steps by it."""
-        return max(map(len, self.kv_heads))
+        # Of any rank: all ranks choose sizes of captured steps by it.
+        self.max_kv_heads = max(map(len, self.kv_heads))
 
     def part(self, name: str) -> Part:
         """The rows and columns of a tensor (by its Hugging Face name) that this rank has."""
@@ -134,12 +97,11 @@ class Shard:
             if name.endswith(".bias"):
                 return EVERYTHING
             return Part(WHOLE, _slice((self.attended if kind == "o_proj" else self.inner)[rank]))
+        keys = [_scaled(heads, self.model.head_dim) for heads in self.kv_heads]
         rows = {
-            "q_proj": self.attended, "gate_proj": self.inner, "up_proj": self.inner,
-            "embed_tokens": self.vocabulary, "lm_head": self.vocabulary,
+            "q_proj": self.attended, "k_proj": keys, "v_proj": keys, "gate_proj": self.inner,
+            "up_proj": self.inner, "embed_tokens": self.vocabulary, "lm_head": self.vocabulary,
         }.get(kind)  # fmt: skip
-        if kind in ("k_proj", "v_proj"):
-            return Part(_slice(_scaled(self.kv_heads[rank], self.model.head_dim)))
         return EVERYTHING if rows is None else Part(_slice(rows[rank]))
 
     def has(self, name: str) -> bool:
@@ -197,18 +159,14 @@ def check_size(model: ModelConfig, size: int) -> None:
             "--tensor-parallel-size 1"
         )
     most = min(model.num_heads, model.intermediate_size // gcd(model.intermediate_size, UNIT))
-    sizes = [each for each in range(1, most + 1) if _is_divisible(model, each)]
+    count = model.num_kv_heads  # ranks have whole ones, or as many ranks share each of them
+    sizes = [each for each in range(1, most + 1) if each <= count or each % count == 0]
     if size not in sizes:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but the {model.num_heads} query heads and "
             f"{model.num_kv_heads} key-value heads of this model can be divided among "
             f"{', '.join(map(str, sizes))} ranks; change --tensor-parallel-size"
         )
-
-
-def _is_divisible(model: ModelConfig, size: int) -> bool:
-    """Ranks have whole key-value heads, or as many ranks share each key-value head."""
-    return size <= model.num_kv_heads or size % model.num_kv_heads == 0
 
 
 def _scaled(heads: range, head_dim: int) -> range:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from headway.executor.cpu import CpuExecutor
     from headway.executor.gpu.executor import GpuExecutor
     from headway.executor.gpu.swap import Swapper
-    from headway.executor.sampling.sampler import Sampler
 
 
 @dataclass(slots=True)
@@ -45,20 +44,13 @@ class ParallelExecutor:
     """
 
     def __init__(self, own: CpuExecutor | GpuExecutor, ranks: Ranks, num_rows: int) -> None:
-        self.own, self.ranks = own, ranks
+        self.own, self.ranks, self.sampler = own, ranks, own.sampler
+        self.swapper: Swapper | None = getattr(own, "swapper", None)
         self._encoder = PlanEncoder(num_rows)
-
-    @property
-    def sampler(self) -> Sampler:
-        return self.own.sampler
 
     @property
     def now(self) -> Callable[[], float]:
         return self.own.now
-
-    @property
-    def swapper(self) -> Swapper | None:
-        return getattr(self.own, "swapper", None)
 
     def launch(self, plan: Plan) -> ParallelStep:
         self.ranks.check()

@@ -1,12 +1,10 @@
 """Starts the other ranks of a tensor-parallel group and sends them commands and plans.
 
 Rank 0 is this process. The others are children that are started with an interpreter of their own.
-They get JSON commands through a socket while the model is loaded, then plans through shared memory.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -14,26 +12,31 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import finalize
 
+import msgspec
 import torch
 
 from headway.config import Config
 from headway.errors import ConfigError, ExecutorError
 from headway.model.config import ModelConfig
 from headway.model.sharding import Shard
-from headway.parallel.channel import Channel, anonymous_file
-from headway.parallel.delta import largest_delta
 from headway.parallel.group import Group, connect
-from headway.parallel.progress import Progress
-from headway.parallel.spec import RankSpec, config_sizes
+from headway.parallel.progress import Progress, SharedState, anonymous_file
+from headway.parallel.spec import (
+    CountBlocks,
+    RankSpec,
+    Start,
+    config_sizes,
+    decode_reply,
+    framed,
+    messages,
+)
 from headway.parallel.watch import INTERVAL, RankProcess, Watch
 
 ROOT = Path(__file__).parents[2]  # of this package, which may be in the working directory
-MIN_CAPACITY = 1 << 20  # bytes of shared memory for plans
 EXPLAIN_SECONDS = 0.5  # how long an error of a collective waits for its cause
 
 
@@ -43,13 +46,12 @@ class Ranks:
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         self._files = anonymous_file(), anonymous_file()  # to connect; shared memory
-        channel = Channel(self._files[1], 0, spec.size, 0)
-        processes = [self._start(rank) for rank in range(1, spec.size)]
-        self.channel, self._processes = channel, processes
+        shared = SharedState(self._files[1], 0)
+        self._processes = [self._start(rank) for rank in range(1, spec.size)]
         self.progress = Progress()
-        self.watch = Watch(processes, channel, self.progress)
+        self.watch = Watch(self._processes, shared, self.progress)
         self.close = finalize(self, _close, self.watch, self._files, os.getpid())
-        self._send({"spec": asdict(spec)})
+        self._send(spec)
 
     def _start(self, rank: int) -> RankProcess:
         own, theirs = socket.socketpair()
@@ -95,19 +97,14 @@ class Ranks:
 
     def count_blocks(self, config: Config, utilization: float, own: Callable[[], int]) -> int:
         """KV blocks that fit on every device; `own` counts those of rank 0."""
-        self._send({"count_blocks": config_sizes(config), "utilization": utilization})
+        self._send(CountBlocks(config_sizes(config), utilization))
         with self.guard():
             fitting = own()
-        smallest: int = min([fitting, *self._receive()])
-        return smallest
+        return min([fitting, *(count for count in self._receive() if count is not None)])
 
     def start(self, config: Config, make_own: Callable[[], Any], *, enforce_eager: bool) -> Any:
         """Create the executors of all ranks; returns that of rank 0. Plans can be sent then."""
-        capacity = 2 * largest_delta(config) + MIN_CAPACITY
-        self.channel = self.watch.channel = Channel(self._files[1], 0, self.spec.size, capacity)
-        self._send({
-            "start": config_sizes(config), "capacity": capacity, "enforce_eager": enforce_eager,
-        })  # fmt: skip
+        self._send(Start(config_sizes(config), enforce_eager))
         with self.guard():
             own = make_own()
         self._receive()
@@ -115,11 +112,11 @@ class Ranks:
         return own
 
     def send_plan(self, message: bytes) -> None:
-        """Send an encoded plan to all ranks."""
-        self.channel.write(message, self.check)
+        """Send an encoded plan to all ranks; waits while a rank has too many of them."""
+        data = framed(message)
         for each in self._processes:
-            with suppress(BlockingIOError, BrokenPipeError):  # it is awake, or the watch sees it
-                each.control.send(b"\0", socket.MSG_DONTWAIT)
+            with suppress(ConnectionError):  # the watch sees it
+                each.control.sendall(data)
 
     def check(self) -> None:
         """ExecutorError if a rank has ended."""
@@ -138,23 +135,20 @@ class Ranks:
             raise ExecutorError(self.watch.failure) from error
         self.check()
 
-    def _send(self, command: dict[str, Any]) -> None:
+    def _send(self, command: RankSpec | CountBlocks | Start) -> None:
         self.check()
-        for each in self._processes:
-            with suppress(BrokenPipeError):  # found by `_receive`
-                each.control.sendall(json.dumps(command).encode() + b"\n")
+        self.send_plan(msgspec.msgpack.encode(command))
 
-    def _receive(self) -> list[Any]:
-        """One reply of each rank."""
+    def _receive(self) -> list[int | None]:
         found = []
         for each in self._processes:
-            line = each.replies.readline()
-            if not line:
+            message = next(messages(each.replies), None)
+            if message is None:
                 raise ExecutorError(self.watch.wait(1.0) or f"rank {each.rank} closed its socket")
-            reply = json.loads(line)
-            if "error" in reply:
-                raise ConfigError(f"rank {each.rank}: {reply['error']}")
-            found.append(reply["value"])
+            reply = decode_reply(message)
+            if reply.error is not None:
+                raise ConfigError(f"rank {each.rank}: {reply.error}")
+            found.append(reply.value)
         return found
 
 

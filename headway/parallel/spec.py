@@ -1,9 +1,11 @@
-"""The messages to the other ranks: how to load their part of the model, and the sizes to use."""
+"""The messages between rank 0 and the others: commands while the model is loaded, then plans."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Iterator
+from typing import BinaryIO, NoReturn
+
+import msgspec
 
 from headway.config import Config
 
@@ -11,11 +13,14 @@ SIZES = (
     "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "block_size", "num_blocks",
     "num_host_blocks", "max_model_len",
 )  # fmt: skip
+LENGTH_BYTES = 4  # of a message, before it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSpec:
-    """A tensor-parallel group; rank r uses device `first_device` + r."""
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A tensor-parallel group, and how to load a part of the model.
+
+    Rank r uses device `first_device` + r.
+    """
 
     size: int
     is_exact: bool
@@ -29,6 +34,41 @@ class RankSpec:
 
     def device(self, rank: int) -> str:
         return "cpu" if self.first_device is None else f"cuda:{self.first_device + rank}"
+
+
+class CountBlocks(msgspec.Struct, tag=True):
+    """Count the KV blocks that fit."""
+
+    sizes: dict[str, int]
+    utilization: float
+
+
+class Start(msgspec.Struct, tag=True):
+    """Create the executor; only plans follow."""
+
+    sizes: dict[str, int]
+    enforce_eager: bool
+
+
+class Reply(msgspec.Struct):
+    """The result of a command, or why it failed."""
+
+    value: int | None = None
+    error: str | None = None
+
+
+decode_command = msgspec.msgpack.Decoder(RankSpec | CountBlocks | Start).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(LENGTH_BYTES, "little") + message
+
+
+def messages(stream: BinaryIO) -> Iterator[bytes]:
+    """Wait for framed messages until the other side closes its socket."""
+    while len(length := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        yield stream.read(int.from_bytes(length, "little"))
 
 
 def config_sizes(config: Config) -> dict[str, int]:

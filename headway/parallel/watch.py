@@ -21,8 +21,7 @@ from pathlib import Path
 from time import monotonic
 from typing import BinaryIO, NamedTuple
 
-from headway.parallel.channel import Channel
-from headway.parallel.progress import Progress
+from headway.parallel.progress import Progress, SharedState
 
 # All in seconds, except MAX_SLOWER.
 INTERVAL = 0.04  # between two looks
@@ -49,13 +48,12 @@ class RankProcess(NamedTuple):
 class Watch:
     """The processes of a group, and the reason for which it ended."""
 
-    def __init__(self, ranks: list[RankProcess], channel: Channel, progress: Progress) -> None:
+    def __init__(self, ranks: list[RankProcess], shared: SharedState, progress: Progress) -> None:
         """`progress` is that of rank 0."""
         self.failure: str | None = None
         self.end_collectives: Callable[[], None] | None = None  # of rank 0; on any thread
         self.is_loading = True
-        self.channel = channel
-        self._ranks, self._progress = ranks, progress
+        self._ranks, self._shared, self._progress = ranks, shared, progress
         self._late = (-1, -1, 0.0)  # positions of rank 0 and of the last rank, seconds there
         self._beats = dict.fromkeys((each.rank for each in ranks), (-1, 0.0))  # value, seconds
         self._failed, self._stopped = threading.Event(), threading.Event()
@@ -118,18 +116,17 @@ class Watch:
         return reasons or ([late] if late else [])
 
     def _death(self, each: RankProcess) -> Reason | None:
-        """Why a process ended."""
         code = each.process.poll()
         if code is None:
             return None
         if code < 0:
             return 0, f"rank {each.rank} was killed by {signal.Signals(-code).name}"
-        report = self.channel.report_of(each.rank)
+        report = self._shared.report_of(each.rank)
         how = f"failed: {report}" if report else f"ended with exit code {code}"
         return 1 if report else 2, f"rank {each.rank} {how}"
 
     def _stall(self, each: RankProcess, passed: float) -> Reason | None:
-        beats, (before, seconds) = self.channel.beats(each.rank), self._beats[each.rank]
+        beats, (before, seconds) = self._shared.beats(each.rank), self._beats[each.rank]
         seconds = seconds + passed if beats == before else 0.0
         self._beats[each.rank] = beats, seconds
         if seconds < MAX_STOPPED:
@@ -143,7 +140,7 @@ class Watch:
 
     def _lateness(self, passed: float) -> Reason | None:
         """Whether the last rank stays where it is, and rank 0 waits for it."""
-        own, position = self._progress, self.channel.position
+        own, position = self._progress, self._shared.position
         last = min((each.rank for each in self._ranks), key=position)
         where = own.position, position(last)
         *before, seconds = self._late

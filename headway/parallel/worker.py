@@ -9,7 +9,6 @@ rank 0 does: its socket closes, a collective fails, or its parent has another pr
 from __future__ import annotations
 
 import gc
-import json
 import os
 import socket
 import sys
@@ -18,13 +17,25 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from headway.config import Config
 from headway.errors import HeadwayError
 from headway.executor.base import Handle
-from headway.parallel.channel import Channel
-from headway.parallel.progress import Progress
-from headway.parallel.spec import RankSpec, config_of
+from headway.executor.factory import count_blocks, make_executor
+from headway.parallel.delta import PlanDecoder
+from headway.parallel.progress import Progress, SharedState
+from headway.parallel.spec import (
+    CountBlocks,
+    RankSpec,
+    Reply,
+    config_of,
+    decode_command,
+    framed,
+    messages,
+)
 
 if TYPE_CHECKING:
     from headway.model.decoder import Decoder
@@ -34,54 +45,48 @@ MAX_IN_FLIGHT = 2  # plans that a GPU may have, as with async scheduling
 
 
 class Worker:
-    """One rank."""
-
     def __init__(self, rank: int, parent: int, control: int, store: int, memory: int) -> None:
         self.rank, self.parent = rank, parent
         self.control = socket.socket(fileno=control)
-        self._store, self._memory = store, memory
-        self._commands = self.control.makefile("rb")
-        self.channel = Channel(memory, rank, rank + 1, 0)
-        self.progress = Progress(self.channel.publish)
+        self._store = store
+        self._messages = messages(self.control.makefile("rb"))
+        self.shared = SharedState(memory, rank)
+        self.progress = Progress(self.shared.publish)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
         """Advance this rank's counter, and exit with rank 0."""
         while os.getppid() == self.parent:
-            self.channel.beat()
+            self.shared.beat()
             time.sleep(BEAT_SECONDS)
         os._exit(1)
 
     def run(self) -> None:
         """Carry out commands until rank 0 starts to send plans, then plans until it is closed."""
-        decoder = self._load()
-        while (command := self._next_command()) is not None:
-            if "count_blocks" in command:
-                self._reply(self._count_blocks(decoder, command))
+        decoder: Decoder | None = None
+        for message in self._messages:
+            command = decode_command(message)
+            if isinstance(command, RankSpec):
+                decoder = self._load(command)
+                self.reply(Reply())
                 continue
-            self.channel = Channel(self._memory, self.rank, self.rank + 1, command["capacity"])
-            self._run_plans(decoder, command)
-            return
+            assert decoder is not None, "the first command is to load"
+            config = config_of(command.sizes)
+            if isinstance(command, CountBlocks):
+                self.reply(Reply(count_blocks(decoder, config, command.utilization)))
+            else:
+                self._run_plans(decoder, config, enforce_eager=command.enforce_eager)
 
-    def _next_command(self) -> dict[str, Any] | None:
-        line = self._commands.readline()
-        return json.loads(line) if line else None
+    def reply(self, reply: Reply) -> None:
+        self.control.sendall(framed(msgspec.msgpack.encode(reply)))
 
-    def _reply(self, value: object) -> None:
-        self.control.sendall(json.dumps({"value": value}).encode() + b"\n")
-
-    def _load(self) -> Decoder:
-        """Load this rank's part of the model."""
+    def _load(self, spec: RankSpec) -> Decoder:
         from headway.model.devices import use_device
         from headway.model.loader import load_decoder, open_checkpoint
         from headway.model.precision import choose_backend, kv_dtype_for, use_threads
         from headway.model.sharding import Shard
         from headway.parallel.group import connect
 
-        command = self._next_command()
-        if command is None:
-            sys.exit()
-        spec = RankSpec(**command["spec"])
         use_threads(spec.threads)
         device = use_device(spec.device(self.rank))
         group = connect(self._store, self.rank, spec.size, device, self.progress)
@@ -91,32 +96,20 @@ class Worker:
             checkpoint.config, spec.precision, device, kv_dtype, spec.attention
         )
         shard = Shard(checkpoint.config, group, spec.is_exact)
-        decoder = load_decoder(checkpoint, backend, device, shard=shard)
-        self._reply(None)
-        return decoder
+        return load_decoder(checkpoint, backend, device, shard=shard)
 
-    def _count_blocks(self, decoder: Decoder, command: dict[str, Any]) -> int:
-        from headway.executor.factory import count_blocks
-
-        return count_blocks(decoder, config_of(command["count_blocks"]), command["utilization"])
-
-    def _run_plans(self, decoder: Decoder, command: dict[str, Any]) -> None:
-        from headway.executor.factory import make_executor
-        from headway.parallel.delta import PlanDecoder
-
-        config = config_of(command["start"])
-        executor = make_executor(decoder, config, enforce_eager=command["enforce_eager"])
+    def _run_plans(self, decoder: Decoder, config: Config, *, enforce_eager: bool) -> None:
+        executor = make_executor(decoder, config, enforce_eager=enforce_eager)
         plans, flight = PlanDecoder(config.max_num_seqs), deque[Handle]()
         gc.freeze()
         gc.enable()
-        self._reply(None)
-        while self.control.recv(4096):
-            while (message := self.channel.read()) is not None:
-                self.progress.begin_plan()
-                flight.append(executor.launch(plans.decode(message)))
-                self.progress.end_plan()
-                while len(flight) > MAX_IN_FLIGHT:
-                    flight.popleft().wait()
+        self.reply(Reply())
+        for message in self._messages:
+            self.progress.begin_plan()
+            flight.append(executor.launch(plans.decode(message)))
+            self.progress.end_plan()
+            while len(flight) > MAX_IN_FLIGHT:
+                flight.popleft().wait()
 
 
 def main() -> None:
@@ -127,11 +120,11 @@ def main() -> None:
         worker.run()
         code = 0
     except HeadwayError as error:
-        worker.channel.report(str(error))
+        worker.shared.report(str(error))
         with suppress(OSError):
-            worker.control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+            worker.reply(Reply(error=str(error)))
     except Exception as error:
-        worker.channel.report(f"{type(error).__name__}: {error}")
+        worker.shared.report(f"{type(error).__name__}: {error}")
     os._exit(code)  # waits for no thread, connection or device
 
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from headway.executor.gpu.chunk_cost import measured_step
+from headway.executor.gpu.costs import measured_step
 from headway.lab.cost import Profile, load_profile
 from headway.llm import with_measured_costs
 from headway.plan import Chunk, Plan

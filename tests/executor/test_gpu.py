@@ -336,7 +336,7 @@ def fail_captures(graphs: Graphs, error: Exception, is_late: bool) -> list[objec
         tried.append(size)
         if not is_late:
             raise error
-        graphs._graphs[size] = Unlaunchable()  # type: ignore[assignment]
+        graphs[size] = Unlaunchable()  # type: ignore[assignment]
 
     graphs.capture = capture  # type: ignore[method-assign]
     graphs._stream = graphs._stream or object()  # type: ignore[assignment]
@@ -378,7 +378,7 @@ def test_small_passes_run_in_graphs_that_were_captured_at_warm_up(
             replayed.append(size)
             step(*size)
 
-        graphs._graphs[size] = Replayed(replay)  # type: ignore[assignment]
+        graphs[size] = Replayed(replay)  # type: ignore[assignment]
 
     graphs.capture = capture  # type: ignore[method-assign]
     graphs._stream = graphs._stream or object()  # type: ignore[assignment]

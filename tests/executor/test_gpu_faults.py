@@ -26,10 +26,9 @@ from torch import Tensor
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ExecutorError
 from headway.executor.gpu.graphs import capture_into
-from headway.model.backends.base import ForwardPass
+from headway.model.backends.base import ForwardPass, PassArguments
 from headway.model.backends.plain import PlainBackend, PlainPass
 from headway.model.batch import ForwardBatch
-from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.plan import Plan
 from headway.request import Request, RequestParams
@@ -54,16 +53,14 @@ NUMBERS = itertools.count()
 class DecodesFirst(PlainBackend):
     """Plain torch for the batches of the GPU executor, in which decodes come first."""
 
-    def begin(
-        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> ForwardPass:
-        count = batch.num_decodes
+    def begin(self, given: PassArguments) -> ForwardPass:
+        batch, count = given.batch, given.batch.num_decodes
         starts, ends = torch.arange(count + 1), batch.positions_t[:count] + 1
         if count < len(batch.tokens_t):
             starts = torch.cat([starts[:count], batch.starts_s])
             ends = torch.cat([ends, batch.ends_s])
         whole = replace(batch, starts_s=starts, ends_s=ends)
-        return PlainPass(self, config, whole, blocks, cosine, sine)
+        return PlainPass(self, given._replace(batch=whole))
 
 
 class Tripwire:

@@ -17,7 +17,7 @@ import torch
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.executor.cpu import CpuExecutor
-from headway.executor.gpu.swap_cost import (
+from headway.executor.gpu.costs import (
     MIN_TRIES,
     SwapCost,
     Timed,

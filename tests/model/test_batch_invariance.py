@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import PassOutput
+from headway.model.backends.base import PassArguments, PassOutput
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
@@ -401,7 +401,8 @@ def on_both_backends(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -
     ):
         copy = blocks.to(kind, copy=True)
         own = angles if backend.uses_rope_table else angles[batch.positions_t]
-        pair.append((backend.begin(config, batch, copy, own.cos(), own.sin()), copy))
+        given = PassArguments(config, batch, copy, own.cos(), own.sin())
+        pair.append((backend.begin(given), copy))
     return pair
 
 

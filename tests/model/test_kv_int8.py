@@ -17,7 +17,7 @@ from torch import Tensor
 from headway.errors import ConfigError
 from headway.loading import fit
 from headway.model import precision
-from headway.model.backends.base import kv_itemsize
+from headway.model.backends.base import PassArguments, kv_itemsize
 from headway.model.backends.native import build
 from headway.model.backends.native.backend import NativeBackend, NativePass, unsupported_reason
 from headway.model.backends.native.kv_probe import probe_kv_cache
@@ -55,7 +55,7 @@ def begin(
 ) -> Any:
     angles = torch.rand(config.max_model_len, config.head_dim // 2, generator=_generator(1)) * 6
     backend = NativeBackend(kv_dtype=kv_dtype)
-    return NativePass(backend, config, batch, blocks, angles.cos(), angles.sin())
+    return NativePass(backend, PassArguments(config, batch, blocks, angles.cos(), angles.sin()))
 
 
 def supported(config: ModelConfig) -> ModelConfig:
@@ -111,7 +111,8 @@ def test_attention_differs_from_the_exact_one_by_the_rounding_to_16_bits(head_di
         found = begin(config, batch, blocks, torch.int8).attention(1, qkv)
         wide = blocks[..., :-4].double() * scales
         angles = torch.zeros(len(batch.tokens_t), head_dim // 2)
-        plain: Any = PlainBackend(torch.float64).begin(config, batch, wide, angles, angles)
+        given = PassArguments(config, batch, wide, angles, angles)
+        plain: Any = PlainBackend(torch.float64).begin(given)
         exact = plain.attention(1, qkv.double())
         keys, values = (127 * scales[:, 1, kind].max() for kind in (0, 1))
         top = qkv.view(len(qkv), -1, head_dim)[:, : 2 * group].abs().amax(-1, keepdim=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from headway.parallel.channel import anonymous_file
 from headway.parallel.group import connect
+from headway.parallel.progress import anonymous_file
 
 
 def test_a_group_leaves_a_later_file_with_the_same_number_alone(tmp_path: Path) -> None:

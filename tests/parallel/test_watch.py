@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.parallel.channel import Channel, anonymous_file
-from headway.parallel.progress import Progress
+from headway.parallel.progress import Progress, SharedState, anonymous_file
 from headway.parallel.watch import (
     INTERVAL,
     MAX_LATE,
@@ -35,8 +34,8 @@ class Group:
 
     def __init__(self, count: int, program: tuple[str, ...]) -> None:
         self.file = anonymous_file()
-        self.channel = Channel(self.file, 0, count + 1, 0)
-        self.own = [Channel(self.file, rank, count + 1, 0) for rank in range(1, count + 1)]
+        self.shared = SharedState(self.file, 0)
+        self.own = [SharedState(self.file, rank) for rank in range(1, count + 1)]
         self.processes, self.others = [], []
         for rank in range(1, count + 1):
             control, other = socket.socketpair()
@@ -44,7 +43,7 @@ class Group:
             self.others.append(other)
             self.processes.append(RankProcess(rank, process, control, control.makefile("rb")))
         self.progress = Progress()  # of rank 0
-        self.watch = Watch(self.processes, self.channel, self.progress)
+        self.watch = Watch(self.processes, self.shared, self.progress)
 
     def found(self, *, beating: list[int]) -> str:
         """The reason that is found while these ranks advance their counters."""
@@ -67,8 +66,8 @@ def group(
     if not is_watched:
         made.watch._stopped.set()
         made.watch._thread.join()
-        for channel in made.own:
-            channel.beat()  # what the thread has seen does not count
+        for rank in made.own:
+            rank.beat()  # what the thread has seen does not count
     try:
         yield made
     finally:

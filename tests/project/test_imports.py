@@ -45,7 +45,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "observe": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "record"),
     "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "engine", "record"),
     "parallel": (*TYPES, "executor", "model", "parallel"),
-    "options": ("errors", "checks", "parallel.channel"),
+    "options": ("errors", "checks", "parallel.progress"),
     "loading": (*TYPES, "kv", "scheduler", "model", "text", "engine", "parallel", "options"),
     "llm": (
         *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "record", "loading",

@@ -69,15 +69,15 @@ class PendingStep:
 class GpuExecutor:
     """A decoder on a device, its KV blocks on device and host, and the rows' state."""
 
-    def __init__(
-        self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.decoder, self.now = decoder, now
+    def __init__(self, decoder: Decoder, config: Config) -> None:
+        self.decoder = decoder
+        self.now: Callable[[], float] = time.monotonic  # LLM sets that of its clock
         self.free_at = 0.0  # when the device was last seen idle
         size, num_rows = config.block_size, config.max_num_seqs
         self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
         self.device = self.device_blocks.device
         self.swapper = Swapper(self.device_blocks, config.num_host_blocks)
+        self.host_blocks = self.swapper.host_blocks
         self.rows = RowTable(num_rows, size, config.max_model_len)
         self.state = DeviceRowState(num_rows, self.rows.tables.shape[1], self.device)
         vocab_size, max_rows = decoder.config.vocab_size, padded_rows(num_rows)
@@ -100,10 +100,6 @@ class GpuExecutor:
         self.faults = Faults(idle_probe(self.device), self._discard_launch)
 
     @property
-    def host_blocks(self) -> Tensor:
-        return self.swapper.host_blocks
-
-    @property
     def num_builds(self) -> int:
         """Kernels compiled and graphs captured so far."""
         return num_builds() + self.graphs.num_captures + self.mixed.graphs.num_captures
@@ -116,7 +112,11 @@ class GpuExecutor:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Guard work on the device and make it this thread's current device; see Faults."""
-        with _current_device(self.device), self.faults.guard():
+        # Kernels launch on a thread's current device, not on the tensors'.
+        current: AbstractContextManager[object] = (
+            torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        )
+        with current, self.faults.guard():
             yield
 
     def _discard_launch(self) -> None:
@@ -152,32 +152,25 @@ class GpuExecutor:
         """Compile all kernels and capture all decode sizes ahead of use."""
         if self.device.type != "cuda":
             return
-        with _current_device(self.device):
-            self._warm_up(progress or (lambda *_: None))
+        steps, progress = self._steps(), progress or (lambda *_: None)
+        with torch.cuda.device(self.device):
+            with self.decoder.shortened(2):
+                compile_all(self._run_everything, partial(progress, "compiling kernels"))
+                self.mixed.try_sizes()
+            for done, step in enumerate(steps, start=1):
+                self._capture(*step)
+                progress("capturing steps", done, len(steps))
+            self.mixed.capture(partial(progress, "capturing mixed steps"))
+            torch.cuda.synchronize()
 
-    def _warm_up(self, progress: Callable[[str, int, int], None]) -> None:
-        steps = self._steps()
-
-        def everything() -> None:
-            self.mixed.try_sizes()  # first, because kernels for prompts take longest to compile
-            for step in steps:
-                self._decode_step(*step)
-            self._try_sampling()
-            if len(self.host_blocks):
-                self.swapper.run(Plan(0, copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)]))
-
-        with self.decoder.shortened(2):
-            compile_all(everything, partial(progress, "compiling kernels"))
-            self.mixed.try_sizes()
-        for done, step in enumerate(steps, start=1):
-            self._capture(*step)
-            progress("capturing steps", done, len(steps))
-        self.mixed.capture(partial(progress, "capturing mixed steps"))
-        torch.cuda.synchronize()
-
-    def _try_sampling(self) -> None:
-        """Sample from logits of both types: edited ones are float32."""
-        for dtype in {self.decoder.norm.dtype, torch.float32}:
+    def _run_everything(self) -> None:
+        """Launch every kernel that a plan may need."""
+        self.mixed.try_sizes()  # first, because kernels for prompts take longest to compile
+        for step in self._steps():
+            self._decode_step(*step)
+        if len(self.host_blocks):
+            self.swapper.run(Plan(0, copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)]))
+        for dtype in {self.decoder.norm.dtype, torch.float32}:  # edited logits are float32
             for num_rows in (1, len(self._sampled)):
                 shape = num_rows, self.decoder.config.vocab_size
                 logits = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -308,15 +301,9 @@ class GpuExecutor:
     def _copy_to_host(
         self, tokens: Tensor, pending: PendingStep, order: Rows | None = None
     ) -> None:
-        """Start copying sampled tokens to the host."""
         if self.device.type == "cpu":
             pending.columns.append((tokens.clone(), order))
             return
         column = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
         column.copy_(tokens, non_blocking=True)
         pending.columns.append((column, order))
-
-
-def _current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` current: kernels launch on a thread's current device, not on the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

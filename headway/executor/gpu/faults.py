@@ -61,5 +61,4 @@ class Faults:
 
 
 def idle_probe(device: torch.device) -> Callable[[], None]:
-    """Return a probe that waits for all work of the device."""
     return lambda: torch.cuda.synchronize(device) if device.type == "cuda" else None

@@ -7,9 +7,9 @@ function runs directly.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,14 +26,7 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // 64) * 64
 
 
-class CapturableGraph(Protocol):
-    """An object that captures launches, such as torch's CUDAGraph."""
-
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None: ...
-    def capture_end(self) -> None: ...
-
-
-def capture_into(graph: CapturableGraph, pool: Any, work: Callable[[], None]) -> None:
+def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], None]) -> None:
     """Capture the launches of `work`. The capture also ends if `work` fails.
 
     Garbage collection is off meanwhile: freeing another graph would invalidate the capture.
@@ -53,16 +46,14 @@ def capture_into(graph: CapturableGraph, pool: Any, work: Callable[[], None]) ->
             gc.enable()
 
 
-class Graphs:
-    """Runs a function, from its CUDA graph if one was captured."""
+class Graphs(dict[GraphKey, torch.cuda.CUDAGraph]):
+    """The captured graphs of a function; runs the function, from its graph if it has one."""
 
     def __init__(self, step: StepFunction, device: torch.device) -> None:
-        self._step = step
-        self._is_cuda = device.type == "cuda"
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._step, is_cuda = step, device.type == "cuda"
         self.num_captures = 0
-        self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
-        self._stream = torch.cuda.Stream() if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
+        self._stream = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
 
     @property
     def is_enabled(self) -> bool:
@@ -72,22 +63,13 @@ class Graphs:
         """Capture nothing from now on: every step launches its kernels one by one."""
         self._stream = None
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def __contains__(self, key: GraphKey) -> bool:
-        return key in self._graphs
-
-    def __iter__(self) -> Iterator[GraphKey]:
-        return iter(self._graphs)
-
     def run(self, key: GraphKey) -> None:
-        graph = self._graphs.pop(key, None)
+        graph = self.pop(key, None)
         if graph is None:
             self._step(*key)
         else:
             graph.replay()
-            self._graphs[key] = graph  # a graph that fails is dropped
+            self[key] = graph  # a graph that fails is dropped
 
     def capture(self, key: GraphKey) -> None:
         """Capture without running. The function must have run before, so its kernels are loaded."""
@@ -104,5 +86,5 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
             FAILED_CAPTURES.append(graph)
             raise
-        self._graphs[key] = graph
+        self[key] = graph
         self.num_captures += 1

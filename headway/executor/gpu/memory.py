@@ -29,7 +29,7 @@ from headway.executor.sampling.logprobs import SLICE, compute_logprobs
 from headway.model.backends.gpu import GpuBackend
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
-from headway.model.devices import explain_out_of_memory, size
+from headway.model.devices import size
 from headway.model.kernels.attention.splits import (
     MAX_PREFILL_SPLITS,
     SHARED_NUMBERS,
@@ -42,9 +42,7 @@ from headway.model.kernels.products.tiles import device_limits
 
 DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
 GRAPH_LAYER_BYTES = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph
-NUM_POOLS = (
-    3  # of memory: captured decodes, captured mixed passes, and passes that are not captured
-)
+NUM_POOLS = 3  # of memory: captured decodes, captured mixed passes, and all other passes
 ADVICE = (
     "raise --gpu-memory-utilization (1 is all of it), lower --max-num-batched-tokens or "
     "--max-num-seqs, or use a smaller --dtype"
@@ -77,14 +75,6 @@ def num_blocks_in(budget: Budget, utilization: float) -> int:
             f"{ADVICE}"
         )
     return (have - need) // budget.block
-
-
-def num_blocks_for(decoder: Decoder, config: Config, utilization: float) -> int:
-    """Blocks that fit into this fraction of GPU memory beside everything else."""
-    num_tokens = config.max_num_batched_tokens
-    tried = f"a step of {num_tokens} tokens does not fit in GPU memory beside the weights"
-    with explain_out_of_memory(tried, ADVICE):
-        return num_blocks_in(measure(decoder, config), utilization)
 
 
 def measure(decoder: Decoder, config: Config) -> Budget:
@@ -123,7 +113,6 @@ def graph_sizes(decoder: Decoder, config: Config) -> list[PassSize]:
 
 
 def max_captured_rows(decoder: Decoder, config: Config) -> int:
-    """The maximum number of rows of a captured pass."""
     largest = graph_sizes(decoder, config)[0]
     return largest.decodes + largest.tokens
 
@@ -131,8 +120,7 @@ def max_captured_rows(decoder: Decoder, config: Config) -> int:
 def graph_bytes(decoder: Decoder, config: Config) -> int:
     """Driver memory of all graphs; decodes have one graph per number of splits."""
     sizes = {padded_rows(count) for count in range(1, config.max_num_seqs + 1)}
-    num_heads = decoder.max_kv_heads
-    num_decodes = sum(len(split_counts(count * num_heads)) for count in sizes)
+    num_decodes = sum(len(split_counts(count * decoder.max_kv_heads)) for count in sizes)
     num_graphs = num_decodes + len(graph_sizes(decoder, config))
     return GRAPH_LAYER_BYTES * decoder.config.num_layers * num_graphs
 
@@ -152,13 +140,9 @@ def partial_bytes(decoder: Decoder, config: Config) -> int:
     max_positions = -(-config.max_model_len // config.block_size) * config.block_size
     counts = range(1, config.max_num_seqs + 1)
     sizes = {round_up_decodes(count, False) for count in counts} | set(map(padded_rows, counts))
+    heads = model.num_heads, decoder.max_kv_heads
     most = max(
-        backend.num_partials(
-            (num_rows, model.num_heads, decoder.max_kv_heads),
-            model.head_dim,
-            num_splits,
-            max_positions,
-        )
+        backend.num_partials((num_rows, *heads), model.head_dim, num_splits, max_positions)
         for num_rows in sizes
         for num_splits in split_counts(num_rows * decoder.max_kv_heads)
     )

@@ -7,8 +7,7 @@ at warm-up: it is then one launch. A large pass keeps the device busy while the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -65,14 +64,6 @@ class PassInputs(NamedTuple):
         return PassInputs(self.longs[:, :num_tokens], self.ints[:, : num_sequences + 1])
 
 
-class HiddenStates(NamedTuple):
-    """Hidden states of a pass: decodes, padding, then chunks."""
-
-    hidden: Tensor
-    sampled_n: Tensor  # rows to sample: decodes, then last chunks
-    first: int  # row of the first chunk
-
-
 class MixedPass:
     """Runs mixed passes, the small ones in graphs."""
 
@@ -117,25 +108,29 @@ class MixedPass:
         if not (self.decoder.backend.supports_padding and self.graphs.is_enabled):
             return
         sizes = self.sizes
-        with _tolerate_no_memory() if self.decoder.shard is None else nullcontext():
+        try:
             for num_done, size in enumerate(sizes, start=1):
                 self.graphs.capture(size)
                 self.graphs.run(size)
                 progress(num_done, len(sizes))
+        except RuntimeError as error:
+            if self.decoder.shard is not None or not is_out_of_memory(error):
+                raise
 
-    def run(self, rows: Rows, chunks: list[Chunk]) -> HiddenStates:
-        """Run all decodes and chunks, and advance the rows' lengths on the device."""
+    def run(self, rows: Rows, chunks: list[Chunk]) -> tuple[Tensor, Tensor, int]:
+        """Run all decodes and chunks, and advance the rows' lengths on the device.
+
+        Returns the hidden states (decodes, padding, then chunks), the rows to sample (decodes, then
+        last chunks), and the row of the first chunk.
+        """
         size, is_small = self._size(rows, chunks)
-        inputs = (
-            self._inputs.view_for(size)
-            if is_small
-            else PassInputs.allocate(size, self._blocks.device)
-        )
-        sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
-            return HiddenStates(self._forward(size, inputs), sampled, size.decodes)
+            inputs = PassInputs.allocate(size, self._blocks.device)
+            sampled = self._send(rows, chunks, size, inputs)
+            return self._forward(size, inputs), sampled, size.decodes
+        sampled = self._send(rows, chunks, size, self._inputs.view_for(size))
         self.graphs.run(size)
-        return HiddenStates(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
+        return self._hidden[: size.decodes + size.tokens], sampled, size.decodes
 
     def _size(self, rows: Rows, chunks: list[Chunk]) -> tuple[PassSize, bool]:
         """The size to run, and whether it is one of the captured ones."""
@@ -196,16 +191,6 @@ class MixedPass:
             num_splits=size.num_splits, longest=size.tokens,
         )  # fmt: skip
         return self.decoder.forward(batch, self._blocks)
-
-
-@contextmanager
-def _tolerate_no_memory() -> Iterator[None]:
-    """Go on without the graphs for which no memory is left."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
 
 
 def max_captured_tokens(decoder: Decoder, max_num_batched_tokens: int) -> int:

@@ -24,44 +24,27 @@ class DeviceRowState:
     """The buffer, and tensors that are views of it."""
 
     def __init__(self, num_rows: int, table_width: int, device: torch.device) -> None:
-        self.num_rows = num_rows + 1
-        self.width = table_width
-        self._starts: dict[str, int] = {}
-        start = 2 * self.num_rows  # seeds come first: they have 64 bits
-        for name in COLUMNS:
-            self._starts[name] = start
-            start += self.num_rows
-        self._table = start
-        self.words = torch.zeros(
-            start + self.num_rows * table_width, dtype=torch.int32, device=device
-        )
+        self.spare = num_rows  # the row that padding uses; its keys and values are not stored
+        self.num_rows, self.width = num_rows + 1, table_width
+        # Seeds come first: they have 64 bits.
+        self._starts = {name: place * self.num_rows for place, name in enumerate(COLUMNS, start=2)}
+        self._table = (2 + len(COLUMNS)) * self.num_rows
+        num_words = self._table + self.num_rows * table_width
+        self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._places: list[npt.NDArray[np.int64]] = []
         self._values: list[Words] = []
-        column = {name: self._column(name) for name in COLUMNS}
+        column = {name: self.words[at : at + self.num_rows] for name, at in self._starts.items()}
         floats = {name: column[name].view(torch.float32) for name in COLUMNS[4:] if name != "top_k"}
         self.tensors = RowTensors(
             tables=self.words[self._table :].view(self.num_rows, table_width),
-            lengths=column["lengths"],
-            limits=column["limits"],
-            last=column["last"],
-            num_generated=column["num_generated"],
+            **{name: column[name] for name in COLUMNS[:4]},
         )
         self.sampling = SamplingTensors(
-            temperature=floats["temperature"],
-            top_k=column["top_k"],
-            top_p=floats["top_p"],
-            min_p=floats["min_p"],
             seed=self.words[: 2 * self.num_rows].view(torch.int64),
+            top_k=column["top_k"],
             num_generated=column["num_generated"],
+            **floats,
         )
-
-    @property
-    def spare(self) -> int:
-        """The row that padding uses; its keys and values are not stored."""
-        return self.num_rows - 1
-
-    def _column(self, name: str) -> Tensor:
-        return self.words[self._starts[name] : self._starts[name] + self.num_rows]
 
     def set_length(self, row: int, length: int) -> None:
         self._put(self._starts["lengths"] + row, [length])

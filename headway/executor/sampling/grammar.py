@@ -48,8 +48,6 @@ class GrammarState:
 
 
 class Grammars:
-    """The grammars of the sampler's rows."""
-
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.matchers = Matchers(vocab_size)
@@ -95,7 +93,6 @@ class Grammars:
         choice_nv[at] = kept
 
     def remember(self, row: int, token: int) -> None:
-        """Record a generated token."""
         state = self._states.get(row)
         if state is None or state.matcher is None or state.matcher.is_error():
             return
@@ -167,8 +164,7 @@ def unpacked(words_nw: Words, vocab_size: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
         bits = np.unpackbits(words_nw.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
-    sent = torch.from_numpy(words_nw).to(device)  # 1/8 of the bytes
-    return unpacked_on_device(sent, vocab_size)
+    return unpacked_on_device(torch.from_numpy(words_nw).to(device), vocab_size)  # 1/8 of the bytes
 
 
 def unpacked_on_device(words_nw: Tensor, vocab_size: int) -> Tensor:

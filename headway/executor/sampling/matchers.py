@@ -28,8 +28,6 @@ NUM_PROBE_STEPS = 16  # tokens for which a grammar is tried before its request i
 
 
 class TokenBytes(Protocol):
-    """A token's bytes."""
-
     @property
     def spelled(self) -> bytes: ...
 
@@ -148,7 +146,7 @@ class Matchers:
     def _read_vocabulary(self) -> LLTokenizer:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                adapter = _adapt(self._tokenizer, self.vocab_size, self._eos_ids)
+                adapter = _LLTokenizerAdapter(self._tokenizer, self.vocab_size, self._eos_ids)
                 self._vocabulary = adapter.trie
                 self._checker = GrammarChecker(adapter.vocabulary, num_steps=NUM_PROBE_STEPS)
             return self._vocabulary
@@ -165,24 +163,20 @@ def _with_grammar(
     return replace(params, sampling=replace(sampling, grammar=grammar))
 
 
-def _adapt(
-    tokenizer: GrammarTokenizer | None, vocab_size: int, eos_ids: Collection[int]
-) -> _LLTokenizerAdapter:
-    """Adapt a tokenizer to llguidance; ValueError without a tokenizer or an end token."""
-    if tokenizer is None:
-        raise ValueError("this model has no tokenizer; a grammar needs one")
-    ends = sorted(token for token in eos_ids if 0 <= token < vocab_size)
-    if not ends:
-        raise ValueError("this model has no end token (eos_token_id); a grammar needs one")
-    return _LLTokenizerAdapter(tokenizer, vocab_size, ends)
-
-
 class _LLTokenizerAdapter:
     """A tokenizer with the interface that llguidance expects."""
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int, ends: list[int]) -> None:
+    def __init__(
+        self, tokenizer: GrammarTokenizer | None, vocab_size: int, eos_ids: Collection[int]
+    ) -> None:
+        """ValueError without a tokenizer or an end token."""
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer; a grammar needs one")
+        ends = sorted(token for token in eos_ids if 0 <= token < vocab_size)
+        if not ends:
+            raise ValueError("this model has no end token (eos_token_id); a grammar needs one")
         from llguidance import LLTokenizer, TokenizerWrapper
 
         self._tokenizer = tokenizer

@@ -150,7 +150,6 @@ class LogitsProcessor:
         self.tail = deque(output, maxlen=longest - 1)  # the last tokens of the output
 
     def remember(self, token: int) -> None:
-        """Record a generated token."""
         self.counts[token] += 1
         self.tail.append(token)
 
@@ -189,12 +188,8 @@ class LogitsProcessor:
 
     def _word_ends(self) -> set[int]:
         """Last tokens of the bad words whose other tokens end the output; prompts do not count."""
-        tail = tuple(self.tail)
-        ends = set()
-        for *start, last in self.bad_words:
-            if tuple(start) == tail[len(tail) - len(start) :]:
-                ends.add(last)
-        return ends
+        tail = list(self.tail)
+        return {last for *start, last in self.bad_words if start == tail[len(tail) - len(start) :]}
 
     def _penalise(self, logits_v: Tensor) -> None:
         sampling, device = self.sampling, logits_v.device

@@ -146,7 +146,7 @@ def run_wave(llm: LLM, wave: Wave, log: list[Line], is_async: bool, advance: Adv
 
 def copy_blocks(llm: LLM) -> list[Line]:
     """Steps that copy some blocks to the host and back, which leaves their content unchanged."""
-    from headway.executor.gpu.swap_cost import finish
+    from headway.executor.gpu.costs import finish
 
     lines, maker = list[Line](), LineMaker()
     limit = min(llm.config.num_blocks, llm.config.num_host_blocks)

@@ -81,7 +81,6 @@ class FlashAttention:
 
 
 def _tables(batch: ForwardBatch, rows: slice) -> Tensor:
-    """The block table of each of these sequences."""
     assert batch.row_ids_s is not None
     return batch.tables_sw[batch.row_ids_s[rows].long()]
 

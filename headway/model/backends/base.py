@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -35,8 +35,6 @@ class Weight(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWeights:
-    """The weights of one layer."""
-
     input_norm: Tensor
     qkv: Weight
     q_norm: Tensor | None
@@ -51,8 +49,6 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelWeights:
-    """The weights of a model."""
-
     embedding: Weight
     layers: list[LayerWeights]
     norm: Tensor
@@ -71,9 +67,17 @@ class PassOutput:
     best: np.ndarray | None = None  # [N] intc: the first token with the highest logit, if computed
 
 
-class ForwardPass(Protocol):
-    """Takes one batch through the layers."""
+class PassArguments(NamedTuple):
+    """What a backend reads in one forward pass."""
 
+    config: ModelConfig
+    batch: ForwardBatch
+    blocks: Tensor  # [B, L, 2, G, P, D]
+    cosine: Tensor  # of each token, or of each position: see Backend.uses_rope_table
+    sine: Tensor
+
+
+class ForwardPass(Protocol):
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         """Return the hidden states [T, hidden] after a layer; may change x in place.
 
@@ -96,8 +100,6 @@ class ForwardPass(Protocol):
 
 
 class Backend(Protocol):
-    """Stores weights, multiplies by them, and takes batches through the layers."""
-
     name: str
     uses_rope_table: bool  # takes cosine and sine of all positions, not of the batch's tokens
     keeps_passes: bool  # a pass can run again when the values in its batch's tensors have changed
@@ -115,16 +117,18 @@ class Backend(Protocol):
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor: ...
     def linear(self, x: Tensor, weight: Weight) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """The activation of the first half of every row, times the second half."""
+        ...
+
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
-        """[B, L, 2, G, P, D] for the layers of the config, not initialized; a block with all its layers is contiguous.
+        """[B, L, 2, G, P, D] for the layers of the config, not initialized, contiguous.
 
         The last dimension is larger than D if rows have a scale.
         """
         ...
 
-    def begin(
-        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> ForwardPass: ...
+    def begin(self, given: PassArguments) -> ForwardPass: ...
 
 
 def kv_itemsize(backend: Backend, config: ModelConfig) -> Fraction:

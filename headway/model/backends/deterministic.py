@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headway.model.backends.base import ForwardPass, LayerWeights, Weight
+from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
 from headway.model.backends.gpu import GpuBackend, TritonAttention, UnfusedPass
 from headway.model.backends.plain import PlainWeight
 from headway.model.batch import ForwardBatch
-from headway.model.config import ModelConfig
 from headway.model.kernels.attention.invariant_attention import (
     invariant_decode_attention,
     invariant_prefill_attention,
@@ -62,10 +61,8 @@ class DeterministicBackend(GpuBackend):
         row_bytes = head_dim * self.kv_dtype.itemsize
         return num_partials(shape, head_dim, row_bytes, num_splits, max_positions)
 
-    def begin(
-        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> ForwardPass:
-        return DeterministicPass(config, batch, blocks, (cosine, sine), InvariantAttention())
+    def begin(self, given: PassArguments) -> ForwardPass:
+        return DeterministicPass(given, InvariantAttention())
 
 
 class DeterministicPass(UnfusedPass):

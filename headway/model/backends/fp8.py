@@ -12,25 +12,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headway.model.backends.base import ForwardPass, LayerWeights, Weight
+from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
 from headway.model.backends.gpu import (
     FEW_ROWS,
     AttentionKernels,
     FusedDecodePass,
     GpuBackend,
+    GpuPass,
     UnfusedPass,
     interleaved,
     multiply,
 )
 from headway.model.backends.plain import PlainWeight
 from headway.model.backends.split import add_parts
-from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.kernels.activation import silu_multiply, silu_multiply_quantized
 from headway.model.kernels.norm import rms_norm, rms_norm_quantized
@@ -79,11 +78,7 @@ class Fp8Backend(GpuBackend):
     ) -> None:
         super().__init__(dtype, device, kv_dtype, attention)
         self.folds_norms, self.float_layers = folds_norms, float_layers
-        self.name = "gpu fp8"
-
-    @property
-    def matrix_itemsize(self) -> int:
-        return FP8.itemsize
+        self.name, self.matrix_itemsize = "gpu fp8", FP8.itemsize
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> PlainWeight:
         if self.folds_norms or ".layers." not in names[0]:
@@ -114,18 +109,15 @@ class Fp8Backend(GpuBackend):
         assert isinstance(weight, PlainWeight)
         return self._stored(quantize(weight.matrix), weight.bias)
 
-    def begin(
-        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> ForwardPass:
-        num_rows, rope = len(batch.tokens_t), (cosine, sine)
-        given = config, batch, blocks, rope
+    def begin(self, given: PassArguments) -> ForwardPass:
+        batch, epsilon = given.batch, given.config.norm_eps
+        num_rows = len(batch.tokens_t)
         if batch.num_decodes < num_rows or not self.attention.fuses_decode or num_rows > FEW_ROWS:
-            wide = UnfusedPass(*given, self.attention)
-            return ScaledPass(wide, config.norm_eps, self.shard)
+            return ScaledPass(UnfusedPass(given, self.attention), epsilon, self.shard)
         if num_rows > 1:
-            return ScaledPass(FusedDecodePass(*given), config.norm_eps, self.shard)
+            return ScaledPass(FusedDecodePass(given), epsilon, self.shard)
         kind = FusedDecodePass if self.folds_norms else NormedDecodePass
-        return kind(*given, self.shard)
+        return kind(given, self.shard)
 
 
 class NormedDecodePass(FusedDecodePass):
@@ -137,16 +129,10 @@ class NormedDecodePass(FusedDecodePass):
         return multiply(rms_norm(x, norm, self._config.norm_eps), weight, is_gated=is_gated)
 
 
-class AttentionSteps(Protocol):
-    """The attention of a pass."""
-
-    def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor: ...
-
-
 class ScaledPass(ForwardPass):
     """Any batch: rows are quantized before each product with an fp8 matrix."""
 
-    def __init__(self, steps: AttentionSteps, epsilon: float, shard: Shard | None) -> None:
+    def __init__(self, steps: GpuPass, epsilon: float, shard: Shard | None) -> None:
         self._steps, self._epsilon, self._shard = steps, epsilon, shard
         self._columns = (shard.attended, shard.inner) if shard else ([], [])
         self._pending: Tensor | None = None  # to be added to x, by the next norm if possible

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.errors import ConfigError
-from headway.model.backends.base import ForwardPass, LayerWeights, Weight
+from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
 from headway.model.backends.plain import PlainBackend, PlainWeight
 from headway.model.backends.split import add_parts
 from headway.model.backends.streams import run_beside
@@ -64,8 +64,6 @@ class AttentionKernels(Protocol):
 
 
 class TritonAttention:
-    """Our Triton kernels."""
-
     fuses_decode, supports_padding, block_multiple, is_concurrent = True, True, 1, True
     _counters: Tensor | None = None  # see prefill_attention
 
@@ -148,16 +146,14 @@ class GpuBackend(PlainBackend):
         split = split_for(num_rows * num_kv_heads, num_splits, max_positions, row_bytes)
         return num_rows * num_heads * split.num_splits if split.num_splits > 1 else 0
 
-    def begin(
-        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> ForwardPass:
-        num_rows, given = len(batch.tokens_t), (config, batch, blocks, (cosine, sine))
-        is_small = batch.num_decodes == num_rows <= FEW_ROWS
+    def begin(self, given: PassArguments) -> ForwardPass:
+        num_rows = len(given.batch.tokens_t)
+        is_small = given.batch.num_decodes == num_rows <= FEW_ROWS
         if not is_small or not self.attention.fuses_decode:
-            return UnfusedPass(*given, self.attention, self.shard)
-        if prefers_cublas(num_rows, config):
-            return CublasDecodePass(*given, self.attention, self.shard)
-        return FusedDecodePass(*given, self.shard)
+            return UnfusedPass(given, self.attention, self.shard)
+        if prefers_cublas(num_rows, given.config):
+            return CublasDecodePass(given, self.attention, self.shard)
+        return FusedDecodePass(given, self.shard)
 
 
 def prefers_cublas(num_rows: int, config: ModelConfig) -> bool:
@@ -175,7 +171,6 @@ def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
 
 
 def interleaved(weight: Weight) -> PlainWeight:
-    """Interleave the rows of gate and up."""
     assert isinstance(weight, PlainWeight)
     matrix, bias, scale = (
         None if stacked is None else torch.stack(stacked.chunk(2), dim=1).flatten(0, 1)
@@ -188,16 +183,9 @@ def interleaved(weight: Weight) -> PlainWeight:
 class GpuPass(ForwardPass):
     """One batch; `attention` is that of decodes."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch: ForwardBatch,
-        blocks: Tensor,
-        rope_pd: tuple[Tensor, Tensor],
-        shard: Shard | None = None,
-    ) -> None:
-        self._config, self._batch, self._blocks = config, batch, blocks
-        self._rope, self._shard = rope_pd, shard
+    def __init__(self, given: PassArguments, shard: Shard | None = None) -> None:
+        self._config, self._batch, self._blocks, *self._rope = given
+        self._shard = shard
         self._columns = (shard.attended, shard.inner) if shard else ([], [])
 
     def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
@@ -263,15 +251,9 @@ class UnfusedPass(GpuPass):
     """Any batch: decodes first, then prompt chunks."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        batch: ForwardBatch,
-        blocks: Tensor,
-        rope_pd: tuple[Tensor, Tensor],
-        kernels: AttentionKernels,
-        shard: Shard | None = None,
+        self, given: PassArguments, kernels: AttentionKernels, shard: Shard | None = None
     ) -> None:
-        super().__init__(config, batch, blocks, rope_pd, shard)
+        super().__init__(given, shard)
         self._kernels = kernels
         self._attended: Tensor | None = None  # [T, H, D], zero in padding rows
 

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headway.model.backends.base import ForwardPass, LayerWeights, Weight
+from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
 from headway.model.backends.split import StepwisePass
-from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint
@@ -23,8 +22,6 @@ from headway.model.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A matrix in torch's layout."""
-
     matrix: Tensor  # [N, K]
     bias: Tensor | None
     scale: Tensor | None = None  # [N], of an fp8 matrix
@@ -43,15 +40,10 @@ class PlainBackend:
     uses_rope_table = keeps_passes = supports_padding = False
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.dtype, self.device = dtype, torch.device(device)
+        self.matrix_itemsize = dtype.itemsize  # bytes of a number in the matrices of the layers
         self.shard: Shard | None = None
         self.name = f"torch {dtype}".replace("torch.", "")
-
-    @property
-    def matrix_itemsize(self) -> int:
-        """Bytes of a number in the matrices of the layers."""
-        return self.dtype.itemsize
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> PlainWeight:
         matrix = self._stacked(checkpoint, [f"{name}.weight" for name in names])
@@ -89,37 +81,25 @@ class PlainBackend:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return torch.empty((num_blocks, *shape), dtype=self.dtype, device=self.device)
 
-    def begin(
-        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> ForwardPass:
-        return PlainPass(self, config, batch, blocks, cosine.to(self.dtype), sine.to(self.dtype))
+    def begin(self, given: PassArguments) -> ForwardPass:
+        return PlainPass(self, given)
 
 
 class PlainPass(StepwisePass):
     """One batch; attention computes one sequence at a time."""
 
-    def __init__(
-        self,
-        backend: PlainBackend,
-        config: ModelConfig,
-        batch: ForwardBatch,
-        blocks: Tensor,
-        cosine_td: Tensor,
-        sine_td: Tensor,
-    ) -> None:
+    def __init__(self, backend: PlainBackend, given: PassArguments) -> None:
+        config, batch, self._blocks, cosine_td, sine_td = given
         super().__init__(backend, config)
-        self._blocks = blocks
-        tables = (
-            batch.tables_sw if batch.row_ids_s is None else batch.tables_sw[batch.row_ids_s.long()]
-        )
-        self._tables = tables.long()
+        tables, row_ids_s = batch.tables_sw, batch.row_ids_s
+        self._tables = (tables if row_ids_s is None else tables[row_ids_s.long()]).long()
         self._window = batch.window
         self._starts, self._ends = batch.starts_s.tolist(), batch.ends_s.tolist()
-        self._cosine, self._sine = cosine_td[:, None], sine_td[:, None]
-        stored = batch.slots_t >= 0
-        self._rows = stored.nonzero().squeeze(1)
-        slots = batch.slots_t[self._rows]
-        self._slots = slots // blocks.shape[4], slots % blocks.shape[4]
+        self._cosine = cosine_td.to(backend.dtype)[:, None]
+        self._sine = sine_td.to(backend.dtype)[:, None]
+        self._rows = (batch.slots_t >= 0).nonzero().squeeze(1)
+        slots, size = batch.slots_t[self._rows], self._blocks.shape[4]
+        self._slots = slots // size, slots % size
 
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None

@@ -8,32 +8,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
-from headway.model.backends.base import ForwardPass, LayerWeights, Weight
+from headway.model.backends.base import Backend, ForwardPass, LayerWeights, Weight
 from headway.model.config import ModelConfig
 from headway.model.sharding import Shard
-
-
-class LayerOperations(Protocol):
-    """The operations of a backend that a layer consists of, besides attention."""
-
-    shard: Shard | None
-
-    def linear(self, x: Tensor, weight: Weight) -> Tensor: ...
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        """The activation of the first half of every row, times the second half."""
-        ...
 
 
 class StepwisePass(ForwardPass):
     """One batch; every rank has whole hidden states before and after a layer."""
 
-    def __init__(self, operations: LayerOperations, config: ModelConfig) -> None:
-        self._operations, self._config = operations, config
+    def __init__(self, backend: Backend, config: ModelConfig) -> None:
+        self._backend, self._config = backend, config
 
     @abstractmethod
     def rotate_and_store(
@@ -49,7 +36,7 @@ class StepwisePass(ForwardPass):
         """
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        ops, epsilon, shard = self._operations, self._config.norm_eps, self._operations.shard
+        ops, epsilon, shard = self._backend, self._config.norm_eps, self._backend.shard
         attended, inner = (shard.attended, shard.inner) if shard else ([], [])
         qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
         self.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
@@ -61,11 +48,11 @@ class StepwisePass(ForwardPass):
 
     def _project(self, x: Tensor, weight: Weight, inputs: list[range]) -> Tensor:
         """An output projection; x has this rank's range of the `inputs`."""
-        multiply, shard = partial(self._operations.linear, weight=weight), self._operations.shard
+        multiply, shard = partial(self._backend.linear, weight=weight), self._backend.shard
         return multiply(x) if shard is None else shard.project(x, inputs, multiply)
 
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        return x if norm is None else self._operations.rms_norm(x, norm, self._config.norm_eps)
+        return x if norm is None else self._backend.rms_norm(x, norm, self._config.norm_eps)
 
 
 def add_parts(

@@ -7,8 +7,6 @@ rows' type.
 Legend: T rows, N pairs in a row.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -17,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
-from headway.model.kernels.products.fp8 import PIECE, QuantizedRows, num_warps, row_scale
+from headway.model.kernels.products.fp8 import PIECE, QuantizedRows, row_scale, row_warps
 
 
 @triton.jit
@@ -83,9 +81,10 @@ def silu_multiply(x_t2n: Tensor) -> Tensor:
         return out_tn
     piece = min(power_of_2(width), 1024)
     pieces = ceil_div(width, piece)
+    num_warps = max(piece // 256, 1)  # a thread holds 8 numbers: two wide loads
     _silu_multiply[(num_rows * pieces,)](
         out_tn, x_t2n, x_t2n.stride(0),
-        WIDTH=width, PIECES=pieces, PIECE=piece, **launch_options(_num_warps(piece), 1),
+        WIDTH=width, PIECES=pieces, PIECE=piece, **launch_options(num_warps, 1),
     )  # fmt: skip
     return out_tn
 
@@ -99,11 +98,6 @@ def silu_multiply_quantized(x_t2n: Tensor) -> QuantizedRows:
         piece = min(power_of_2(width), PIECE // 2)
         _silu_quantize[(num_rows,)](
             out.values_tk, out.scale_t, x_t2n, x_t2n.stride(0),
-            WIDTH=width, PIECE=piece, **launch_options(num_warps(2 * piece), 1),
+            WIDTH=width, PIECE=piece, **launch_options(row_warps(2 * piece), 1),
         )  # fmt: skip
     return out
-
-
-def _num_warps(piece: int) -> int:
-    """A thread holds 8 numbers: two wide loads."""
-    return max(piece // 256, 1)

@@ -5,8 +5,6 @@ Knows rows of words and their indices, not their content; copies to the host are
 Legend: B blocks, n of them, W words of 32 bits in one.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import torch

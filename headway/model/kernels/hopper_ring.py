@@ -7,8 +7,6 @@ the order in which they are copied and read; tile n is in place n % STAGES.
 One thread gives orders to the GPU's copy engine (TMA), one for each block of the cache and COLUMNS.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 from torch import Tensor

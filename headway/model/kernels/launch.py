@@ -8,8 +8,6 @@ Triton compiles and loads a kernel at its first launch, one after the other. `co
 ahead of the launches, for several kernels at a time.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import os
@@ -20,6 +18,8 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from copy import copy
 from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ NUMS_OF_WARPS = (1, 2, 4, 8, 16, 32)
 MAX_PARSES = 8  # of one source, beside other threads
 # For kernels in which several threads compute the same sum and one of them stores it. If only some
 # of the threads fused a product with an addition, the stored value would vary from run to run.
-NO_FP_FUSION = {"enable_fp_fusion": False}
+NO_FP_FUSION: dict[str, int] = {"enable_fp_fusion": False}
+# Versions of Triton with which the Gluon kernels were compiled; Gluon is still experimental.
+MIN_GLUON, MAX_GLUON = (3, 6), (3, 9)
 
 
 @triton.jit
@@ -49,18 +51,27 @@ def can_chain() -> bool:
     """Whether device and Triton support dependent launch: NVIDIA GPUs from Hopper on."""
     if not torch.cuda.is_available() or torch.version.hip:
         return False
-    if not hasattr(tl.extra.cuda, "gdc_wait"):  # an older Triton
-        return False
-    return torch.cuda.get_device_capability() >= (9, 0)
+    has_wait = hasattr(tl.extra.cuda, "gdc_wait")  # not with an older Triton
+    return has_wait and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def launch_options(num_warps: int, num_stages: int) -> dict[str, Any]:
-    """The keyword arguments of a launch."""
+def hopper_module(name: str) -> ModuleType | None:
+    """A module of Gluon kernels, on a Hopper GPU with a Triton that can compile it."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if not MIN_GLUON <= version <= MAX_GLUON:
+        return None
+    return import_module(f"headway.model.kernels.{name}")
+
+
+def launch_options(num_warps: int, num_stages: int, *, fuses: bool = True) -> dict[str, int]:
+    """The keyword arguments of a launch; `fuses` is false for the kernels of NO_FP_FUSION."""
     assert num_warps in NUMS_OF_WARPS, f"no GPU runs a program with {num_warps} warps"
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "CHAINED": False}
+    options: dict[str, int] = {"num_warps": num_warps, "num_stages": num_stages, "CHAINED": False}
     if can_chain():
         options |= {"CHAINED": True, "launch_pdl": True}
-    return options
+    return options if fuses else options | NO_FP_FUSION
 
 
 def power_of_2(count: int) -> int:
@@ -114,7 +125,9 @@ def _compile_all(work: Callable[[], None], progress: Callable[[int, int], None])
     """Compile private copies, so that other threads never see an unfinished kernel."""
     copies: dict[launched, Any] = {}
     COPIES.set(copies)
-    threads = CompilePool(min(16, _num_processors()))
+    has_affinity = hasattr(os, "sched_getaffinity")  # the processors that this process may use
+    num_processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    threads = CompilePool(min(16, num_processors))
     try:
         with triton.AsyncCompileMode(threads):
             work()
@@ -151,13 +164,6 @@ def num_builds() -> int:
     """The number of kernels that this process has compiled or loaded."""
     kernels = [kernel for kernel in KERNELS if isinstance(kernel, triton.JITFunction)]
     return sum(len(found) for kernel in kernels for _, (found, *_) in _builds(kernel))
-
-
-def _num_processors() -> int:
-    """The number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class CompilePool(ThreadPoolExecutor):

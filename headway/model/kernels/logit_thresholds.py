@@ -9,8 +9,6 @@ nothing about drawing.
 Legend: n rows of a batch, v tokens of the vocabulary; a row id indexes the settings.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ for the product that follows, after it is rounded to the rows' type.
 Legend: T rows, K numbers in a row; any K whose row fits in a program.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -16,15 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import (
-    NO_FP_FUSION,
-    begin,
-    ceil_div,
-    launch_options,
-    launched,
-    power_of_2,
-)
-from headway.model.kernels.products.fp8 import QuantizedRows, num_warps, row_scale
+from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
+from headway.model.kernels.products.fp8 import QuantizedRows, row_scale, row_warps
 
 # Numbers of a program that computes several short rows. How many depends on the width, not on the
 # number of rows, so that neither does the sum of a row.
@@ -99,6 +90,7 @@ def _launch(
     rows = max(NUMBERS // padded, 1) if scale_t is None else 1  # quantized: not faster
     _rms_norm[(ceil_div(num_rows, rows),)](
         out_tk, x_tk, weight_k, scale_t, added_tk, x_tk.stride(0), num_rows, epsilon,
-        WIDTH=width, PADDED=padded, ROWS=rows, **launch_options(num_warps(rows * padded), 1),
-        **NO_FP_FUSION,  # so that a row has the same bits in any place of its program
+        # Not fused, so that a row has the same bits in any place of its program.
+        WIDTH=width, PADDED=padded, ROWS=rows,
+        **launch_options(row_warps(rows * padded), 1, fuses=False),
     )  # fmt: skip

@@ -6,8 +6,6 @@ sampled tokens. Between two decode steps nothing comes from the host. Knows no p
 Legend: R rows of the state, W blocks in a row of the tables, n rows of a batch.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 from dataclasses import dataclass

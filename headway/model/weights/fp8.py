@@ -24,7 +24,6 @@ class Fp8Matrix:
     scale: Tensor  # float32 [out]
 
     def wide(self) -> Tensor:
-        """The matrix as float32."""
         return self.q.float() * self.scale[:, None]
 
 

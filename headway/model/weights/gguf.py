@@ -109,15 +109,10 @@ class _Cursor:
         return values
 
     def value(self) -> Any:
-        kind = self.u32()
-        if kind == STRING:
-            return self.string()
-        if kind != ARRAY:
-            return self.numbers(kind, 1)[0]
-        kind, count = self.u32(), self.u64()
-        if kind == STRING:
-            return self.strings(count)
-        return self.numbers(kind, count)
+        if (kind := self.u32()) == ARRAY:
+            kind, count = self.u32(), self.u64()
+            return self.strings(count) if kind == STRING else self.numbers(kind, count)
+        return self.string() if kind == STRING else self.numbers(kind, 1)[0]
 
 
 def _parse(cursor: _Cursor) -> Header:
@@ -138,7 +133,13 @@ def _parse(cursor: _Cursor) -> Header:
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"general.alignment is {alignment!r}; it must be a positive integer")
     start = -(-cursor.at // alignment) * alignment
-    tensors = {name: _absolute(cursor, name, info, start) for name, info in relative.items()}
+    tensors, size = dict[str, TensorInfo](), len(cursor.data)
+    for name, info in relative.items():
+        tensors[name] = replace(info, offset=start + info.offset)
+        if (end := tensors[name].offset + info.num_bytes) > size:
+            raise ValueError(
+                f"truncated: tensor {name} ends at byte {end}, the file at byte {size}"
+            )
     if len(tensors) != num_tensors:
         raise ValueError("two tensors have the same name")
     return Header(metadata=metadata, tensors=tensors)
@@ -166,14 +167,6 @@ def _tensor_infos(cursor: _Cursor, count: int) -> Iterator[tuple[str, TensorInfo
             raise ValueError(f"tensor {name}: a row of {shape[-1]} is not a multiple of {group}")
         num_bytes = math.prod(shape) // group * group_bytes
         yield name, TensorInfo(kind=kind, shape=shape, offset=offset, num_bytes=num_bytes)
-
-
-def _absolute(cursor: _Cursor, name: str, info: TensorInfo, start: int) -> TensorInfo:
-    """The location relative to the start of the file; ValueError if it is beyond its end."""
-    end, size = start + info.offset + info.num_bytes, len(cursor.data)
-    if end > size:
-        raise ValueError(f"truncated: tensor {name} ends at byte {end}, the file at byte {size}")
-    return replace(info, offset=start + info.offset)
 
 
 def read_bytes(path: Path, info: TensorInfo) -> NDArray[np.uint8]:

@@ -16,7 +16,6 @@ from headway.model.sharding import EVERYTHING, WHOLE, Part
 from headway.model.weights import gguf
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
 
-GROUP_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
 GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 GGUF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -39,8 +38,6 @@ GGUF_OUTPUT_NORMS = {  # in models that normalize the outputs of attention and M
 
 
 class GgufCheckpoint(Checkpoint):
-    """A GGUF file, with Hugging Face names and Hugging Face order of rows."""
-
     def __init__(self, path: Path) -> None:
         header = gguf.read_header(path)
         super().__init__(_gguf_config(path, header), path)
@@ -63,19 +60,22 @@ class GgufCheckpoint(Checkpoint):
 
         info = self._info(name)
         kind = GGMLQuantizationType(info.kind).name
-        columns = gguf.byte_columns(info, kind, part.columns) if kind in GROUP_BITS else None
+        if kind not in gguf.GROUP_BYTES:
+            return None
+        columns = gguf.byte_columns(info, kind, part.columns)
         if columns is None:
             return None
         stored = gguf.read_bytes(self._file, info)[part.rows, columns]
         parts = gguf.unpack_groups(stored, kind)
         _check_numbers(self._file, name, *parts[1:])
         q, scale, minimum = (torch.from_numpy(self._in_order(name, part)) for part in parts)
-        return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
+        return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=int(kind[1]))
 
     def _info(self, name: str) -> gguf.TensorInfo:
         info = self._infos.get(self._name(name))
         self._check(name, None if info is None else info.shape)
-        return self._infos[self._name(name)]
+        assert info is not None, "check raises for a missing tensor"
+        return info
 
     def _name(self, name: str) -> str:
         return gguf_name(name, has_output_norms=self.config.has_output_norms)

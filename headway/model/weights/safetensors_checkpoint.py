@@ -19,13 +19,16 @@ INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """The safetensors of a folder."""
-
     def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
         super().__init__(load_hf(folder), folder)
         self._files: dict[str, Any] = {}  # by the tensor's name in the file
         for file in safetensors_files(folder):
-            opened = _open_safetensors(file)
+            try:
+                opened: Any = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{file}: not a valid safetensors file: {error}") from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
 
     def has(self, name: str) -> bool:
@@ -96,12 +99,3 @@ def safetensors_files(folder: Path) -> list[Path]:
         if not file.exists():
             raise ModelError(f"{file} does not exist, but {INDEX} lists it")
     return files
-
-
-def _open_safetensors(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file}: not a valid safetensors file: {error}") from error

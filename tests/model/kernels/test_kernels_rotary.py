@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
+from headway.model.backends.base import PassArguments
 from headway.model.backends.plain import PlainBackend
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
@@ -258,7 +259,9 @@ def test_the_reference_equals_the_plain_backend(name: str) -> None:
         ends_s=none, sampled_n=none,
     )  # fmt: skip
     taken: Any = PlainBackend(torch.float32, DEVICE).begin(
-        like(case), batch, blocks, given["cosine_pd"][positions], given["sine_pd"][positions]
+        PassArguments(
+            like(case), batch, blocks, given["cosine_pd"][positions], given["sine_pd"][positions]
+        )
     )
     qkv = given["qkv"].contiguous()
     taken.rotate_and_store(LAYER, qkv, given["q_norm"], given["k_norm"])

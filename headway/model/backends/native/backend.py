@@ -17,14 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import ForwardPass, LayerWeights, ModelWeights, PassOutput, Weight
+from headway.model.backends.base import (
+    ForwardPass,
+    LayerWeights,
+    ModelWeights,
+    PassArguments,
+    PassOutput,
+    Weight,
+)
 from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
 from headway.model.backends.native.forms import Forms, can_be_wide, matrix_of
 from headway.model.backends.native.weights import GROUP, NativeWeight, address, layout
 from headway.model.backends.split import StepwisePass
-from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
@@ -105,22 +111,20 @@ class NativeBackend:
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
         assert isinstance(weight, NativeWeight)
-        out = torch.empty(len(x), weight.num_outputs)
-        self._multiply(x, weight, out, 0)
-        return out
+        return self._multiply(x, weight, torch.empty(len(x), weight.num_outputs), adds=False)
 
     def add_linear(self, residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
         """residual + x w, in place."""
         assert isinstance(weight, NativeWeight)
-        self._multiply(x, weight, residual, 1)
-        return residual
+        return self._multiply(x, weight, residual, adds=True)
 
-    def _multiply(self, x: Tensor, weight: NativeWeight, out: Tensor, adds: int) -> None:
+    def _multiply(self, x: Tensor, weight: NativeWeight, out: Tensor, *, adds: bool) -> Tensor:
         space = Space(len(x), weight.num_inputs, None)
         self.library.multiply(
             ctypes.addressof(weight.struct), x.data_ptr(), len(x), 0, 0.0, out.data_ptr(), adds,
             ctypes.addressof(space.struct),
         )  # fmt: skip
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         out = torch.empty_like(x)
@@ -162,10 +166,8 @@ class NativeBackend:
             found = self._buffers = PassBuffers(config, rows, num_sampled, self.times)
         return found
 
-    def begin(
-        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> ForwardPass:
-        return NativePass(self, config, batch, blocks, cosine, sine)
+    def begin(self, given: PassArguments) -> ForwardPass:
+        return NativePass(self, given)
 
 
 def _floats(checkpoint: Checkpoint, names: list[str]) -> Tensor:
@@ -185,17 +187,11 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
 class NativePass(StepwisePass):
     """One batch; all layers of a kind use the same arguments, and all layers the same buffers."""
 
-    def __init__(
-        self,
-        backend: NativeBackend,
-        config: ModelConfig,
-        batch: ForwardBatch,
-        blocks: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-    ) -> None:
+    _backend: NativeBackend
+
+    def __init__(self, backend: NativeBackend, given: PassArguments) -> None:
+        config, batch, blocks, cosine, sine = given
         super().__init__(backend, config)
-        self._backend = backend
         rows, size = batch.tokens_t.shape[0], config.head_dim
         task_rows = MAX_QUERIES // (config.num_heads // config.num_kv_heads)
         itemsize = blocks.element_size()

@@ -67,7 +67,6 @@ def load() -> ctypes.CDLL:
 
 
 def with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the arguments of the library's functions."""
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None

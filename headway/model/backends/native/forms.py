@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class MatrixProbe:
         default = self.times[0]
         return (default if self.slowdown(default) <= MARGIN * self.slowdown(best) else best).form
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """The shape, the times and slowdown of each form, and the choice with its reason."""
         forms = {
             str(times.form): {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
+from timeit import repeat
 
 import torch
 
-from headway.model.backends.base import kv_itemsize
+from headway.model.backends.base import PassArguments, kv_itemsize
 from headway.model.backends.native.backend import NativeBackend, NativePass, unsupported_reason
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
@@ -55,12 +55,12 @@ def _seconds(backend: NativeBackend, config: ModelConfig) -> float:
     )
     blocks = backend.kv_blocks(config, num_blocks, BLOCK_SIZE).zero_()
     angles = torch.zeros(NUM_TOKENS, config.head_dim // 2)
-    steps = NativePass(backend, config, batch, blocks, angles, angles)
+    steps = NativePass(backend, PassArguments(config, batch, blocks, angles, angles))
     heads = config.num_heads + 2 * config.num_kv_heads
-    qkv, best = torch.ones(NUM_SEQUENCES, heads * config.head_dim), float("inf")
-    for _ in range(TRIES):
-        begun = time.perf_counter()
+    qkv = torch.ones(NUM_SEQUENCES, heads * config.head_dim)
+
+    def attend() -> None:
         for layer in range(NUM_LAYERS):
             steps.attention(layer, qkv)
-        best = min(best, time.perf_counter() - begun)
-    return best / NUM_LAYERS
+
+    return min(repeat(attend, number=1, repeat=TRIES)) / NUM_LAYERS

@@ -81,7 +81,6 @@ class PassStruct(ctypes.Structure):
 def layer_struct(
     layer: base.LayerWeights, config: ModelConfig, *, is_windowed: bool = False
 ) -> LayerStruct:
-    """A layer's weights as a C struct."""
     norms = (
         layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm, layer.attention_norm,
         layer.mlp_norm,

@@ -154,11 +154,8 @@ def pack_groups(groups: QuantizedMatrix, bias: Tensor | None) -> NativeWeight:
 
 def pack_wide(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
     """8-bit groups for Arm, symmetric around zero, in the layout of dotprod.c."""
-    panel, group, (num_outputs, num_inputs) = (
-        layout().wide_panel,
-        layout().wide_group,
-        matrix_nk.shape,
-    )
+    panel, group = layout().wide_panel, layout().wide_group
+    num_outputs, num_inputs = matrix_nk.shape
     whole = _padded(matrix_nk.float(), -num_outputs % panel)
     grouped = whole.view(-1, panel, num_inputs // group, group)
     scale, q = _symmetric(grouped)
@@ -185,9 +182,8 @@ def quantize(matrix_nk: Tensor) -> QuantizedMatrix:
 
 def stack(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
     """Concatenate along the outputs."""
-    return QuantizedMatrix(
-        q=torch.cat([part.q for part in parts]),
-        scale=torch.cat([part.scale for part in parts]),
-        minimum=torch.cat([part.minimum for part in parts]),
-        bits=parts[0].bits,
-    )
+    joined = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("q", "scale", "minimum")
+    }
+    return QuantizedMatrix(bits=parts[0].bits, **joined)

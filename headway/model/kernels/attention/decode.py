@@ -9,11 +9,10 @@ Shapes: S sequences, H query heads, G key-value heads, D head size, C splits of 
 are [B, L, 2, G, P, D], tables [R, W].
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,11 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.attention.splits import LOG2_E, DecodeSplit, split_for
-from headway.model.kernels.launch import NO_FP_FUSION, begin, launch_options, launched, power_of_2
+from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PartialAttention:
+class PartialAttention(NamedTuple):
     """The partial results of the programs that split a sequence."""
 
     sums: Tensor  # [S, H, C, D] float32
@@ -36,7 +34,6 @@ class PartialAttention:
     def allocate(
         shape: tuple[int, int, int], head_dim: int, device: torch.device
     ) -> PartialAttention:
-        """Allocate for S sequences, H heads and C splits."""
         sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
         return PartialAttention(
             sums, *(torch.empty(shape, dtype=torch.float32, device=device) for _ in "tw")
@@ -293,10 +290,8 @@ def decode_attention(
     assert split.min_positions % split.tile == 0, "a program must start at the start of a tile"
     partials: tuple[Tensor | None, ...] = (None, None, None)
     if split.num_splits > 1:
-        partial = PartialAttention.allocate(
-            (num_sequences, num_heads, split.num_splits), head_dim, blocks.device
-        )
-        partials = (partial.sums, partial.tops, partial.weights)
+        shape = num_sequences, num_heads, split.num_splits
+        partials = PartialAttention.allocate(shape, head_dim, blocks.device)
     inputs: tuple[Tensor | None, ...] = (None, None, None, None)
     if transform is not None:
         inputs = (transform.q_norm, transform.k_norm, transform.cosine_pd, transform.sine_pd)
@@ -308,11 +303,11 @@ def decode_attention(
         blocks.stride(0), blocks.stride(1), tables.shape[1],
         num_heads, num_kv_heads, head_dim, dim_room, heads_room, block_size,
         split.tile, split.num_splits, split.min_positions, is_new, is_new and split.warps > 1, has_norm,
-        **launch_options(split.warps, split.stages), **NO_FP_FUSION,
+        **launch_options(split.warps, split.stages, fuses=False),
     )  # fmt: skip
     if split.num_splits > 1:
         _join[(num_heads, num_sequences)](
             out, *partials, positions_s, out.stride(0), head_dim, dim_room,
             split.num_splits, split.min_positions, split.tile, is_new,
-            **launch_options(2, 1), **NO_FP_FUSION,
+            **launch_options(2, 1, fuses=False),
         )  # fmt: skip

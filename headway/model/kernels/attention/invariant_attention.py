@@ -15,8 +15,6 @@ Legend: T tokens, H query heads, G key-value heads, group = H / G, D head size, 
 C splits of the longest sequence; blocks are [B, L, 2, G, P, D], tables [R, W].
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import triton
@@ -27,14 +25,7 @@ from headway.model.kernels.attention.decode import PartialAttention
 from headway.model.kernels.attention.prefill import _sequence_at
 from headway.model.kernels.attention.split_softmax import block_numbers, joined, with_tile
 from headway.model.kernels.attention.splits import LOG2_E, MANY, MIN_SPLITS, split_for
-from headway.model.kernels.launch import (
-    NO_FP_FUSION,
-    begin,
-    ceil_div,
-    launch_options,
-    launched,
-    power_of_2,
-)
+from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 
 SPLIT = 128  # positions of a split
 KEYS = 32  # positions of a tile
@@ -192,9 +183,9 @@ def invariant_decode_attention(
     )  # fmt: skip
     if parts is not None:
         _join[(num_heads, num_sequences)](
-            out_shd, parts.sums, parts.tops, parts.weights, positions_s,
+            out_shd, *parts, positions_s,
             out_shd.stride(0), out_shd.stride(1), head_dim, power_of_2(head_dim),
-            SPLIT, max_splits, **launch_options(1, 2), **NO_FP_FUSION,
+            SPLIT, max_splits, **launch_options(1, 2, fuses=False),
         )  # fmt: skip
 
 
@@ -262,7 +253,7 @@ def _launch(
     (_, num_heads, head_dim), (kv_heads, block_size) = q_thd.shape, blocks.shape[3:5]
     assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "must be contiguous"
     assert blocks.is_contiguous(), "offsets in a block are computed from its shape"
-    buffers = (None, None, None) if parts is None else (parts.sums, parts.tops, parts.weights)
+    buffers = parts or (None, None, None)
     dim_room = power_of_2(head_dim)
     num_stages = 3 if dim_room * q_thd.element_size() <= 256 else 2
     _attend[grid](
@@ -272,5 +263,5 @@ def _launch(
         blocks.stride(0), block_size, kv_heads, num_heads // kv_heads, head_dim, dim_room,
         rows, KEYS, KEYS // 2 if starts_s is None else KEYS, SPLIT, grid[0], max_splits,
         starts_s is None,
-        **launch_options(num_warps, num_stages), **NO_FP_FUSION,
+        **launch_options(num_warps, num_stages, fuses=False),
     )  # fmt: skip

@@ -11,12 +11,9 @@ Legend: T tokens, H query heads, G key-value heads, group = H / G, D head size, 
 B blocks, L layers, P positions in a block, R rows of the tables, W blocks in a row of the tables.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -25,15 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.attention.splits import LOG2_E
-from headway.model.kernels.hopper import hopper_module
-from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
+from headway.model.kernels.launch import begin, hopper_module, launch_options, launched, power_of_2
 
+hopper_kernel = cache(partial(hopper_module, "attention.prefill_hopper"))  # if it can be used
 FEW_ROWS = 16  # up to here memory is the limit, not arithmetic
 
 
 class PrefillTile(NamedTuple):
-    """The size of a tile, and its number of warps and pipeline stages."""
-
     tile_rows: int
     tile_keys: int
     num_warps: int
@@ -98,12 +93,6 @@ def prefill_attention(
         kv_heads, group, head_dim, power_of_2(head_dim),
         shape.tile_rows, shape.tile_keys, **launch_options(shape.num_warps, shape.num_stages),
     )  # fmt: skip
-
-
-@cache
-def hopper_kernel() -> ModuleType | None:
-    """prefill_hopper.py, if it can be used."""
-    return hopper_module("attention.prefill_hopper")
 
 
 # Not specialized, so that one build serves every layer and every number of sequences.

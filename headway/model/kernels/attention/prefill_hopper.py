@@ -11,8 +11,6 @@ over a part of the keys; see split_tiles.py.
 Legend: as in prefill.py.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import torch

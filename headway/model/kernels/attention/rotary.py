@@ -12,8 +12,6 @@ Legend: T tokens, H query heads, G key-value heads, D head size, B blocks, L lay
 a block, p rows of the rotary tables; in the kernel h heads of a program, d half a head.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import triton
@@ -174,12 +172,13 @@ def rotate_and_store(
     assert cosine_pd.is_contiguous() and sine_pd.is_contiguous(), "tables must be contiguous"
     padded = power_of_2(head_size // 2)
     queries, keys, num_parts = _parts(num_heads, num_kv_heads, head_size)
+    num_warps = max(max(queries, 16) * padded // 256, 1)
     _rotate_and_store[(len(qkv) * num_parts,)](
         qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,
         qkv.stride(0), num_layers, layer, epsilon,
         H=num_heads, G=num_kv_heads, P=block_size, HALF=head_size // 2, PADDED=padded,
         QUERIES=queries, KEYS=keys, PARTS=num_parts,
-        **launch_options(_num_warps(queries, padded), 1),
+        **launch_options(num_warps, 1),
     )  # fmt: skip
 
 
@@ -191,7 +190,3 @@ def _parts(num_heads: int, num_kv_heads: int, head_size: int) -> tuple[int, int,
     most = max(16, 1024 // power_of_2(head_size // 2))  # a thread has a wide load of each half
     queries, keys = min(queries, most), min(keys, most // 2)
     return queries, keys, ceil_div(num_heads, queries) + ceil_div(num_kv_heads, keys)
-
-
-def _num_warps(queries: int, padded: int) -> int:
-    return max(max(queries, 16) * padded // 256, 1)

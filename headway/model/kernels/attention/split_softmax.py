@@ -5,8 +5,6 @@ For invariant_attention.py, which says what this order is for. A row of a tile i
 Legend as there: D head size, G key-value heads; KEYS positions of a tile, STEP loaded at once.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import triton

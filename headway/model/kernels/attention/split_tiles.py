@@ -8,8 +8,6 @@ Legend: as in prefill.py. A row of the shared sums is that of a token, a head an
 maximum of the scores, and the sum of the weights.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import torch

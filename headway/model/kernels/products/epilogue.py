@@ -6,8 +6,6 @@ waits for them later. Whatever is not given is 0 or 1 and is not used. Knows no 
 Shapes: M rows, N outputs, K inputs, J parts of a sum of squares.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import triton

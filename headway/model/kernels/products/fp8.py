@@ -6,8 +6,6 @@ rows use cuBLASLt (`torch._scaled_mm`), products of few rows our kernel. Knows n
 Legend: T rows, K numbers in a row, N outputs.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -79,12 +77,12 @@ def quantize_rows(x_tk: Tensor) -> QuantizedRows:
         piece = min(power_of_2(width), PIECE)
         _quantize_rows[(num_rows,)](
             out.values_tk, out.scale_t, x_tk, x_tk.stride(0),
-            WIDTH=width, PIECE=piece, **launch_options(num_warps(piece), 1),
+            WIDTH=width, PIECE=piece, **launch_options(row_warps(piece), 1),
         )  # fmt: skip
     return out
 
 
-def num_warps(piece: int) -> int:
+def row_warps(piece: int) -> int:
     """A thread holds 16 numbers: two wide loads in flight."""
     return min(max(piece // 512, 1), 16)
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from types import ModuleType
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.kernels.activation import silu_multiply
-from headway.model.kernels.hopper import hopper_module
-from headway.model.kernels.launch import ceil_div, is_compiling
+from headway.model.kernels.launch import ceil_div, hopper_module, is_compiling
 from headway.model.kernels.products.tiles import device_limits
 
+hopper_kernel = cache(partial(hopper_module, "products.gated_hopper"))  # if it can be used
 MIN_ROWS = 256  # with fewer, reading the matrix limits the speed
 # The activation of its own takes 246 / K of the time of the product: 6 bytes of memory for an output
 # against 4 K operations, measured on an H200.
@@ -92,9 +91,3 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int) -> GatedTile | No
     tile = min(TILES, key=lambda tile: places(tile) * TILES[tile])
     filled = num_rows * num_outputs / (num_processors * places(tile))
     return tile if filled * (1 + ACTIVATION / num_inputs) > 1 else None
-
-
-@cache
-def hopper_kernel() -> ModuleType | None:
-    """gated_hopper.py, if it can be used."""
-    return hopper_module("products.gated_hopper")

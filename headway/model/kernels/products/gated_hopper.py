@@ -8,8 +8,6 @@ their sums while the other one multiplies.
 Legend: T rows, K inputs, N outputs; an output has a pair of rows of the matrix, its gate and its up.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import torch

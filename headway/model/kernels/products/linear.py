@@ -11,8 +11,6 @@ fp8 too, with a scale each.
 Shapes: M rows, N outputs, K inputs, J parts of a sum of squares.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -21,14 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.activation import paired
-from headway.model.kernels.launch import (
-    NO_FP_FUSION,
-    begin,
-    ceil_div,
-    launch_options,
-    launched,
-    power_of_2,
-)
+from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 from headway.model.kernels.products.tiles import Tile, tile_for
 from headway.model.kernels.products.wide_linear import wide_linear
 
@@ -247,7 +238,7 @@ def linear(
     tile = tile or tile_for(num_rows, num_outputs, num_inputs, weight_nk.dtype)
     num_tiles = ceil_div(num_outputs, tile.width)
     flags = (epsilon is not None, bias_n is not None, residual_mn is not None, is_gated)
-    options = launch_options(tile.warps, tile.stages)
+    options = launch_options(tile.warps, tile.stages, fuses=tile.rows == 1)
     if tile.rows == 1:
         _vector[(num_tiles, num_rows)](
             x_mk, weight_nk, bias_n, residual_mn, out_mn, scale_n, num_outputs, epsilon or 0.0, *strides,
@@ -269,7 +260,7 @@ def linear(
         x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj, scale_n, x_scale_m,
         num_rows, num_outputs, epsilon or 0.0, *strides, num_inputs, num_parts,
         power_of_2(num_parts), *flags, squares_out_mj is not None,
-        tile.rows, tile.outputs, tile.inputs, tile.slices, **options, **NO_FP_FUSION,
+        tile.rows, tile.outputs, tile.inputs, tile.slices, **options,
     )  # fmt: skip
     return out_mn
 
@@ -294,6 +285,6 @@ def row_squares(x_mk: Tensor) -> Tensor:
     num_rows, width = x_mk.shape
     out = torch.empty((num_rows, 1), dtype=torch.float32, device=x_mk.device)
     if num_rows:
-        room, options = power_of_2(width), launch_options(4, 1) | NO_FP_FUSION
+        room, options = power_of_2(width), launch_options(4, 1, fuses=False)
         _row_squares[(num_rows,)](x_mk, out, x_mk.stride(0), width, room, **options)
     return out

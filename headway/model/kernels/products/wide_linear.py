@@ -15,8 +15,6 @@ tiles.balanced_tile_within, tiles.widened and tiles.wide_tile_within choose.
 Shapes: M rows, N outputs, K inputs, P parts of the inputs, J parts of a sum of squares.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -24,14 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import (
-    NO_FP_FUSION,
-    begin,
-    ceil_div,
-    launch_options,
-    launched,
-    power_of_2,
-)
+from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 from headway.model.kernels.products.epilogue import finish, load_ends, load_squares, norm_factor
 from headway.model.kernels.products.tiles import Tile
 
@@ -225,7 +216,7 @@ def wide_linear(
     num_parts = 1 if squares is None else squares.shape[1]
     norm = (num_inputs, num_parts, power_of_2(num_parts), is_gated)
     ends = (bias_n, residual_mn, out_mn, squares_out_mj, num_rows, num_outputs, epsilon or 0.0)
-    options = launch_options(tile.warps, tile.stages) | NO_FP_FUSION
+    options = launch_options(tile.warps, tile.stages, fuses=False)
     x_stride, out_stride = x_mk.stride(0), out_mn.stride(0)
     num_tiles = ceil_div(num_outputs, tile.width)
     num_programs = num_tiles * ceil_div(num_rows, tile.rows)
@@ -244,5 +235,5 @@ def wide_linear(
     rows = max(1, ADDED // tile.outputs)
     _add[(ceil_div(num_rows, rows), num_tiles)](
         parts_pmn, squares, *ends, out_stride, *norm, tile.parts, rows, tile.outputs,
-        **launch_options(4, 1), **NO_FP_FUSION,
+        **launch_options(4, 1, fuses=False),
     )  # fmt: skip

@@ -1,7 +1,9 @@
-"""Measures how long this device takes to swap blocks and to recompute tokens.
+"""Measures how long this device takes to swap blocks, to recompute tokens, and to run a step.
 
 It runs its own plans before any request is admitted, and overwrites KV blocks. It knows plans and
-blocks, but no policies: the caller decides whether swapping is cheaper.
+blocks, but no policies: the caller decides whether swapping is cheaper. For the chunk rule
+`hold_tbt`, it fits the formula of headway/step_cost.py, with or without overlap, whichever fits
+better. Other requests that decode are not measured: they count as tokens that read their context.
 """
 
 from __future__ import annotations
@@ -17,17 +19,21 @@ from headway.config import Config
 from headway.executor.base import Executor
 from headway.plan import Admission, Chunk, Copy, Plan
 from headway.request import Request, RequestParams
+from headway.step_cost import StepWork, UnitCosts
 
 FloatArray = npt.NDArray[np.float64]
 MAX_RECOMPUTED, MAX_COPIED = 32768, 16384  # recomputed and copied tokens, at most
 MIN_TRIES, MAX_TRIES = 4, 8
 LONG_ENOUGH = 0.5  # seconds; two attempts this long are enough if their times are similar
 SIMILAR = 0.9  # attempts stop when one takes at least this fraction of the best so far
+# Of the probes of a step:
+MAX_CONTEXT, MAX_CHUNK = 16384, 8192  # tokens, at most
+MIN_CHUNK = 16
+LONGEST = 2.0  # times the target; longer chunks are not measured
+KNEES = (0, 64, 128, 256, 384, 512, 768, 1024)  # tokens that take as long as reading the weights
 
 
 class Timed(Executor, Protocol):
-    """An executor with a clock."""
-
     @property
     def now(self) -> Callable[[], float]: ...
 
@@ -76,12 +82,8 @@ def _measure_compute(executor: Timed, config: Config) -> list[float]:
 def swap_seconds(executor: Timed, num_blocks: int) -> float:
     """Seconds to copy `num_blocks` to the host and back on an idle device; keeps their content."""
     copies = [Copy(block, block) for block in range(num_blocks)]
-    return _best_time(
-        lambda: (
-            _seconds(executor, [Plan(0, copies_out=copies)])
-            + _seconds(executor, [Plan(0, copies_in=copies)])
-        )
-    )
+    out, back = Plan(0, copies_out=copies), Plan(0, copies_in=copies)
+    return _best_time(lambda: _seconds(executor, [out]) + _seconds(executor, [back]))
 
 
 def recompute_seconds(executor: Timed, config: Config, num_tokens: int) -> float:
@@ -160,3 +162,65 @@ def fit_nonnegative(parts: FloatArray, wholes: FloatArray) -> list[float]:
         if times.min() >= 0 and error < least:
             best, least = times, error
     return [float(times) for times in best]
+
+
+class Probe(NamedTuple):
+    """The work of a plan, and its measured time."""
+
+    work: StepWork
+    seconds: float
+
+
+def measured_step(executor: Timed, config: Config, target: float) -> UnitCosts:
+    """The cost of steps on this executor that take about `target` seconds."""
+    most = min(config.max_model_len - 1, config.num_blocks * config.block_size, MAX_CONTEXT)
+    singles = [
+        _probe(executor, config, end - 1, end)
+        for end in sorted({max(1, most // share) for share in (64, 8, 2, 1)})
+    ]
+    chunks: list[Probe] = []
+    for size in _powers(min(most, config.max_num_batched_tokens, MAX_CHUNK)):
+        for start in sorted({0, max(0, most - size)}):
+            chunks.append(_probe(executor, config, start, start + size))
+        if chunks[-1].seconds > LONGEST * target:
+            break
+    _, read = _fit([each.seconds for each in singles], [[each.work.reads for each in singles]])
+    found = [_costs(chunks, read, 0.0, 0), *(_costs(chunks, read, 1.0, knee) for knee in KNEES)]
+    return min(found, key=lambda costs: _error(costs, [*singles, *chunks]))
+
+
+def _probe(executor: Timed, config: Config, start: int, end: int) -> Probe:
+    """Compute tokens [start, end) of a prompt."""
+    work = StepWork(0, 0, 0, 0.0).with_chunk(start, end, is_last=False)
+    return Probe(work, prefill_seconds(executor, config, end, [(start, end)]))
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two from MIN_CHUNK on, and `most`."""
+    powers = [1 << place for place in range(MIN_CHUNK.bit_length() - 1, 64) if 1 << place < most]
+    return [*powers, most]
+
+
+def _costs(chunks: list[Probe], read: float, overlap: float, knee: int) -> UnitCosts:
+    """The costs that explain the chunks best if reading the weights takes as long as `knee` tokens."""
+    seconds = [each.seconds - (1 - overlap) * read * each.work.reads for each in chunks]
+    parts: list[list[float]] = [
+        [max(each.work.tokens, knee) for each in chunks],
+        [each.work.pairs for each in chunks],
+    ]
+    fixed, token, pair = _fit(seconds, parts)
+    return UnitCosts(
+        weights=knee * token, token=token, sample=0.0, read=read, pair=pair, fixed=fixed,
+        min_attention=0.0, overlap=overlap,
+    )  # fmt: skip
+
+
+def _fit(seconds: Sequence[float], parts: Sequence[Sequence[float]]) -> list[float]:
+    """Fixed time and the coefficients of `parts` with the least relative errors, none negative."""
+    measured = np.maximum(np.array(seconds), 1e-9)
+    whole = np.array([[1.0] * len(seconds), *parts], dtype=np.float64)
+    return fit_nonnegative(whole / measured, np.ones(len(seconds)))
+
+
+def _error(costs: UnitCosts, probes: list[Probe]) -> float:
+    return sum((costs.seconds(*each.work) / each.seconds - 1) ** 2 for each in probes)
