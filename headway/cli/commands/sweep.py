@@ -13,7 +13,6 @@ from headway.cli.options import planner as planner_options
 from headway.cli.options.simulation import DEFAULT_WORKLOAD, ProfileName, SimulationFlags
 from headway.cli.view import render
 from headway.lab.cost import load_profile
-from headway.lab.film.spec import DEFAULT_PROFILE
 from headway.lab.planner import breakeven
 from headway.lab.planner.space import KNOBS, WORKLOAD_KNOBS, check, parse_knobs, points, text_of
 from headway.lab.planner.sweep import (
@@ -24,6 +23,7 @@ from headway.lab.planner.sweep import (
     plot_of,
     run_sweep,
 )
+from headway.lab.recording.spec import DEFAULT_PROFILE
 
 BREAKEVEN_TERMS = (
     "swap: the copies out and in. recompute: the time that the tokens add to steps that run anyway. "

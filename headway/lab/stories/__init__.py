@@ -3,7 +3,7 @@
 A story is a TOML file in this folder, named NUMBER-NAME.toml, with these keys:
     title, lesson       the story's title, and the lesson of docs/course/ that it belongs to
     text                paragraphs
-    spec                a run, as in headway/lab/film/spec.py
+    spec                a run, as in headway/lab/recording/spec.py
     other               a second run to compare with, as changes of spec; `set` is merged
     more                further runs by name, as changes of spec
     sync                "step" (the default) or "time": how two of these runs are compared
@@ -24,8 +24,8 @@ from typing import Any
 
 from headway.checks import one_of, real_number, text, whole_number
 from headway.errors import ConfigError, FormatError, shorten
-from headway.lab.film.metrics import parse_metric
-from headway.lab.film.spec import read_spec
+from headway.lab.recording.metrics import parse_metric
+from headway.lab.recording.spec import read_spec
 
 FOLDER = Path(__file__).parent
 UNITS = {"": 1, "s": 1, "ms": 1000, "%": 100, "x": 1, "tokens": 1, "blocks": 1, "steps": 1}

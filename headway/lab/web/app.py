@@ -1,6 +1,6 @@
 """The API of the lab page. It knows no sockets: a request comes in, a response goes out.
 
-`server.py` serves it on this machine. A run is computed while its film is sent, so the page shows
+`server.py` serves it on this machine. A run is computed while its recording is sent, so the page shows
 the first steps of a long run at once. The run ends if the page is closed.
 
 A link or a file of another person decides what the page asks for. So a request reads no file by its
@@ -22,9 +22,9 @@ from weakref import finalize
 
 from headway.errors import ConfigError, HeadwayError, OwnPolicyError
 from headway.lab.cost import known_profiles
-from headway.lab.film.fork import fork
-from headway.lab.film.run import FilmedRun, film_of_file, film_of_texts
-from headway.lab.film.spec import RunSpec, read_spec
+from headway.lab.recording.fork import fork
+from headway.lab.recording.run import SimulatedRun, recording_of_file, recording_of_texts
+from headway.lab.recording.spec import RunSpec, read_spec
 from headway.lab.stories import load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
@@ -33,7 +33,7 @@ from headway.scheduler.policies.presets import check_own_policies
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
-FILM = "application/octet-stream"
+RECORDING = "application/octet-stream"
 MAX_SPEC = 1 << 20  # bytes
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
 SECURITY = {
@@ -113,17 +113,17 @@ class LabApp:
         self._own |= set(names)
         return _json(200, {"own": sorted(self._own)})
 
-    def _film(self, data: Any) -> Iterator[bytes]:
+    def _recording(self, data: Any) -> Iterator[bytes]:
         spec = read_spec(data)
         self._check(spec)
         if not spec.trace:
-            return FilmedRun(spec, self._own).film()
+            return SimulatedRun(spec, self._own).record()
         if spec.trace not in self.traces:
             known = ", ".join(self.traces) or "none"
             raise ConfigError(f"unknown trace {spec.trace!r}; opened traces: {known}")
         path = self.traces[spec.trace]
         if not spec.edits:
-            return film_of_file(path, self._own)
+            return recording_of_file(path, self._own)
         return fork(list(read_journal(path)), spec, self._own)
 
     def _check(self, spec: RunSpec) -> None:
@@ -137,13 +137,13 @@ class LabApp:
             )
 
     def _upload(self, body: bytes, name: str) -> Iterator[bytes]:
-        """The film of a trace in a request; from now on the trace can be forked by its name."""
-        film = film_of_texts(name, body.splitlines(keepends=True), self._own)
+        """The recording of a trace in a request; from now on the trace can be forked by its name."""
+        recording = recording_of_texts(name, body.splitlines(keepends=True), self._own)
         with NamedTemporaryFile(dir=self._folder, suffix=".trace.jsonl", delete=False) as file:
             file.write(body.removeprefix(codecs.BOM_UTF8))
         self.traces[name] = Path(file.name)
         self._titles.pop(name, None)
-        return film
+        return recording
 
     @cached_property
     def _folder(self) -> Path:
@@ -155,21 +155,21 @@ class LabApp:
     def _export(self, data: Any) -> Response:
         if not isinstance(data, dict) or "spec" not in data:
             raise ConfigError("an export needs a spec")
-        films = [b"".join(self._film(data["spec"]))]
+        recordings = [b"".join(self._recording(data["spec"]))]
         if data.get("other"):
-            films.append(b"".join(self._film(data["other"])))
+            recordings.append(b"".join(self._recording(data["other"])))
         name = str(data["spec"].get("story", "")).partition("/")[0]
         stories = [story for story in self.stories if story["name"] == name]
-        page = exported(films, str(data.get("hash", "")), stories)
+        page = exported(recordings, str(data.get("hash", "")), stories)
         headers = {"Content-Disposition": 'attachment; filename="headway-lab.html"'}
         return Response(200, TYPES[".html"], [page], headers)
 
 
 ROUTES: dict[tuple[str, str], Callable[[LabApp, dict[str, str], bytes], Response]] = {
     ("GET", "api/catalog"): lambda app, query, body: app._catalog(),
-    ("GET", "api/live"): lambda app, query, body: _film(app._live()),
-    ("POST", "api/film"): lambda app, query, body: _film(app._film(_parsed(body))),
-    ("POST", "api/trace"): lambda app, query, body: _film(
+    ("GET", "api/live"): lambda app, query, body: _recording(app._live()),
+    ("POST", "api/recording"): lambda app, query, body: _recording(app._recording(_parsed(body))),
+    ("POST", "api/trace"): lambda app, query, body: _recording(
         app._upload(body, query.get("name", "the file"))
     ),
     ("POST", "api/export"): lambda app, query, body: app._export(_parsed(body)),
@@ -177,8 +177,8 @@ ROUTES: dict[tuple[str, str], Callable[[LabApp, dict[str, str], bytes], Response
 }
 
 
-def _film(pieces: Iterator[bytes]) -> Response:
-    return Response(200, FILM, pieces)
+def _recording(pieces: Iterator[bytes]) -> Response:
+    return Response(200, RECORDING, pieces)
 
 
 def _parsed(body: bytes) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from headway import __version__
 from headway.config import Config
 from headway.lab.cost import known_profiles, load_profile
-from headway.lab.film.spec import DEFAULT_PROFILE
+from headway.lab.recording.spec import DEFAULT_PROFILE
 from headway.record.sentences import BLOCKED, NOT_CONSIDERED
 from headway.scheduler.policies.presets import DEFAULT, PRESETS, SLOTS, describe, preset
 
@@ -19,7 +19,7 @@ STATES = {
     "swapped": "In the queue after a preemption. Its KV blocks were copied to the host.",
     "finished": "It has ended: a stop token, its length limit, an abort or an error.",
 }
-TEXTS: dict[str, dict[str, str]] = {  # {need}, {have} and {limit} are numbers of the film
+TEXTS: dict[str, dict[str, str]] = {  # {need}, {have} and {limit} are numbers of the recording
     "states": STATES, "blocked": BLOCKED, "not_considered": NOT_CONSIDERED,
 }  # fmt: skip
 SLOT_HELP = {

@@ -1,4 +1,4 @@
-"""A run as one HTML file that works from disk: the page, and the film in it."""
+"""A run as one HTML file that works from disk: the page, and the recording in it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ STATIC = Path(__file__).parent / "static"
 
 
 def exported(
-    films: list[bytes], hash: str = "", stories: list[dict[str, Any]] | None = None
+    recordings: list[bytes], hash: str = "", stories: list[dict[str, Any]] | None = None
 ) -> bytes:
-    """The page with its script, style and films inlined; `hash` is the state it opens with."""
+    """The page with its script, style and recordings inlined; `hash` is the state it opens with."""
     html, script, style = (
         (STATIC / name).read_text(encoding="utf-8") for name in ("index.html", "app.js", "app.css")
     )
     parts = [f"<style>{style}</style>"]
-    for number, film in enumerate(films):
-        data = base64.b64encode(gzip.compress(film, mtime=0)).decode()
-        parts.append(f'<script type="application/octet-stream" id="film{number}">{data}</script>')
+    for number, recording in enumerate(recordings):
+        data = base64.b64encode(gzip.compress(recording, mtime=0)).decode()
+        parts.append(
+            f'<script type="application/octet-stream" id="recording{number}">{data}</script>'
+        )
     known = json.dumps({**TEXTS, "stories": stories or []}).replace("</", "<\\/")
     parts.append(f'<script type="application/json" id="catalog">{known}</script>')
     if hash:

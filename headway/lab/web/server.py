@@ -32,7 +32,7 @@ class LabServer(ThreadingHTTPServer):
         return f"http://{self.host}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a connection: a browser may close it while a film is sent."""
+        """Ignore errors of a connection: a browser may close it while a recording is sent."""
 
 
 class Handler(BaseHTTPRequestHandler):

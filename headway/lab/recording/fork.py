@@ -18,8 +18,8 @@ from headway.engine.engine import Engine
 from headway.errors import ConfigError, HeadwayError
 from headway.events import Added, Completed, Event, Planned
 from headway.executor.simulated import SimulatedHandle
-from headway.lab.film.format import FilmWriter, header_record
-from headway.lab.film.spec import Edit, RunSpec, described, profile_of
+from headway.lab.recording.format import RecordingWriter, header_record
+from headway.lab.recording.spec import Edit, RunSpec, described, profile_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace
 from headway.plan import Plan, StepResult
@@ -61,7 +61,7 @@ class ForkedExecutor:
 
 
 class ForkedRun:
-    """The film of a recorded run with edits; `own` has the `module:function` to be imported."""
+    """The recording of a recorded run with edits; `own` has the `module:function` to be imported."""
 
     def __init__(
         self, journal: list[HeaderLine | Line], spec: RunSpec, own: Container[str] = READY_MADE
@@ -83,9 +83,9 @@ class ForkedRun:
             self._clock, self._replay.tokens, lambda plan: profile.step_seconds(plan, size)
         )
 
-    def film(self) -> Iterator[bytes]:
-        """The bytes of the film; a failure is in the end record."""
-        stats, writer, error = RunStats(self._head), FilmWriter(self._head.config), ""
+    def record(self) -> Iterator[bytes]:
+        """The bytes of the recording; a failure is in the end record."""
+        stats, writer, error = RunStats(self._head), RecordingWriter(self._head.config), ""
         yield header_record(changed(self._head, has_blocks=True), source="fork")
         try:
             for event in self._events():
@@ -154,5 +154,5 @@ class ForkedRun:
 def fork(
     journal: list[HeaderLine | Line], spec: RunSpec, own: Container[str] = READY_MADE
 ) -> Iterator[bytes]:
-    """A film of a recorded run with the edits of a description."""
-    return ForkedRun(journal, spec, own).film()
+    """A recording of a recorded run with the edits of a description."""
+    return ForkedRun(journal, spec, own).record()

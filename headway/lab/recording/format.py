@@ -1,6 +1,6 @@
-"""The binary form of a film: a header, chunks of some hundred frames, and an end.
+"""The binary form of a recording: a header, chunks of some hundred frames, and an end.
 
-docs/film.md describes the bytes. A chunk starts with a keyframe, the state before its first frame,
+docs/recording.md describes the bytes. A chunk starts with a keyframe, the state before its first frame,
 so showing any frame takes one keyframe and the operations of at most one chunk.
 """
 
@@ -27,9 +27,9 @@ from headway.events import (
     ended_by,
     preempted_by,
 )
-from headway.lab.film.builder import FINISH_REASONS, REASONS, RUNNING, FilmBuilder
-from headway.lab.film.state import FilmRequest, FilmState, Op, Status, split
-from headway.lab.film.texts import FilmTexts
+from headway.lab.recording.builder import FINISH_REASONS, REASONS, RUNNING, RecordingBuilder
+from headway.lab.recording.state import Op, RecordedRequest, RecordedState, Status, split
+from headway.lab.recording.texts import RecordingTexts
 from headway.plan import Plan
 from headway.record.lines import HeaderLine
 from headway.request import Request
@@ -41,7 +41,7 @@ FRAMES_PER_FIRST_CHUNK = 32  # so that the first frames can be shown early
 
 
 class Record(IntEnum):
-    """The kinds of records in a film."""
+    """The kinds of records in a recording."""
 
     HEADER = 1
     CHUNK = 2
@@ -78,7 +78,7 @@ def record(kind: Record, payload: bytes) -> bytes:
 def header_record(header: HeaderLine, **more: Any) -> bytes:
     """The first record: the header of the trace, and the names of all numbers."""
     names = {
-        "film": VERSION, "reasons": REASONS, "finish_reasons": FINISH_REASONS,
+        "recording": VERSION, "reasons": REASONS, "finish_reasons": FINISH_REASONS,
         "columns": COLUMNS, "ops": {op.name: op.value for op in Op},
         "marks": {mark.name: mark.value for mark in Mark},
         "statuses": [status.name.lower() for status in Status],
@@ -98,13 +98,13 @@ class _Frame:
     texts: list[tuple[str, int, str]]  # kind, request or -1, sentence
 
 
-class FilmWriter:
-    """Follows a run and gives its film out as chunks. One frame is one plan with work."""
+class RecordingWriter:
+    """Follows a run and gives its recording out as chunks. One frame is one plan with work."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.builder = FilmBuilder(config["block_size"])
+        self.builder = RecordingBuilder(config["block_size"])
         self.num_frames = 0
-        self._sentences = FilmTexts(config)
+        self._sentences = RecordingTexts(config)
         self._num_blocks: int = config["num_blocks"]
         # Free blocks and time, at the latest frame.
         self._num_free, self._ended = self._num_blocks, 0.0
@@ -186,7 +186,7 @@ class FilmWriter:
                 frame.marks |= Mark.END
             result = event.result
             self._add_frame(frame, (event.plan.ended, result.started, result.ended or event.time))
-        else:  # it was in flight when the film started
+        else:  # it was in flight when the recording started
             self._texts_before += texts
         limit = FRAMES_PER_CHUNK if self._first else FRAMES_PER_FIRST_CHUNK
         return self.flush() if self.num_frames - self._first >= limit else b""
@@ -277,7 +277,7 @@ def _described(request: Request) -> list[Any]:
 # Keyframes.
 
 
-def keyframe(state: FilmState) -> array[int]:
+def keyframe(state: RecordedState) -> array[int]:
     """The whole state as integers."""
     reason, num_rest = state.rest or (0, 0)
     numbers = array("i", [state.num_finished, reason, num_rest, len(state.requests)])
@@ -299,9 +299,9 @@ def keyframe(state: FilmState) -> array[int]:
     return numbers
 
 
-def restore(numbers: Sequence[int], block_size: int) -> FilmState:
+def restore(numbers: Sequence[int], block_size: int) -> RecordedState:
     """The state of a keyframe."""
-    state, rest = FilmState(block_size), iter(numbers)
+    state, rest = RecordedState(block_size), iter(numbers)
     state.num_finished, reason, num_rest, num_requests = (next(rest) for _ in range(4))
     state.rest = (reason, num_rest) if num_rest else None
     for _ in range(num_requests):
@@ -309,7 +309,7 @@ def restore(numbers: Sequence[int], block_size: int) -> FilmState:
         why, need, have, is_joined = (next(rest) for _ in range(4))
         blocks, host = ([next(rest) for _ in range(next(rest))] for _ in range(2))
         blocked = (why, need, have) if why >= 0 else None
-        state.requests[r] = FilmRequest(
+        state.requests[r] = RecordedRequest(
             Status(status), computed, generated, cached, preemptions, blocks, host, blocked
         )
         state.num_swapped += status == Status.SWAPPED

@@ -1,4 +1,4 @@
-"""Runs a scheduler as a description says, and films it."""
+"""Runs a scheduler as a description says, and records it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from headway.errors import (
 )
 from headway.events import Event, Planned
 from headway.executor.simulated import SimulatedExecutor
-from headway.lab.film.format import FilmWriter, header_record
-from headway.lab.film.metrics import RunMetrics
-from headway.lab.film.spec import Edit, RunSpec, config_of, described, profile_of, requests_of
+from headway.lab.recording.format import RecordingWriter, header_record
+from headway.lab.recording.metrics import RunMetrics
+from headway.lab.recording.spec import Edit, RunSpec, config_of, described, profile_of, requests_of
 from headway.lab.simulate import with_profile
 from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
@@ -48,8 +48,8 @@ MAX_FRAMES = 200_000
 MAX_REPLAYED = 10_000  # lines of a recorded run that is decided again before it is shown
 
 
-class FilmedRun:
-    """One run of a scheduler over a virtual clock; `film` gives its bytes.
+class SimulatedRun:
+    """One run of a scheduler over a virtual clock; `record` gives its bytes.
 
     `own` has the `module:function` that may be imported.
     """
@@ -75,11 +75,11 @@ class FilmedRun:
         )
         self._stats = RunStats(self.header)
         self._numbers, self._metrics = numbers_of(spec.story), RunMetrics(self._stats)
-        self._writer, self._chunks = FilmWriter(self.header.config), list[bytes]()
+        self._writer, self._chunks = RecordingWriter(self.header.config), list[bytes]()
         self._rejected: list[tuple[str, str]] = []
 
-    def film(self, **more: Any) -> Iterator[bytes]:
-        """The bytes of the film, while it is made. A failure is in the end record."""
+    def record(self, **more: Any) -> Iterator[bytes]:
+        """The bytes of the recording, while it is made. A failure is in the end record."""
         yield header_record(self.header, source="simulation", **more)
         error = ""
         try:
@@ -148,10 +148,10 @@ class FilmedRun:
         return chunks
 
 
-def film_of_journal(journal: Iterable[HeaderLine | Line], **more: Any) -> Iterator[bytes]:
-    """A film of a journal alone: no block numbers unless the journal has them."""
+def recording_of_journal(journal: Iterable[HeaderLine | Line], **more: Any) -> Iterator[bytes]:
+    """A recording of a journal alone: no block numbers unless the journal has them."""
     head, lines = split_header(journal)
-    stats, writer, reader = RunStats(head), FilmWriter(head.config), EventReader(head)
+    stats, writer, reader = RunStats(head), RecordingWriter(head.config), EventReader(head)
     yield header_record(head, source="trace", **more)
     error, number, num_plans = "", 1, 0
     try:
@@ -174,15 +174,15 @@ def film_of_journal(journal: Iterable[HeaderLine | Line], **more: Any) -> Iterat
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
 
 
-def film_of_replay(
+def recording_of_replay(
     journal: Iterable[HeaderLine | Line], own: Container[str] = READY_MADE, **more: Any
 ) -> Iterator[bytes]:
-    """A film of a recorded run that the scheduler decides again: with blocks and alternatives."""
+    """A recording of a recorded run that the scheduler decides again: with blocks and alternatives."""
     head, lines = split_header(journal)
     reader = EventReader(head)
     events = [reader.event(line) for line in lines]
     replay = Replay(read_preset(head.config, own=own), own, records_answers=True)
-    stats, writer = RunStats(head), FilmWriter(head.config)
+    stats, writer = RunStats(head), RecordingWriter(head.config)
     yield header_record(replace(head, has_blocks=True), source="replay", **more)
     error = ""
     try:
@@ -195,33 +195,33 @@ def film_of_replay(
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
 
 
-def film_of_file(path: Path, own: Container[str] = READY_MADE) -> Iterator[bytes]:
-    """A film of a trace file; FormatError if it is not one. `own` as for `FilmedRun`."""
+def recording_of_file(path: Path, own: Container[str] = READY_MADE) -> Iterator[bytes]:
+    """A recording of a trace file; FormatError if it is not one. `own` as for `SimulatedRun`."""
     head = next(read_journal(path))  # errors in the header are raised here
     with path.open("rb") as file:
         num_lines = sum(1 for _ in islice(file, MAX_REPLAYED + 2)) - 1
-    return _film_of_recorded(head, lambda: read_journal(path), num_lines, own)
+    return _recording_of_recorded(head, lambda: read_journal(path), num_lines, own)
 
 
-def film_of_texts(
+def recording_of_texts(
     name: str, texts: list[bytes], own: Container[str] = READY_MADE
 ) -> Iterator[bytes]:
-    """A film of the lines of a trace; FormatError, with this name, if they are not one."""
+    """A recording of the lines of a trace; FormatError, with this name, if they are not one."""
     head = next(parse_journal(name, texts))
-    return _film_of_recorded(head, lambda: parse_journal(name, texts), len(texts) - 1, own)
+    return _recording_of_recorded(head, lambda: parse_journal(name, texts), len(texts) - 1, own)
 
 
-def _film_of_recorded(
+def _recording_of_recorded(
     head: HeaderLine | Line,
     read: Callable[[], Iterator[HeaderLine | Line]],
     num_lines: int,
     own: Container[str],
 ) -> Iterator[bytes]:
-    """A film of a recorded run. `read` gives its header and lines, each time anew.
+    """A recording of a recorded run. `read` gives its header and lines, each time anew.
 
     A short run is decided again, which shows blocks and alternatives. A long run, a redacted one,
     and one that cannot be repeated are shown from their lines. If only a permission is missing, the
-    film's header has the names of the policies in `own`.
+    recording's header has the names of the policies in `own`.
     """
     assert isinstance(head, HeaderLine), "the first line is the header"
     more: dict[str, Any] = {"notice": "", "own": ()}
@@ -229,10 +229,10 @@ def _film_of_recorded(
         try:
             lines = list(read())
             check_replay(lines, own)
-            yield from film_of_replay(lines, own)
+            yield from recording_of_replay(lines, own)
             return
         except OwnPolicyError as error:
             more = {"notice": str(error), "own": error.names}
         except (HeadwayError, *MALFORMED) as error:
             more["notice"] = str(error)
-    yield from film_of_journal(read(), **more)
+    yield from recording_of_journal(read(), **more)

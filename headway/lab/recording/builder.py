@@ -1,4 +1,4 @@
-"""Makes the operations of a film from the events of a run, one event at a time.
+"""Makes the operations of a recording from the events of a run, one event at a time.
 
 Events come from a file, from a live server or from a scheduler that runs now. What an event does
 not say is derived: how many tokens each request has computed and generated, which blocks are cached.
@@ -23,7 +23,7 @@ from headway.events import (
     ended_by,
     preempted_by,
 )
-from headway.lab.film.state import FilmState, Op, Status
+from headway.lab.recording.state import Op, RecordedState, Status
 from headway.plan import Admission, Copy, Plan, Preemption, Reason
 from headway.request import Request, RequestState
 from headway.scheduler import Scheduler
@@ -42,11 +42,11 @@ class _Gains:
     others: dict[int, int] = field(default_factory=dict)  # these, with their own numbers
 
 
-class FilmBuilder:
+class RecordingBuilder:
     """Follows a run; `state` is the state after the latest event."""
 
     def __init__(self, block_size: int) -> None:
-        self.state = FilmState(block_size)
+        self.state = RecordedState(block_size)
         self.ops: list[int] = []  # since the latest frame
         self.entries: list[Request] = []  # requests that arrived since the latest frame
         self.numbers: dict[Request, int] = {}  # of the open requests

@@ -1,4 +1,4 @@
-"""The sentences of a film: every decision, with what the scheduler compared.
+"""The sentences of a recording: every decision, with what the scheduler compared.
 
 A reason to wait is given when it changes, not in every step.
 """
@@ -13,7 +13,7 @@ from headway.plan import Plan
 from headway.record.sentences import Alternatives, Decision, DecisionLog, preempted, waits
 
 
-class FilmTexts:
+class RecordingTexts:
     """Follows a run event by event."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

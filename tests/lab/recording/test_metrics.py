@@ -8,8 +8,8 @@ import pytest
 
 from headway.errors import ConfigError
 from headway.events import Event
-from headway.lab.film.metrics import RunMetrics, parse_metric
-from headway.lab.film.spec import MAX_REQUESTS, config_of, profile_of, read_spec, requests_of
+from headway.lab.recording.metrics import RunMetrics, parse_metric
+from headway.lab.recording.spec import MAX_REQUESTS, config_of, profile_of, read_spec, requests_of
 from headway.lab.simulate import simulate
 from headway.lab.workload.request import TokenSpace
 from headway.record.stats import RunStats

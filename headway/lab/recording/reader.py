@@ -1,4 +1,4 @@
-"""Reads a film: the numbers of every frame, and the state at any of them."""
+"""Reads a recording: the numbers of every frame, and the state at any of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import HeadwayError
-from headway.lab.film.format import COLUMNS, TIMES, VERSION, Record, Text, restore
-from headway.lab.film.state import FilmState, Op, split
+from headway.lab.recording.format import COLUMNS, TIMES, VERSION, Record, Text, restore
+from headway.lab.recording.state import Op, RecordedState, split
 
 Ints = npt.NDArray[np.int32]
 
@@ -33,8 +33,8 @@ class Chunk:
     texts: list[Text]
 
 
-class Film:
-    """A film that is read record by record."""
+class RunRecording:
+    """A recording that is read record by record."""
 
     def __init__(self) -> None:
         self.header: dict[str, Any] = {}
@@ -71,8 +71,10 @@ class Film:
             self.end = json.loads(payload)
         else:
             self.header = json.loads(payload)
-            if self.header.get("film") != VERSION:
-                raise HeadwayError(f"film version {self.header.get('film')} cannot be read")
+            if self.header.get("recording") != VERSION:
+                raise HeadwayError(
+                    f"recording version {self.header.get('recording')} cannot be read"
+                )
 
     def chunk_of(self, frame: int) -> Chunk:
         return self.chunks[bisect_right(self._firsts, frame) - 1]
@@ -91,7 +93,7 @@ class Film:
     def texts(self, frame: int) -> Iterator[Text]:
         return (text for text in self.chunk_of(frame).texts if text[0] == frame)
 
-    def state(self, frame: int) -> FilmState:
+    def state(self, frame: int) -> RecordedState:
         """The state right after the plan of a frame."""
         chunk = self.chunk_of(frame)
         state = restore(chunk.keyframe.tolist(), self.header["config"]["block_size"])
@@ -104,13 +106,13 @@ class Film:
         return split(chunk.ops[:end].tolist())
 
 
-def read_film(pieces: Iterable[bytes]) -> Film:
-    """A film from pieces of any size."""
-    film, data = Film(), b""
+def read_recording(pieces: Iterable[bytes]) -> RunRecording:
+    """A recording from pieces of any size."""
+    recording, data = RunRecording(), b""
     for piece in pieces:
         data += piece
-        data = data[film.read(data) :]
-    return film
+        data = data[recording.read(data) :]
+    return recording
 
 
 def _chunk(payload: bytes) -> Chunk:

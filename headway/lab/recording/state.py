@@ -1,6 +1,6 @@
 """The state of a recorded run at one step, and the operations that change it.
 
-A film stores a run as operations on small integers. `FilmState` applies them; the lab page has the
+A recording stores a run as operations on small integers. `RecordedState` applies them; the lab page has the
 same interpreter in TypeScript. The state is that of the scheduler right after it has made a plan:
 tokens that the plan computes count as computed, tokens that it samples are not known yet.
 """
@@ -13,7 +13,7 @@ from enum import IntEnum
 
 
 class Op(IntEnum):
-    """An operation, followed by its arguments; r is the number of a request in the film."""
+    """An operation, followed by its arguments; r is the number of a request in the recording."""
 
     ADD = 1  # r: it waits
     ADMIT = 2  # r, computed tokens, cached tokens, hit blocks, published blocks, n, n blocks
@@ -54,7 +54,7 @@ class Status(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class FilmRequest:
+class RecordedRequest:
     """A request that has not finished."""
 
     status: Status = Status.WAITING
@@ -79,12 +79,12 @@ def split(ops: Sequence[int]) -> Iterator[tuple[Op, Sequence[int]]]:
         place = last
 
 
-class FilmState:
+class RecordedState:
     """All requests that have not finished, and the content of the KV blocks."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.requests: dict[int, FilmRequest] = {}
+        self.requests: dict[int, RecordedRequest] = {}
         self.joined: dict[int, None] = {}  # requests that decode steps advance
         self.refs: dict[int, int] = {}  # holders of each held block
         self.published: set[int] = set()  # blocks whose content can be matched
@@ -110,7 +110,7 @@ class FilmState:
     # The operations.
 
     def _add(self, r: int) -> None:
-        self.requests[r] = FilmRequest()
+        self.requests[r] = RecordedRequest()
 
     def _admit(
         self, r: int, computed: int, cached: int, num_hits: int, published: int, *blocks: int
@@ -207,11 +207,11 @@ class FilmState:
 
 
 HANDLERS: dict[Op, Callable[..., None]] = {
-    Op.ADD: FilmState._add, Op.ADMIT: FilmState._admit, Op.CHUNK: FilmState._chunk,
-    Op.DECODING: FilmState._decoding, Op.JOIN: FilmState._join, Op.LEAVE: FilmState._leave,
-    Op.DECODE: FilmState._decode, Op.COMPUTED: FilmState._set_computed,
-    Op.RESULT: FilmState._result, Op.GENERATED: FilmState._set_generated,
-    Op.BLOCK: FilmState._block, Op.PREEMPT: FilmState._preempt, Op.FINISH: FilmState._finish,
-    Op.WAIT: FilmState._wait, Op.REST: FilmState._rest, Op.DEFER: FilmState._nothing,
-    Op.COPY: FilmState._nothing, Op.FORGET: FilmState._forget,
+    Op.ADD: RecordedState._add, Op.ADMIT: RecordedState._admit, Op.CHUNK: RecordedState._chunk,
+    Op.DECODING: RecordedState._decoding, Op.JOIN: RecordedState._join, Op.LEAVE: RecordedState._leave,
+    Op.DECODE: RecordedState._decode, Op.COMPUTED: RecordedState._set_computed,
+    Op.RESULT: RecordedState._result, Op.GENERATED: RecordedState._set_generated,
+    Op.BLOCK: RecordedState._block, Op.PREEMPT: RecordedState._preempt, Op.FINISH: RecordedState._finish,
+    Op.WAIT: RecordedState._wait, Op.REST: RecordedState._rest, Op.DEFER: RecordedState._nothing,
+    Op.COPY: RecordedState._nothing, Op.FORGET: RecordedState._forget,
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Films a running engine for the pages that follow it: its present state, then every step.
+"""Records a running engine for the pages that follow it: its present state, then every step.
 
-The engine makes a film only while a page is open.
+The engine makes a recording only while a page is open.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
-from headway.engine.queries import GetFilm, LiveFilm, StartFilm, StopFilm
+from headway.engine.queries import GetRecording, LiveRecording, StartRecording, StopRecording
 from headway.errors import ConfigError
 from headway.events import Event
-from headway.lab.film.format import FilmWriter, header_record
+from headway.lab.recording.format import RecordingWriter, header_record
 from headway.record.writer import header
 
 MAX_VIEWERS = 4
@@ -23,48 +23,48 @@ MAX_SECONDS = 15.0  # without a call, after which a viewer is dropped
 @dataclass(slots=True)
 class _Viewer:
     seen: float  # when it last called
-    writer: FilmWriter
+    writer: RecordingWriter
     chunks: bytearray
 
 
 def install(loop: EngineLoop) -> None:
     """Let the engine of a loop be watched, by queries between its steps."""
-    live = LiveFilms(loop.engine)
-    loop.handle(StartFilm, lambda _: live.start())
-    loop.handle(GetFilm, lambda query: live.take(query.viewer))
-    loop.handle(StopFilm, lambda query: live.stop(query.viewer))
+    live = LiveRecordings(loop.engine)
+    loop.handle(StartRecording, lambda _: live.start())
+    loop.handle(GetRecording, lambda query: live.take(query.viewer))
+    loop.handle(StopRecording, lambda query: live.stop(query.viewer))
 
 
-class LiveFilms:
-    """Films of a running engine, for a few viewers at a time. Use it on the engine's thread."""
+class LiveRecordings:
+    """Recordings of a running engine, for a few viewers at a time. Use it on the engine's thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._viewers: dict[int, _Viewer] = {}
         self._num_viewers = 0
 
-    def start(self) -> LiveFilm:
-        """Start a film with the engine's present state."""
+    def start(self) -> LiveRecording:
+        """Start a recording with the engine's present state."""
         now, engine = self._engine.clock.now(), self._engine
         self._drop_silent(now)
         if len(self._viewers) >= MAX_VIEWERS:
             raise ConfigError(
                 f"{MAX_VIEWERS} pages already follow this server (limit {MAX_VIEWERS})"
             )
-        engine.tell()  # the state that the film begins with has these events
+        engine.tell()  # the state that the recording begins with has these events
         if not self._viewers:
             engine.observers.append(self._observe)
         head = header(
             engine.scheduler.config, engine.async_scheduling, is_redacted=True, has_blocks=True
         )
-        writer = FilmWriter(head.config)
+        writer = RecordingWriter(head.config)
         writer.load(engine.scheduler)
         self._num_viewers += 1
         self._viewers[self._num_viewers] = _Viewer(now, writer, bytearray())
-        return LiveFilm(self._num_viewers, header_record(head, source="live"))
+        return LiveRecording(self._num_viewers, header_record(head, source="live"))
 
     def take(self, viewer: int) -> bytes:
-        """The film since the last call. ConfigError if the viewer was dropped."""
+        """The recording since the last call. ConfigError if the viewer was dropped."""
         if viewer not in self._viewers:
             raise ConfigError("the page was too slow and is no longer followed; load it again")
         found = self._viewers[viewer]

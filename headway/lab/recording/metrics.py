@@ -1,4 +1,4 @@
-"""Named numbers of one run: what a story promises, and the film shows.
+"""Named numbers of one run: what a story promises, and the recording shows.
 
 A metric is a path into the run's summary (`steps`, `ttft.mean`) or a function from METRICS with its
 arguments: `admitted(r3)` is the step in which r3 was first admitted, `admitted(r3, 2)` its second
