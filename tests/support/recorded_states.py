@@ -54,7 +54,7 @@ def shown(recording: RecordedState, ids: list[str]) -> State:
         },
         "joined": {ids[r] for r in recording.joined},
         "held": recording.refs,
-        "cached": recording.cached_blocks,
+        "cached": recording.published - recording.refs.keys(),
         "rest": recording.rest,
     }  # fmt: skip
 

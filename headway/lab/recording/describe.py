@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.lab.recording.reader import RunRecording
-from headway.lab.recording.state import Op, RecordedRequest, RecordedState, Status, split
+from headway.lab.recording.state import Op, RecordedState, Status, split
 from headway.record import sentences
 
 MAX_LISTED = 12
@@ -14,7 +14,7 @@ MAX_LISTED = 12
 def frame_lines(recording: RunRecording, frame: int) -> Iterator[str]:
     """What happens in a frame and where every request is."""
     state, chunk = recording.state(frame), recording.chunk_of(frame)
-    value = {name: recording.column(name, frame) for name in chunk.columns}
+    value = {name: column[frame - chunk.first] for name, column in chunk.columns.items()}
     started, ended = chunk.times[frame - chunk.first][1:]
     budget = recording.header["config"]["max_num_batched_tokens"]
     step = f"step {value['step']}" if value["step"] >= 0 else "after the last plan"
@@ -25,9 +25,11 @@ def frame_lines(recording: RunRecording, frame: int) -> Iterator[str]:
     )
     for _, _, _, text in recording.texts(frame):
         yield f"  - {text}"
-    prefilling = {args[0] for op, args in split(recording.ops(frame)) if op is Op.CHUNK}
+    for op, args in split(recording.ops(frame)):  # the last chunk of a prompt may be in flight
+        if op is Op.CHUNK:
+            state.requests[args[0]].status = Status.PREFILL
     for status in Status:
-        members = [r for r, each in state.requests.items() if _shown(r, each, prefilling) is status]
+        members = [r for r, request in state.requests.items() if request.status is status]
         if members:
             yield f"  {status.name.lower()} ({len(members)}):"
         for r in members[:MAX_LISTED]:
@@ -43,33 +45,19 @@ def why(recording: RunRecording, frame: int, id: str) -> str:
     if not numbers:
         return f"there is no request {id}"
     state, r = recording.state(frame), numbers[-1]
-    latest = [text for at, _, number, text in _texts_until(recording, frame) if number == r]
-    if r not in state.requests:
-        is_gone = any(number == r for _, _, number, _ in _texts_until(recording, frame))
-        now = f"request {id} has ended" if is_gone else f"request {id} has not arrived yet"
-    else:
+    texts = (text for chunk in recording.chunks for text in chunk.texts if text[0] <= frame)
+    latest = [text for _, _, number, text in texts if number == r]
+    now = f"request {id} has {'ended' if latest else 'not arrived yet'}"
+    if r in state.requests:
         now = f"request {_request(recording, state, r)}"
     return "\n".join([now, *(f"  {text}" for text in latest[-3:])])
 
 
-def _texts_until(recording: RunRecording, frame: int) -> Iterator[tuple[int, str, int, str]]:
-    for chunk in recording.chunks:
-        if chunk.first > frame:
-            return
-        yield from (text for text in chunk.texts if text[0] <= frame)
-
-
-def _shown(r: int, request: RecordedRequest, prefilling: set[int]) -> Status:
-    """A request whose last chunk is in flight is still in its prefill."""
-    return Status.PREFILL if r in prefilling else request.status
-
-
 def _request(recording: RunRecording, state: RecordedState, r: int) -> str:
-    id, num_prompt, limit, *_ = recording.requests[r]
-    request = state.requests[r]
+    (id, num_prompt, limit, *_), request = recording.requests[r], state.requests[r]
     text = (
-        f"{id}: {num_prompt} prompt tokens, "
-        f"{state.computed(r)} computed, {state.generated(r)} of at most {limit - num_prompt} generated"
+        f"{id}: {num_prompt} prompt tokens, {state.computed(r)} computed, "
+        f"{state.generated(r)} of at most {limit - num_prompt} generated"
     )
     if request.blocks:
         text += f", {len(request.blocks)} blocks"

@@ -15,18 +15,17 @@ from msgspec.structs import replace as changed
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError
 from headway.events import Added, Completed, Event, Planned
 from headway.executor.simulated import SimulatedHandle
-from headway.lab.recording.format import RecordingWriter, header_record
-from headway.lab.recording.spec import Edit, RunSpec, described, profile_of
-from headway.lab.summary import summarize
+from headway.lab.cost import load_profile
+from headway.lab.recording.run import Recorder
+from headway.lab.recording.spec import Edit, RunSpec, described
 from headway.lab.workload.request import TokenSpace
 from headway.plan import Plan, StepResult
 from headway.record.lines import HeaderLine, Line
 from headway.record.reader import EventReader, split_header
 from headway.record.replay import RecordedTokens, Replay
-from headway.record.stats import RunStats
 from headway.scheduler.policies.presets import read_preset
 from headway.scheduler.policies.text import READY_MADE
 
@@ -47,8 +46,7 @@ class ForkedExecutor:
         self._free_at = event.result.ended
 
     def launch(self, plan: Plan) -> SimulatedHandle:
-        columns, first_tokens = self._tokens.sample(plan)
-        return self.run(plan, StepResult(columns, first_tokens))
+        return self.run(plan, StepResult(*self._tokens.sample(plan)))
 
     def run(self, plan: Plan, result: StepResult) -> SimulatedHandle:
         """A plan in flight with its result; if that has no times, they are estimated."""
@@ -73,9 +71,9 @@ class ForkedRun:
                 "a redacted trace has no tokens, so its run cannot be repeated or edited"
             )
         reader = EventReader(self._head)
-        self._recorded = deque([reader.event(line) for line in lines])
+        self._recorded = deque(map(reader.event, lines))
         self._edits = deque(sorted(spec.edits, key=lambda edit: edit.step))
-        self._space, self._clock, profile = TokenSpace(), VirtualClock(), profile_of(spec)
+        self._space, self._clock, profile = TokenSpace(), VirtualClock(), load_profile(spec.profile)
         size = self._head.config["block_size"]
         self._config = read_preset(self._head.config, own=own)
         self._replay = Replay(self._config, own, records_answers=True)
@@ -85,15 +83,8 @@ class ForkedRun:
 
     def record(self) -> Iterator[bytes]:
         """The bytes of the recording; a failure is in the end record."""
-        stats, writer, error = RunStats(self._head), RecordingWriter(self._head.config), ""
-        yield header_record(changed(self._head, has_blocks=True), source="fork")
-        try:
-            for event in self._events():
-                stats(event)
-                yield writer.follow(event)
-        except HeadwayError as failure:
-            error = str(failure)
-        yield writer.finish(summary=summarize(stats), rejected=[], error=error)
+        recorder = Recorder(changed(self._head, has_blocks=True))
+        return recorder.record(map(recorder.follow, self._events()), source="fork")
 
     def _events(self) -> Iterator[Event]:
         scheduler, recorded, first = self._replay.scheduler, self._recorded, self._edits[0].step
@@ -142,8 +133,7 @@ class ForkedRun:
             engine.abort(edit.abort)
         elif edit.add is not None:
             request = described(edit.add, self._space, f"added at {edit.step}")
-            samples = engine.add(request.id, request.prompt(), request.params())
-            for sample in samples:
+            for sample in engine.add(request.id, request.prompt(), request.params()):
                 self._replay.tokens.add(sample, [sample.prompt[-1]] * request.num_output)
         else:
             values = {each.name: getattr(self._config, each.name) for each in fields(self._config)}

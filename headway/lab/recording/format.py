@@ -1,7 +1,7 @@
 """The binary form of a recording: a header, chunks of some hundred frames, and an end.
 
-docs/recording.md describes the bytes. A chunk starts with a keyframe, the state before its first frame,
-so showing any frame takes one keyframe and the operations of at most one chunk.
+docs/recording.md describes the bytes. A chunk starts with a keyframe, the state before its first
+frame, so showing any frame takes one keyframe and the operations of at most one chunk.
 """
 
 from __future__ import annotations
@@ -9,26 +9,17 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import Any
 
 from msgspec import to_builtins
 
-from headway.events import (
-    Aborted,
-    Added,
-    Completed,
-    Event,
-    Failed,
-    Planned,
-    ended_by,
-    preempted_by,
-)
-from headway.lab.recording.builder import FINISH_REASONS, REASONS, RUNNING, RecordingBuilder
-from headway.lab.recording.state import Op, RecordedRequest, RecordedState, Status, split
+from headway.events import Aborted, Added, Completed, Event, Failed, Planned, ended_by, preempted_by
+from headway.lab.recording.builder import FINISH_REASONS, REASONS, RecordingBuilder
+from headway.lab.recording.state import Op, RecordedState, Status, split
 from headway.lab.recording.texts import RecordingTexts
 from headway.plan import Plan
 from headway.record.lines import HeaderLine
@@ -88,116 +79,120 @@ def header_record(header: HeaderLine, **more: Any) -> bytes:
 
 @dataclass(slots=True)
 class _Frame:
-    """A frame whose step has not ended."""
+    """What happens after the previous plan, a plan, and later what its result brings."""
 
-    plan: Plan
-    ops: list[int]
-    entries: list[Request]
-    columns: dict[str, int]
-    marks: Mark
-    texts: list[tuple[str, int, str]]  # kind, request or -1, sentence
+    plan: Plan = field(default_factory=lambda: Plan(-1))
+    ops: list[int] = field(default_factory=list)
+    entries: list[Request] = field(default_factory=list)
+    columns: Counter[str] = field(default_factory=Counter)
+    texts: list[tuple[str, int, str]] = field(default_factory=list)  # kind, request or -1, sentence
+
+    def mark(self, marks: dict[Mark, object]) -> None:
+        """Set the marks whose value is true."""
+        for mark, is_set in marks.items():
+            self.columns["marks"] |= int(mark) if is_set else 0
 
 
 class RecordingWriter:
-    """Follows a run and gives its recording out as chunks. One frame is one plan with work."""
+    """Follows a run and returns its recording as chunks. One frame is one plan with work."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.builder = RecordingBuilder(config["block_size"])
         self.num_frames = 0
-        self._sentences = RecordingTexts(config)
+        self._texts_of = RecordingTexts(config).follow
         self._num_blocks: int = config["num_blocks"]
-        # Free blocks and time, at the latest frame.
-        self._num_free, self._ended = self._num_blocks, 0.0
+        self._num_free, self._ended = self._num_blocks, 0.0  # at the end of the latest frame
         self._pending: deque[_Frame] = deque()  # in flight
-        self._texts_before: list[tuple[str, int, str]]  # of the next frame
-        self._start_frame()
-        self._start()
+        self._next = _Frame()
+        self._start_chunk()
 
     def load(self, scheduler: Scheduler) -> None:
         """Start in the middle of a run; call it before the first event."""
         self.builder.load(scheduler)
-        self._start()
+        self._start_chunk()
 
-    def _start(self) -> None:
-        self._first = self.num_frames
-        self._keyframe = self._present_keyframe()
+    def _start_chunk(self) -> None:
+        self._first, state = self.num_frames, self.builder.state
+        if self._pending or self.builder.ops:  # then the builder is ahead of the latest frame
+            state = RecordedState.restore(self._keyframe, state.block_size)
+            for op, args in split(self._ops):
+                state.apply(op, args)
+        self._keyframe = state.keyframe()
         self._times, self._columns = array("d"), [array("i") for _ in COLUMNS]
         self._offsets, self._ops = array("i", [0]), array("i")
         self._entries: list[Request] = []
         self._texts: list[Text] = []
 
-    def _present_keyframe(self) -> array[int]:
-        """The state after the latest frame: that of the builder, unless plans are in flight."""
-        if not (self._pending or self.builder.ops):
-            return keyframe(self.builder.state)
-        state = restore(self._keyframe, self.builder.state.block_size)
-        for op, args in split(self._ops):
-            state.apply(op, args)
-        return keyframe(state)
-
     def follow(self, event: Event) -> bytes:
         """Apply the next event; returns the bytes of a chunk that has become full, or nothing."""
-        numbers = self.builder.numbers
-        texts = [(d, numbers.get(d.request, -1)) for d in self._sentences.follow(event)]  # type: ignore[arg-type]
-        if isinstance(event, Completed):  # its operations belong to the next frame
-            data = self._complete(event, [(d.kind, r, d.text) for d, r in texts])
+        if isinstance(event, Added | Planned):  # others may end requests, which then have no number
             self.builder.follow(event)
-            return data
-        self.builder.follow(event)
-        self._texts_before += [
-            (d.kind, numbers.get(d.request, r) if r < 0 else r, d.text) for d, r in texts  # type: ignore[arg-type]
-        ]  # fmt: skip
-        self._marks_before |= _mark_of(event)
-        self._num_before["finished"] += len(ended_by(event))
-        self._num_before["preempted"] += len(preempted_by(event))
+        numbers, data = self.builder.numbers, b""
+        texts = [
+            (d.kind, numbers.get(d.request, -1) if d.request else -1, d.text)
+            for d in self._texts_of(event)
+        ]
+        if isinstance(event, Completed):  # its operations belong to the next frame
+            data = self._complete(event, texts)
+        else:
+            self._add(event, texts, self._next)
+        if not isinstance(event, Added | Planned):
+            self.builder.follow(event)
         if isinstance(event, Planned) and not event.plan.is_empty:
             self._plan(event.plan)
         elif isinstance(event, Failed):
             self._fail(event)
-        return b""
+        return data
+
+    def _add(self, event: Event, texts: list[tuple[str, int, str]], frame: _Frame) -> None:
+        ended, preempted = ended_by(event), preempted_by(event)
+        frame.texts += texts
+        frame.columns["finished"] += len(ended)
+        frame.columns["preempted"] += len(preempted)
+        frame.mark(
+            {
+                Mark.ARRIVAL: isinstance(event, Added), Mark.ABORT: isinstance(event, Aborted),
+                Mark.END: ended, Mark.PREEMPTION: preempted,
+            }
+        )  # fmt: skip
 
     def _plan(self, plan: Plan) -> None:
-        ops, entries = self.builder.take()
-        admitted, num_cached = plan.admitted, sum(each.num_cached for each in plan.admitted)
-        marks = {
-            Mark.PREEMPTION: plan.preempted, Mark.BLOCK: self.builder.has_new_block,
-            Mark.HIT: num_cached, Mark.ADMISSION: admitted,
-        }  # fmt: skip
-        columns = {
-            "step": plan.step, "running": plan.num_running, "waiting": plan.num_waiting,
-            "swapped": self.builder.state.num_swapped, "free": plan.num_free,
-            "decodes": len(plan.decodes), "prefill": plan.num_prefill, "num_steps": plan.num_steps,
-            "admitted": len(admitted), "blocked": len(plan.blocked), "cached": num_cached,
-            **self._num_before,
-        }  # fmt: skip
-        mark = self._marks_before
-        for each, happened in marks.items():
-            mark |= each if happened else Mark(0)
-        frame = _Frame(plan, ops, entries, columns, mark, self._texts_before)
+        frame, self._next, num_cached = (
+            self._next,
+            _Frame(),
+            sum(a.num_cached for a in plan.admitted),
+        )
+        frame.plan, (frame.ops, frame.entries) = plan, self.builder.take()
+        frame.columns.update(
+            step=plan.step, running=plan.num_running, waiting=plan.num_waiting,
+            swapped=self.builder.state.num_swapped, free=plan.num_free, decodes=len(plan.decodes),
+            prefill=plan.num_prefill, num_steps=plan.num_steps, admitted=len(plan.admitted),
+            blocked=len(plan.blocked), cached=num_cached,
+        )  # fmt: skip
+        frame.mark(
+            {
+                Mark.BLOCK: self.builder.has_new_block, Mark.HIT: num_cached,
+                Mark.ADMISSION: plan.admitted,
+            }
+        )  # fmt: skip
         self._pending.append(frame)
-        self._start_frame()
 
     def _complete(self, event: Completed, texts: list[tuple[str, int, str]]) -> bytes:
         if self._pending and self._pending[0].plan is event.plan:
-            frame = self._pending.popleft()
-            frame.texts += texts
-            frame.columns["finished"] += len(event.finished)
-            if event.finished:
-                frame.marks |= Mark.END
-            result = event.result
-            self._add_frame(frame, (event.plan.ended, result.started, result.ended or event.time))
+            frame, result = self._pending.popleft(), event.result
+            self._add(event, texts, frame)
+            self._add_frame(frame, event.plan.ended, result.started, result.ended or event.time)
         else:  # it was in flight when the recording started
-            self._texts_before += texts
+            self._next.texts += texts
         limit = FRAMES_PER_CHUNK if self._first else FRAMES_PER_FIRST_CHUNK
         return self.flush() if self.num_frames - self._first >= limit else b""
 
     def _fail(self, event: Failed) -> None:
         """Plans in flight have no result; then a frame shows that everything was forgotten."""
-        last = event.time
         while self._pending:
             frame = self._pending.popleft()
-            self._add_frame(frame, (frame.plan.ended, last, last))
-        self._ended = last
+            self._add_frame(frame, frame.plan.ended, event.time, event.time)
+        self._ended = event.time
         self.settle()
 
     def finish(self, **summary: Any) -> bytes:
@@ -207,126 +202,49 @@ class RecordingWriter:
 
     def settle(self) -> None:
         """Add a frame with what no later plan has seen, if there is anything."""
-        if self._pending:
+        frame, state, last = self._next, self.builder.state, self._ended
+        if self._pending or not (self.builder.ops or frame.texts):
             return
-        ops, entries = self.builder.take()
-        if ops or self._texts_before:
-            state, last = self.builder.state, self._ended
-            running = sum(request.status in RUNNING for request in state.requests.values())
-            is_unknown = running and not state.refs  # a trace without block numbers
-            columns = {
-                "step": -1, "running": running, "waiting": len(state.requests) - running,
-                "swapped": state.num_swapped, **self._num_before,
-                "free": self._num_free if is_unknown else self._num_blocks - len(state.refs),
-            }  # fmt: skip
-            plan = Plan(-1, num_free=columns["free"])
-            frame = _Frame(plan, ops, entries, columns, self._marks_before, self._texts_before)
-            self._add_frame(frame, (last, last, last))
-            self._start_frame()
-
-    def _start_frame(self) -> None:
-        """What happens from now on belongs to the frame after the latest one."""
-        self._texts_before, self._marks_before = [], Mark(0)
-        self._num_before = {"finished": 0, "preempted": 0}
+        frame.ops, frame.entries = self.builder.take()
+        statuses = Counter(request.status for request in state.requests.values())
+        running = statuses[Status.PREFILL] + statuses[Status.DECODING]
+        if state.refs or not running:  # else it is a trace without block numbers
+            self._num_free = self._num_blocks - len(state.refs)
+        frame.plan.num_free = self._num_free
+        frame.columns.update(
+            step=-1, running=running, waiting=len(state.requests) - running,
+            swapped=state.num_swapped, free=self._num_free,
+        )  # fmt: skip
+        self._add_frame(frame, last, last, last)
+        self._next = _Frame()
 
     def flush(self) -> bytes:
         """The frames since the last chunk, as a chunk; nothing if there are none."""
         if self.num_frames == self._first:
             return b""
-        parts = (*self._columns, self._offsets, self._ops, self._keyframe)
+        parts = (self._times, *self._columns, self._offsets, self._ops, self._keyframe)
         requests = [_described(request) for request in self._entries]
         names = {"first": self._first, "requests": requests, "texts": self._texts}
-        sizes = struct.pack(
-            "<IIII", self.num_frames - self._first, len(self._ops), len(self._keyframe), 0
-        )
-        data = sizes + self._times.tobytes() + b"".join(part.tobytes() for part in parts)
-        self._start()
+        sizes = (self.num_frames - self._first, len(self._ops), len(self._keyframe), 0)
+        data = struct.pack("<IIII", *sizes) + b"".join(part.tobytes() for part in parts)
+        self._start_chunk()
         return record(Record.CHUNK, data + json.dumps(names).encode())
 
-    def _add_frame(self, frame: _Frame, times: Sequence[float]) -> None:
-        self._times.extend(times)
-        numbers = {**frame.columns, "marks": int(frame.marks)}
+    def _add_frame(self, frame: _Frame, planned: float, started: float, ended: float) -> None:
+        self._times.extend((planned, started, ended))
         for name, column in zip(COLUMNS, self._columns, strict=True):
-            column.append(numbers.get(name, 0))
+            column.append(frame.columns[name])
         self._ops.extend(frame.ops)
         self._offsets.append(len(self._ops))
         self._entries += frame.entries
         self._texts += [(self.num_frames, *text) for text in frame.texts]
         self.num_frames += 1
-        self._num_free, self._ended = frame.plan.num_free, times[-1]
+        self._num_free, self._ended = frame.plan.num_free, ended
 
 
-def _mark_of(event: Event) -> Mark:
-    """The marks of an event that is not a plan with work."""
-    if isinstance(event, Added):
-        return Mark.ARRIVAL
-    if isinstance(event, Aborted):
-        return Mark.ABORT | Mark.END
-    mark = Mark.PREEMPTION if preempted_by(event) else Mark(0)
-    return mark | Mark.END if ended_by(event) else mark
-
-
-def _described(request: Request) -> list[Any]:
-    params = request.params
+def _described(request: Request) -> list[str | int | float | None]:
+    params, parent = request.params, request.parent and request.parent.id
     return [
         request.id, request.num_prompt, request.limit, request.arrival, params.max_tokens,
-        params.priority, params.client, request.parent.id if request.parent else None,
+        params.priority, params.client, parent,
     ]  # fmt: skip
-
-
-# Keyframes.
-
-
-def keyframe(state: RecordedState) -> array[int]:
-    """The whole state as integers."""
-    reason, num_rest = state.rest or (0, 0)
-    numbers = array("i", [state.num_finished, reason, num_rest, len(state.requests)])
-    for r, request in state.requests.items():
-        blocked = request.blocked or (-1, 0, 0)
-        numbers.extend(
-            (
-                r, request.status, state.computed(r), state.generated(r), request.cached,
-                request.num_preemptions, *blocked, r in state.joined,
-            )
-        )  # fmt: skip
-        for blocks in (request.blocks, request.host):
-            numbers.append(len(blocks))
-            numbers.extend(blocks)
-    runs = list(_runs(sorted(state.published)))
-    numbers.append(len(runs))
-    for start, length in runs:
-        numbers.extend((start, length))
-    return numbers
-
-
-def restore(numbers: Sequence[int], block_size: int) -> RecordedState:
-    """The state of a keyframe."""
-    state, rest = RecordedState(block_size), iter(numbers)
-    state.num_finished, reason, num_rest, num_requests = (next(rest) for _ in range(4))
-    state.rest = (reason, num_rest) if num_rest else None
-    for _ in range(num_requests):
-        r, status, computed, generated, cached, preemptions = (next(rest) for _ in range(6))
-        why, need, have, is_joined = (next(rest) for _ in range(4))
-        blocks, host = ([next(rest) for _ in range(next(rest))] for _ in range(2))
-        blocked = (why, need, have) if why >= 0 else None
-        state.requests[r] = RecordedRequest(
-            Status(status), computed, generated, cached, preemptions, blocks, host, blocked
-        )
-        state.num_swapped += status == Status.SWAPPED
-        if is_joined:
-            state.joined[r] = None
-        for block in blocks:
-            state.refs[block] = state.refs.get(block, 0) + 1
-    for _ in range(next(rest)):
-        start, length = next(rest), next(rest)
-        state.published.update(range(start, start + length))
-    return state
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive numbers, as start and length."""
-    start = 0
-    for place in range(1, len(numbers) + 1):
-        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
-            yield numbers[start], place - start
-            start = place

@@ -5,7 +5,7 @@ The engine makes a recording only while a page is open.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
@@ -24,7 +24,7 @@ MAX_SECONDS = 15.0  # without a call, after which a viewer is dropped
 class _Viewer:
     seen: float  # when it last called
     writer: RecordingWriter
-    chunks: bytearray
+    chunks: bytearray = field(default_factory=bytearray)
 
 
 def install(loop: EngineLoop) -> None:
@@ -45,7 +45,7 @@ class LiveRecordings:
 
     def start(self) -> LiveRecording:
         """Start a recording with the engine's present state."""
-        now, engine = self._engine.clock.now(), self._engine
+        engine, now = self._engine, self._engine.clock.now()
         self._drop_silent(now)
         if len(self._viewers) >= MAX_VIEWERS:
             raise ConfigError(
@@ -54,31 +54,28 @@ class LiveRecordings:
         engine.tell()  # the state that the recording begins with has these events
         if not self._viewers:
             engine.observers.append(self._observe)
-        head = header(
-            engine.scheduler.config, engine.async_scheduling, is_redacted=True, has_blocks=True
-        )
-        writer = RecordingWriter(head.config)
-        writer.load(engine.scheduler)
+        config, is_async = engine.scheduler.config, engine.async_scheduling
+        head = header(config, is_async, is_redacted=True, has_blocks=True)
+        viewer = _Viewer(now, RecordingWriter(head.config))
+        viewer.writer.load(engine.scheduler)
         self._num_viewers += 1
-        self._viewers[self._num_viewers] = _Viewer(now, writer, bytearray())
+        self._viewers[self._num_viewers] = viewer
         return LiveRecording(self._num_viewers, header_record(head, source="live"))
 
-    def take(self, viewer: int) -> bytes:
+    def take(self, number: int) -> bytes:
         """The recording since the last call. ConfigError if the viewer was dropped."""
-        if viewer not in self._viewers:
+        if (viewer := self._viewers.get(number)) is None:
             raise ConfigError("the page was too slow and is no longer followed; load it again")
-        found = self._viewers[viewer]
-        found.seen = self._engine.clock.now()
+        viewer.seen = self._engine.clock.now()
         if not self._engine.has_work:
-            found.writer.settle()
-        data = bytes(found.chunks) + found.writer.flush()
-        found.chunks.clear()
+            viewer.writer.settle()
+        data = bytes(viewer.chunks) + viewer.writer.flush()
+        viewer.chunks.clear()
         return data
 
-    def stop(self, viewer: int) -> None:
+    def stop(self, number: int) -> None:
         """Stop following."""
-        self._viewers.pop(viewer, None)
-        if not self._viewers and self._observe in self._engine.observers:
+        if self._viewers.pop(number, None) and not self._viewers:
             self._engine.observers.remove(self._observe)
 
     def _observe(self, event: Event) -> None:

@@ -1,7 +1,4 @@
-"""The sentences of a recording: every decision, with what the scheduler compared.
-
-A reason to wait is given when it changes, not in every step.
-"""
+"""The sentences of a recording: every decision, with what the scheduler compared."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from headway.record.sentences import Alternatives, Decision, DecisionLog, preemp
 
 
 class RecordingTexts:
-    """Follows a run event by event."""
+    """Follows a run event by event. A reason to wait is given when it changes."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -24,25 +21,20 @@ class RecordingTexts:
         """The sentences of the next event."""
         if isinstance(event, Reconfigured):
             self._config = event.settings
-        for decision in self._log.follow(event):
-            if isinstance(event, Planned) and event.plan.answers is not None:
-                yield self._explained(decision, event.plan)
-            else:
-                yield decision
+        for each in self._log.follow(event):
+            yield self._explained(each, event.plan) if isinstance(event, Planned) else each
 
     def _explained(self, decision: Decision, plan: Plan) -> Decision:
         """The decision with what was compared, if that is known."""
-        answers, request = plan.answers, decision.request
-        assert answers is not None
-        if request in answers.num_candidates and decision.kind == "preempted":
+        answers, request, text = plan.answers, decision.request, decision.text
+        if answers is None or request is None:
+            return decision
+        if decision.kind == "preempted" and request in answers.num_candidates:
             found = next(each for each in plan.preempted if each.request is request)
-            alternatives = Alternatives(
-                str(self._config["victim"]), answers.num_candidates[request],
-                answers.swap_seconds.get(request),
-            )  # fmt: skip
-            return decision._replace(text=preempted(found, alternatives))
-        if request in answers.headroom and decision.kind == "waiting":
+            rule, seconds = str(self._config["victim"]), answers.swap_seconds.get(request)
+            text = preempted(found, Alternatives(rule, answers.num_candidates[request], seconds))
+        elif decision.kind == "waiting" and request in answers.headroom:
             blocked = next(each for each in plan.blocked if each.request is request)
             rule, headroom = str(self._config["headroom"]), answers.headroom[request]
-            return decision._replace(text=waits(request.id, *blocked[1:], headroom, rule))
-        return decision
+            text = waits(request.id, *blocked[1:], headroom, rule)
+        return decision._replace(text=text)
