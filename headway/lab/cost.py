@@ -5,8 +5,7 @@ machine. Knows lengths and blocks, not tokens. Scheduling is `host_seconds`, whi
 hides; it is not part of a step's time.
 
 A profile is a JSON file in profiles/ or anywhere else, with exactly the fields of `Profile`, `Model`
-and `Machine` below: {"name": ..., "description": ..., "kv_tokens": ..., "model": {...},
-"machine": {...}}. A field with a default is optional.
+and `Machine` below. A field with a default is optional.
 """
 
 from __future__ import annotations
@@ -36,9 +35,14 @@ SOURCES = {
     "40%.",
     "": "Of unknown origin: expect errors of up to 40%, or measure with `headway bench profile`.",
 }
-# Relative errors on a run that the profile was not fitted to: of a step (median, p90), of the sum
-# of all steps, of the simulated duration and of the simulated median time to first token.
-HELD_OUT = ("median", "p90", "total", "simulated", "ttft")
+# Relative errors on a run that the profile was not fitted to, and their texts.
+HELD_OUT = {
+    "median": "steps {:.1%} (median)",
+    "p90": "steps {:.1%} (p90)",
+    "total": "sum of all steps {:+.1%}",
+    "simulated": "simulated duration {:+.1%}",
+    "ttft": "simulated time to first token (p50) {:+.1%}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +97,8 @@ class Profile:
         error = self.held_out
         if not error:
             return SOURCES[self.source]
-        parts = {
-            "steps {:.1%} (median)": error.get("median"),
-            "steps {:.1%} (p90)": error.get("p90"),
-            "sum of all steps {:+.1%}": error.get("total"),
-            "simulated duration {:+.1%}": error.get("simulated"),
-            "simulated time to first token (p50) {:+.1%}": error.get("ttft"),
-        }
-        listed = ", ".join(text.format(value) for text, value in parts.items() if value is not None)
+        known = [name for name in HELD_OUT if error.get(name) is not None]
+        listed = ", ".join(HELD_OUT[name].format(error[name]) for name in known)
         return f"Measured on this machine; error on a held-out run: {listed}."
 
     @cached_property
@@ -132,16 +130,15 @@ class Profile:
     def step_seconds(self, plan: Plan, block_size: int = 16) -> float:
         """Device time of a plan; 0 for a plan without work."""
         seconds = 0.0
-        if plan.copies_out or plan.copies_in:
-            for copies in filter(None, (plan.copies_out, plan.copies_in)):
+        for copies in (plan.copies_out, plan.copies_in):
+            if copies:
                 seconds += self.copy_seconds(len(copies) * block_size)
         num_rows, context = len(plan.decodes), plan.decode_context
         if num_rows or plan.chunks:
             seconds += self.pass_seconds(*work_of(plan))
-        if plan.num_steps > 1 and num_rows:
-            for _ in range(1, plan.num_steps):
-                context += num_rows
-                seconds += self.pass_seconds(num_rows, num_rows, context, context)
+        for _ in range(1, plan.num_steps if num_rows else 1):
+            context += num_rows
+            seconds += self.pass_seconds(num_rows, num_rows, context, context)
         return seconds
 
     def pass_seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:
@@ -205,12 +202,12 @@ def known_profiles() -> list[str]:
 def load_profile(name_or_path: str | Path) -> Profile:
     """A bundled profile by name, or the profile in a .json file."""
     name = str(name_or_path)
-    if name in known_profiles():
-        return _read(FOLDER / f"{name}.json")
-    if Path(name).suffix == ".json":
-        return _read(Path(name))
-    known = ", ".join(known_profiles())
-    raise ConfigError(f"unknown profile {name!r}; known: {known}, or the path of a .json file")
+    known = known_profiles()
+    if name in known or Path(name).suffix == ".json":
+        return _read(FOLDER / f"{name}.json" if name in known else Path(name))
+    raise ConfigError(
+        f"unknown profile {name!r}; known: {', '.join(known)}, or the path of a .json file"
+    )
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
@@ -218,18 +215,14 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     Path(path).write_text(json.dumps(as_json(profile), indent=2) + "\n", encoding="utf-8")
 
 
-def as_json(profile: Profile) -> dict[str, Any]:
+def as_json(part: Profile | Model | Machine) -> dict[str, Any]:
     """The fields of a profile file; optional fields that keep their default are left out."""
-    return _without_defaults(profile)
-
-
-def _without_defaults(part: Any) -> dict[str, Any]:
     values = {}
     for each in fields(part):
         value = getattr(part, each.name)
         default = each.default_factory() if each.default_factory is not MISSING else each.default
         if default is MISSING or value != default:
-            values[each.name] = _without_defaults(value) if is_dataclass(value) else value
+            values[each.name] = as_json(value) if is_dataclass(value) else value
     return values
 
 
@@ -250,18 +243,15 @@ def _read(path: Path) -> Profile:
 
 def _filled(kind: type[T], values: Any, where: str) -> T:
     """A dataclass from a JSON object; ValueError names the field that is missing or invalid."""
-    is_object = isinstance(values, dict)
-    if not is_object:
+    if not isinstance(values, dict):
         raise ValueError(f"{where.rstrip('.') or 'a profile'} must be a JSON object")
-    known = fields(kind)  # type: ignore[arg-type]
-    names = [f.name for f in known]
-    for each in known:
-        is_required = each.default is MISSING and each.default_factory is MISSING
-        if each.name not in values and is_required:
-            raise ValueError(f"missing field {where}{each.name}")
+    known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    for name, each in known.items():
+        if name not in values and each.default is each.default_factory is MISSING:
+            raise ValueError(f"missing field {where}{name}")
     for name in values:
-        if name not in names:
-            raise ValueError(f"unknown field {where}{name}; known: {', '.join(names)}")
+        if name not in known:
+            raise ValueError(f"unknown field {where}{name}; known: {', '.join(known)}")
     return kind(**{name: _value(name, value, where) for name, value in values.items()})
 
 
@@ -289,8 +279,7 @@ def _value(name: str, value: Any, where: str) -> Any:
 
 def _held_out(values: Any) -> dict[str, float]:
     """The errors of a held-out run, each a number by its name."""
-    is_object = isinstance(values, dict)
-    if not is_object:
+    if not isinstance(values, dict):
         raise ValueError("held_out must be a JSON object")
     for name, value in values.items():
         real_number(f"held_out.{one_of('an error of held_out', name, HELD_OUT)}", value, low=-1)
@@ -299,8 +288,8 @@ def _held_out(values: Any) -> dict[str, float]:
 
 def _corrections(shown: str, values: Any) -> Corrections:
     """Pairs of rows and factor, ascending."""
-    is_list = isinstance(values, list)
-    if not is_list or not all(isinstance(each, list) and len(each) == 2 for each in values):
+    pairs = values if isinstance(values, list) else [None]
+    if not all(isinstance(each, list) and len(each) == 2 for each in pairs):
         raise ValueError(f"{shown} must be a list of pairs: a number of rows and a factor")
     for rows, factor in values:
         real_number(f"rows of {shown}", rows, low=1)

@@ -78,19 +78,16 @@ def document(plot: Plot) -> str:
         y = up.place(value)
         parts.append(f'<path d="M{LEFT} {y}H{RIGHT}" stroke="#ddd"/>')
         parts.append(_text(LEFT - 6, y + 4, f"{value:,.4g}", anchor="end"))
-    named = range(len(plot.labels)) if plot.labels else across.ticks()
-    for value in named:
+    for value in range(len(plot.labels)) if plot.labels else across.ticks():
         mark = f"{value:,.4g}" if not plot.labels else str(int(value) + 1)
         parts.append(_text(across.place(value), BOTTOM + 20, mark, anchor="middle"))
     for place, curve in enumerate(plot.curves):
-        parts += _curve(curve, across, up, COLORS[place % len(COLORS)], bool(plot.labels))
-        y = BOTTOM + 60 + LINE * place
-        parts.append(_text(LEFT, y, f"― {curve.name}", color=COLORS[place % len(COLORS)]))
-    start = BOTTOM + 60 + LINE * len(plot.curves)
-    parts += [
-        _text(LEFT, start + LINE * place, f"{place + 1}: {label}")
-        for place, label in enumerate(plot.labels)
-    ]
+        color, y = COLORS[place % len(COLORS)], BOTTOM + 60 + LINE * place
+        parts += _curve(curve, across, up, color, bool(plot.labels))
+        parts.append(_text(LEFT, y, f"― {curve.name}", color=color))
+    for place, label in enumerate(plot.labels):
+        y = BOTTOM + 60 + LINE * (len(plot.curves) + place)
+        parts.append(_text(LEFT, y, f"{place + 1}: {label}"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from headway.lab.recording.reader import RunRecording
+from headway.lab.recording.reader import RunRecording, read_recording
 from headway.lab.recording.run import SimulatedRun
 from headway.lab.recording.spec import read_spec
 from headway.lab.stories import UNITS, Story, find_story, load_stories
@@ -16,11 +16,10 @@ from headway.lab.stories import UNITS, Story, find_story, load_stories
 
 def recordings_of(story: Story) -> dict[str, RunRecording]:
     """A recording of every run of a story."""
-    recordings = {}
-    for name, spec in story.runs.items():
-        recordings[name] = RunRecording()
-        recordings[name].read(b"".join(SimulatedRun(read_spec(spec)).record()))
-    return recordings
+    return {
+        name: read_recording(SimulatedRun(read_spec(spec)).record())
+        for name, spec in story.runs.items()
+    }
 
 
 def measure(

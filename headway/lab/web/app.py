@@ -98,10 +98,10 @@ class LabApp:
         offers = catalog(self.mode, self.stories, traces, self._default)
         return _json(200, {**offers, "asks": self._asks})
 
-    def _live(self) -> Iterator[bytes]:
+    def _live(self) -> Response:
         if self.live is None:
             raise ConfigError("this lab follows no server; start it with --attach")
-        return self.live()
+        return _sent(self.live())
 
     def _allow(self, data: Any) -> Response:
         """Allow policies that the user has confirmed on the page."""
@@ -118,13 +118,12 @@ class LabApp:
         self._check(spec)
         if not spec.trace:
             return SimulatedRun(spec, self._own).record()
-        if spec.trace not in self.traces:
+        if (path := self.traces.get(spec.trace)) is None:
             known = ", ".join(self.traces) or "none"
             raise ConfigError(f"unknown trace {spec.trace!r}; opened traces: {known}")
-        path = self.traces[spec.trace]
-        if not spec.edits:
-            return recording_of_file(path, self._own)
-        return fork(list(read_journal(path)), spec, self._own)
+        if spec.edits:
+            return fork(list(read_journal(path)), spec, self._own)
+        return recording_of_file(path, self._own)
 
     def _check(self, spec: RunSpec) -> None:
         """ConfigError if a run would import or read what this lab does not allow."""
@@ -136,14 +135,14 @@ class LabApp:
                 "--profile to use a file"
             )
 
-    def _upload(self, body: bytes, name: str) -> Iterator[bytes]:
+    def _upload(self, body: bytes, name: str) -> Response:
         """The recording of a trace in a request; from now on the trace can be forked by its name."""
         recording = recording_of_texts(name, body.splitlines(keepends=True), self._own)
         with NamedTemporaryFile(dir=self._folder, suffix=".trace.jsonl", delete=False) as file:
             file.write(body.removeprefix(codecs.BOM_UTF8))
         self.traces[name] = Path(file.name)
         self._titles.pop(name, None)
-        return recording
+        return _sent(recording)
 
     @cached_property
     def _folder(self) -> Path:
@@ -155,9 +154,8 @@ class LabApp:
     def _export(self, data: Any) -> Response:
         if not isinstance(data, dict) or "spec" not in data:
             raise ConfigError("an export needs a spec")
-        recordings = [b"".join(self._recording(data["spec"]))]
-        if data.get("other"):
-            recordings.append(b"".join(self._recording(data["other"])))
+        specs = [data["spec"], *filter(None, [data.get("other")])]
+        recordings = [b"".join(self._recording(spec)) for spec in specs]
         name = str(data["spec"].get("story", "")).partition("/")[0]
         stories = [story for story in self.stories if story["name"] == name]
         page = exported(recordings, str(data.get("hash", "")), stories)
@@ -167,17 +165,17 @@ class LabApp:
 
 ROUTES: dict[tuple[str, str], Callable[[LabApp, dict[str, str], bytes], Response]] = {
     ("GET", "api/catalog"): lambda app, query, body: app._catalog(),
-    ("GET", "api/live"): lambda app, query, body: _recording(app._live()),
-    ("POST", "api/recording"): lambda app, query, body: _recording(app._recording(_parsed(body))),
-    ("POST", "api/trace"): lambda app, query, body: _recording(
-        app._upload(body, query.get("name", "the file"))
+    ("GET", "api/live"): lambda app, query, body: app._live(),
+    ("POST", "api/recording"): lambda app, query, body: _sent(app._recording(_parsed(body))),
+    ("POST", "api/trace"): lambda app, query, body: app._upload(
+        body, query.get("name", "the file")
     ),
     ("POST", "api/export"): lambda app, query, body: app._export(_parsed(body)),
     ("POST", "api/allow"): lambda app, query, body: app._allow(_parsed(body)),
 }
 
 
-def _recording(pieces: Iterator[bytes]) -> Response:
+def _sent(pieces: Iterator[bytes]) -> Response:
     return Response(200, RECORDING, pieces)
 
 

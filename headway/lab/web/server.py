@@ -7,7 +7,7 @@ other web page can run policies here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -88,17 +88,14 @@ class Handler(BaseHTTPRequestHandler):
         """Send pieces as they are made, each as a chunk."""
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        pieces = iter(body)
         try:
-            for piece in pieces:
-                if piece:
-                    self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                    self.wfile.flush()
+            for piece in filter(None, body):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                self.wfile.flush()
             self.wfile.write(b"0\r\n\r\n")
         finally:
-            close = getattr(pieces, "close", None)
-            if close is not None:
-                close()
+            if isinstance(body, Generator):
+                body.close()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged."""
