@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, get_args
 
 from headway.events import Added, Completed, Event, Failed, Planned, Reset, ended_by
-from headway.lab.recording.state import Op, RecordedState, Status
+from headway.lab.recording.state import Op, RecordedRequest, RecordedState, Status
 from headway.plan import Copy, Plan, Preemption, Reason
 from headway.request import Request, RequestState
 from headway.scheduler import Scheduler
@@ -39,19 +39,19 @@ class RecordingBuilder:
         self.has_new_block = False  # in the latest plan a request waits for another reason
         self._num_requests = 0
         self._in_flight: deque[_Gains] = deque()
-        self._blocked: dict[Request, tuple[int, int, int]] = {}  # reason, need, have
+        self._blocked: list[int] = []  # requests that the latest plan considered and did not admit
 
     def load(self, scheduler: Scheduler) -> None:
         """Start in the middle of a run, between two steps."""
         state = self.state
         for request in scheduler.requests.values():
-            found, history = state.requests[self._add(request)], request.history
-            found.status = Status[request.state.name]
-            found.computed, found.generated = request.num_computed, request.num_generated
-            found.cached, found.num_preemptions = history.num_cached, history.num_preemptions
-            found.blocks = list(request.kv.blocks)
-            found.host = list(request.kv.host.blocks) if request.kv.host else []
-            state.refs.update(found.blocks)
+            history, host = request.history, request.kv.host
+            state.requests[self._add(request)] = RecordedRequest(
+                Status[request.state.name], request.num_computed, request.num_generated,
+                history.num_cached, history.num_preemptions, list(request.kv.blocks),
+                list(host.blocks) if host else [],
+            )  # fmt: skip
+            state.refs.update(request.kv.blocks)
             state.num_swapped += request.state is RequestState.SWAPPED
         key_of = scheduler.kv.pool.index.key_of
         state.published.update(block for block, key in enumerate(key_of) if key is not None)
@@ -116,7 +116,6 @@ class RecordingBuilder:
         r = self.numbers.pop(request, None)
         if r is None:
             return
-        self._blocked.pop(request, None)
         num_output = request.num_generated
         published = self._num_published(r, request, num_output)
         self._leave(r)
@@ -218,18 +217,19 @@ class RecordingBuilder:
 
     def _wait(self, plan: Plan) -> None:
         """Changes of what requests wait for."""
-        requests, before = self.state.requests, self._blocked
-        self.has_new_block = False
-        self._blocked = {b.request: (REASONS.index(b.reason), b.need, b.have) for b in plan.blocked}
-        for request in [each for each in before if each not in self._blocked]:
-            if requests[self.numbers[request]].blocked:
-                self._emit(Op.WAIT, self.numbers[request], -1, 0, 0)
-        for request, blocked in self._blocked.items():
-            r = self.numbers[request]
-            known = requests[r].blocked
-            if known != blocked:
-                self._emit(Op.WAIT, r, *blocked)
-                self.has_new_block |= known is None or known[0] != blocked[0]
+        requests, self.has_new_block = self.state.requests, False
+        blocked = {
+            self.numbers[b.request]: (REASONS.index(b.reason), b.need, b.have)
+            for b in plan.blocked
+        }  # fmt: skip
+        for r in self._blocked:
+            if r not in blocked and r in requests and requests[r].blocked:
+                self._emit(Op.WAIT, r, -1, 0, 0)
+        for r, why in blocked.items():
+            if (known := requests[r].blocked) != why:
+                self._emit(Op.WAIT, r, *why)
+                self.has_new_block |= known is None or known[0] != why[0]
+        self._blocked = list(blocked)
         rest = plan.not_considered
         now = (REASONS.index(rest.reason), rest.num_requests) if rest else None
         if now != self.state.rest:

@@ -59,34 +59,29 @@ class ForkedExecutor:
 
 
 class ForkedRun:
-    """The recording of a recorded run with edits; `own` has the `module:function` to be imported."""
+    """A recorded run with edits; `own` has the `module:function` that may be imported."""
 
     def __init__(
         self, journal: list[HeaderLine | Line], spec: RunSpec, own: Container[str] = READY_MADE
     ) -> None:
         self._own = own
-        self._head, lines = split_header(journal)
-        if self._head.is_redacted:
+        self.head, lines = split_header(journal)
+        if self.head.is_redacted:
             raise ConfigError(
                 "a redacted trace has no tokens, so its run cannot be repeated or edited"
             )
-        reader = EventReader(self._head)
-        self._recorded = deque(map(reader.event, lines))
+        self._recorded = deque(map(EventReader(self.head).event, lines))
         self._edits = deque(sorted(spec.edits, key=lambda edit: edit.step))
         self._space, self._clock, profile = TokenSpace(), VirtualClock(), load_profile(spec.profile)
-        size = self._head.config["block_size"]
-        self._config = read_preset(self._head.config, own=own)
+        self._config = read_preset(self.head.config, own=own)
         self._replay = Replay(self._config, own, records_answers=True)
         self._executor = ForkedExecutor(
-            self._clock, self._replay.tokens, lambda plan: profile.step_seconds(plan, size)
-        )
+            self._clock, self._replay.tokens,
+            lambda plan: profile.step_seconds(plan, self._config.block_size),
+        )  # fmt: skip
 
-    def record(self) -> Iterator[bytes]:
-        """The bytes of the recording; a failure is in the end record."""
-        recorder = Recorder(changed(self._head, has_blocks=True))
-        return recorder.record(map(recorder.follow, self._events()), source="fork")
-
-    def _events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event]:
+        """The recorded events up to the first edit, and those that follow from it."""
         scheduler, recorded, first = self._replay.scheduler, self._recorded, self._edits[0].step
         while recorded and not (isinstance(recorded[0], Planned) and scheduler.num_steps >= first):
             event = self._replay.repeat(recorded.popleft())
@@ -102,11 +97,10 @@ class ForkedRun:
             request for event in self._recorded if isinstance(event, Added)
             for request in event.requests
         )  # fmt: skip
-        events: deque[Event] = deque()
-        scheduler = self._replay.scheduler
+        events, scheduler = deque[Event](), self._replay.scheduler
         engine = Engine(
             scheduler, self._executor, self._clock, observers=[events.append],
-            async_scheduling=self._head.async_scheduling, in_flight=self._in_flight(),
+            async_scheduling=self.head.async_scheduling, in_flight=self._in_flight(),
         )  # fmt: skip
         while coming or engine.has_work or self._edits:
             while self._edits and self._edits[0].step <= scheduler.num_steps:
@@ -144,5 +138,7 @@ class ForkedRun:
 def fork(
     journal: list[HeaderLine | Line], spec: RunSpec, own: Container[str] = READY_MADE
 ) -> Iterator[bytes]:
-    """A recording of a recorded run with the edits of a description."""
-    return ForkedRun(journal, spec, own).record()
+    """The recording of a recorded run with the edits of a description."""
+    run = ForkedRun(journal, spec, own)
+    recorder = Recorder(changed(run.head, has_blocks=True))
+    return recorder.record(map(recorder.follow, run.events()), source="fork")

@@ -82,21 +82,21 @@ class LabApp:
         try:
             return self._route(method, path.strip("/"), query, body)
         except OwnPolicyError as error:
-            return _json(400, {"error": str(error), "own": error.names})
+            return json_response(400, {"error": str(error), "own": error.names})
         except HeadwayError as error:
-            return _json(400, {"error": str(error)})
+            return json_response(400, {"error": str(error)})
 
     def _route(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
         if (method, path) in ROUTES:
             return ROUTES[method, path](self, query, body)
         if method == "GET" and not path.startswith("api/"):
             return static(path or "index.html")
-        return _json(404, {"error": f"there is no {method} /{path}"})
+        return json_response(404, {"error": f"there is no {method} /{path}"})
 
     def _catalog(self) -> Response:
         traces = [{"name": n, "title": self._titles.get(n, n)} for n in self.traces]
         offers = catalog(self.mode, self.stories, traces, self._default)
-        return _json(200, {**offers, "asks": self._asks})
+        return json_response(200, {**offers, "asks": self._asks})
 
     def _live(self) -> Response:
         if self.live is None:
@@ -111,7 +111,7 @@ class LabApp:
         if not self._asks:
             raise OwnPolicyError(names)
         self._own |= set(names)
-        return _json(200, {"own": sorted(self._own)})
+        return json_response(200, {"own": sorted(self._own)})
 
     def _recording(self, data: Any) -> Iterator[bytes]:
         spec = read_spec(data)
@@ -188,7 +188,7 @@ def _parsed(body: bytes) -> Any:
         raise ConfigError(f"the description of the run is not JSON: {error}") from None
 
 
-def _json(status: int, data: Any) -> Response:
+def json_response(status: int, data: object) -> Response:
     return Response(status, "application/json", [json.dumps(data).encode()])
 
 
@@ -196,5 +196,5 @@ def static(name: str) -> Response:
     """A file of the page; 404 if there is none with this name."""
     file = STATIC / name
     if "/" in name or file.suffix not in TYPES or not file.is_file():
-        return _json(404, {"error": f"there is no page /{name}"})
+        return json_response(404, {"error": f"there is no page /{name}"})
     return Response(200, TYPES[file.suffix], [file.read_bytes()], dict(SECURITY))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,11 @@ def exported(
     known = json.dumps({**TEXTS, "stories": stories or []}).replace("</", "<\\/")
     parts.append(f'<script type="application/json" id="catalog">{known}</script>')
     if hash:
-        parts.append(f'<meta name="lab-hash" content="{_attribute(hash)}">')
+        parts.append(f'<meta name="lab-hash" content="{escape(hash)}">')
     head, end = "</head>", "</body>"
     assert head in html and end in html
-    html = _without_links(html).replace(head, "\n".join(parts) + head, 1)
+    lines = html.splitlines(keepends=True)  # without the tags that load script and style
+    html = "".join(line for line in lines if "app.js" not in line and "app.css" not in line)
+    html = html.replace(head, "\n".join(parts) + head, 1)
     inline = script.replace("</script", "<\\/script")
     return html.replace(end, f"<script>{inline}</script>{end}", 1).encode()
-
-
-def _without_links(html: str) -> str:
-    """The page without the tags that load its script and style."""
-    lines = html.splitlines(keepends=True)
-    return "".join(line for line in lines if "app.js" not in line and "app.css" not in line)
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
