@@ -87,11 +87,6 @@ class _Frame:
     columns: Counter[str] = field(default_factory=Counter)
     texts: list[tuple[str, int, str]] = field(default_factory=list)  # kind, request or -1, sentence
 
-    def mark(self, marks: dict[Mark, object]) -> None:
-        """Set the marks whose value is true."""
-        for mark, is_set in marks.items():
-            self.columns["marks"] |= int(mark) if is_set else 0
-
 
 class RecordingWriter:
     """Follows a run and returns its recording as chunks. One frame is one plan with work."""
@@ -149,19 +144,14 @@ class RecordingWriter:
         frame.texts += texts
         frame.columns["finished"] += len(ended)
         frame.columns["preempted"] += len(preempted)
-        frame.mark(
-            {
-                Mark.ARRIVAL: isinstance(event, Added), Mark.ABORT: isinstance(event, Aborted),
-                Mark.END: ended, Mark.PREEMPTION: preempted,
-            }
+        frame.columns["marks"] |= (
+            Mark.ARRIVAL * isinstance(event, Added) | Mark.ABORT * isinstance(event, Aborted)
+            | Mark.END * bool(ended) | Mark.PREEMPTION * bool(preempted)
         )  # fmt: skip
 
     def _plan(self, plan: Plan) -> None:
-        frame, self._next, num_cached = (
-            self._next,
-            _Frame(),
-            sum(a.num_cached for a in plan.admitted),
-        )
+        frame, self._next = self._next, _Frame()
+        num_cached = sum(admission.num_cached for admission in plan.admitted)
         frame.plan, (frame.ops, frame.entries) = plan, self.builder.take()
         frame.columns.update(
             step=plan.step, running=plan.num_running, waiting=plan.num_waiting,
@@ -169,11 +159,9 @@ class RecordingWriter:
             prefill=plan.num_prefill, num_steps=plan.num_steps, admitted=len(plan.admitted),
             blocked=len(plan.blocked), cached=num_cached,
         )  # fmt: skip
-        frame.mark(
-            {
-                Mark.BLOCK: self.builder.has_new_block, Mark.HIT: num_cached,
-                Mark.ADMISSION: plan.admitted,
-            }
+        frame.columns["marks"] |= (
+            Mark.BLOCK * self.builder.has_new_block | Mark.HIT * bool(num_cached)
+            | Mark.ADMISSION * bool(plan.admitted)
         )  # fmt: skip
         self._pending.append(frame)
 

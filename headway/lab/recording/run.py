@@ -58,7 +58,7 @@ class Recorder:
             yield from chunks
         except HeadwayError as failure:
             error = str(failure)
-        numbers = {} if self.numbers is None else {"numbers": self.numbers()}
+        numbers = {"numbers": self.numbers()} if self.numbers else {}
         summary = summarize(self.stats, len(self.rejected))
         yield self.writer.finish(summary=summary, rejected=self.rejected, error=error, **numbers)
 
