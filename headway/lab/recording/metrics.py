@@ -1,9 +1,8 @@
 """Named numbers of one run: what a story promises, and the recording shows.
 
 A metric is a path into the run's summary (`steps`, `ttft.mean`) or a function from METRICS with its
-arguments: `admitted(r3)` is the step in which r3 was first admitted, `admitted(r3, 2)` its second
-admission. A request id that ends in `*` stands for all requests with this beginning; their mean is
-taken. Times are in seconds, shares from 0 to 1.
+arguments, such as `admitted(r3, 2)`; docs/course/write-a-story.md lists them. Times are in seconds,
+shares from 0 to 1.
 """
 
 from __future__ import annotations

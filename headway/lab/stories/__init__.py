@@ -1,16 +1,6 @@
 """The stories of the lab: runs that show one thing each, with a question and the numbers that result.
 
-A story is a TOML file in this folder, named NUMBER-NAME.toml, with these keys:
-    title, lesson       the story's title, and the lesson of docs/course/ that it belongs to
-    text                paragraphs
-    spec                a run, as in headway/lab/recording/spec.py
-    other               a second run to compare with, as changes of spec; `set` is merged
-    more                further runs by name, as changes of spec
-    sync                "step" (the default) or "time": how two of these runs are compared
-    looks               steps to look at: step, text, and run (spec, other or a name of more)
-    question            text, choices, answer (from 0), why (one for each choice), and number: the
-                        label of the number that the right choice states
-    numbers             label, metric, value, unit, run, and per: the run whose value it is divided by
+A story is a TOML file in this folder; docs/course/write-a-story.md lists its keys.
 """
 
 from __future__ import annotations
