@@ -211,12 +211,9 @@ def simulate_replicas(
 
     `observers` are one for each of the first replicas, such as writers of their traces.
     """
-
-    def pool(name: str, config: Config, number: int) -> Pool:
-        return Pool(name, number, config, profile, route, async_scheduling)
-
-    first = pool("prefill" if decode else "colocated", config, num_replicas)
-    second = pool("decode", *decode) if decode else None
+    common, name = (profile, route, async_scheduling), "prefill" if decode else "colocated"
+    first = Pool(name, num_replicas, config, *common)
+    second = Pool("decode", decode[1], decode[0], *common) if decode else None
     for replica, observer in zip(first.replicas, observers, strict=False):
         replica.engine.observers.append(observer)
     cluster = Cluster(first, second, profile)

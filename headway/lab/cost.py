@@ -215,8 +215,8 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     Path(path).write_text(json.dumps(as_json(profile), indent=2) + "\n", encoding="utf-8")
 
 
-def as_json(part: Profile | Model | Machine) -> dict[str, Any]:
-    """The fields of a profile file; optional fields that keep their default are left out."""
+def as_json(part: Any) -> dict[str, Any]:
+    """The fields of a profile, or of a part of it; optional fields that keep their default are left out."""
     values = {}
     for each in fields(part):
         value = getattr(part, each.name)
