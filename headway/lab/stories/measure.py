@@ -27,19 +27,15 @@ def measure(
 ) -> dict[str, float | None]:
     """The numbers of a story by label, in their units; None for a number without a value."""
     recordings = recordings or recordings_of(story)
+    ends = {name: recording.end or {} for name, recording in recordings.items()}
     found: dict[str, float | None] = {}
     for number in story.numbers:
-        value = _value(recordings[number.run], number.label)
+        runs = (number.run, number.per) if number.per else (number.run,)
+        value, *divisor = (ends[run].get("numbers", {}).get(number.label) for run in runs)
         if value is not None and number.per:
-            divisor = _value(recordings[number.per], number.label)
-            value = value / divisor if divisor else None
+            value = value / divisor[0] if divisor[0] else None
         found[number.label] = None if value is None else value * UNITS[number.unit]
     return found
-
-
-def _value(recording: RunRecording, label: str) -> float | None:
-    value: float | None = (recording.end or {}).get("numbers", {}).get(label)
-    return value
 
 
 def report(name: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from headway.lab.cost import known_profiles
 from headway.lab.recording.fork import fork
 from headway.lab.recording.run import SimulatedRun, recording_of_file, recording_of_texts
 from headway.lab.recording.spec import RunSpec, read_spec
-from headway.lab.stories import load_stories
+from headway.lab.stories import Story, load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
 from headway.record.reader import read_journal
@@ -63,9 +63,9 @@ class LabApp:
         self,
         mode: str = "lab",
         traces: dict[str, Path] | None = None,
-        stories: list[dict[str, Any]] | None = None,
+        stories: list[Story] | None = None,
         live: Callable[[], Iterator[bytes]] | None = None,
-        default: dict[str, Any] | None = None,
+        default: Mapping[str, object] | None = None,
         own: Iterable[str] = (),
         asks: bool = False,
     ) -> None:
@@ -74,7 +74,7 @@ class LabApp:
         self.mode, self.traces, self.live = mode, dict(traces or {}), live
         self._titles = {name: str(path) for name, path in self.traces.items()}
         if stories is None:  # only a lab with a scheduler of its own can run them
-            stories = [story.describe() for story in load_stories()] if mode == "lab" else []
+            stories = load_stories() if mode == "lab" else []
         self.stories = stories
 
     def handle(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
@@ -157,7 +157,7 @@ class LabApp:
         specs = [data["spec"], *filter(None, [data.get("other")])]
         recordings = [b"".join(self._recording(spec)) for spec in specs]
         name = str(data["spec"].get("story", "")).partition("/")[0]
-        stories = [story for story in self.stories if story["name"] == name]
+        stories = [story for story in self.stories if story.name == name]
         page = exported(recordings, str(data.get("hash", "")), stories)
         headers = {"Content-Disposition": 'attachment; filename="headway-lab.html"'}
         return Response(200, TYPES[".html"], [page], headers)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from headway.lab.stories import Story
 from headway.lab.web.catalog import TEXTS
 
 STATIC = Path(__file__).parent / "static"
 
 
-def exported(
-    recordings: list[bytes], hash: str = "", stories: list[dict[str, Any]] | None = None
-) -> bytes:
+def exported(recordings: list[bytes], hash: str = "", stories: Iterable[Story] = ()) -> bytes:
     """The page with its script, style and recordings inlined; `hash` is the state it opens with."""
     html, script, style = (
         (STATIC / name).read_text(encoding="utf-8") for name in ("index.html", "app.js", "app.css")
@@ -24,10 +23,10 @@ def exported(
     parts = [f"<style>{style}</style>"]
     for number, recording in enumerate(recordings):
         data = base64.b64encode(gzip.compress(recording, mtime=0)).decode()
-        parts.append(
-            f'<script type="application/octet-stream" id="recording{number}">{data}</script>'
-        )
-    known = json.dumps({**TEXTS, "stories": stories or []}).replace("</", "<\\/")
+        tag = f'<script type="application/octet-stream" id="recording{number}">'
+        parts.append(f"{tag}{data}</script>")
+    described = [story.describe() for story in stories]
+    known = json.dumps({**TEXTS, "stories": described}).replace("</", "<\\/")
     parts.append(f'<script type="application/json" id="catalog">{known}</script>')
     if hash:
         parts.append(f'<meta name="lab-hash" content="{escape(hash)}">')
