@@ -27,13 +27,13 @@ def measure(
 ) -> dict[str, float | None]:
     """The numbers of a story by label, in their units; None for a number without a value."""
     recordings = recordings or recordings_of(story)
-    ends = {name: recording.end or {} for name, recording in recordings.items()}
+    values = {name: (each.end or {}).get("numbers", {}) for name, each in recordings.items()}
     found: dict[str, float | None] = {}
     for number in story.numbers:
-        runs = (number.run, number.per) if number.per else (number.run,)
-        value, *divisor = (ends[run].get("numbers", {}).get(number.label) for run in runs)
+        value = values[number.run].get(number.label)
         if value is not None and number.per:
-            value = value / divisor[0] if divisor[0] else None
+            divisor = values[number.per].get(number.label)
+            value = value / divisor if divisor else None
         found[number.label] = None if value is None else value * UNITS[number.unit]
     return found
 
