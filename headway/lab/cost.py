@@ -11,8 +11,9 @@ and `Machine` below. A field with a default is optional.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -228,15 +229,13 @@ def as_json(part: Any) -> dict[str, Any]:
 
 def _read(path: Path) -> Profile:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return _filled(Profile, json.loads(path.read_text(encoding="utf-8")), "")
     except OSError as error:
         raise FormatError(path, None, f"cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise FormatError(path, error.lineno, f"not JSON: {error.msg}") from None
     except UnicodeDecodeError:
         raise FormatError(path, None, "not UTF-8 text") from None
-    try:
-        return _filled(Profile, values, "")
     except ValueError as error:
         raise FormatError(path, None, str(error)) from None
 
@@ -260,16 +259,8 @@ def _value(name: str, value: Any, where: str) -> Any:
     if name in PARTS:
         return _filled(PARTS[name], value, f"{name}.")
     shown = where + name
-    if name in ("name", "description"):
-        return text(shown, value)
-    if name == "source":
-        return value and one_of(shown, value, [each for each in SOURCES if each])
-    if name == "held_out":
-        return _held_out(value)
-    if name == "corrections":
-        return _corrections(shown, value)
-    if name in ("kv_tokens", "max_model_len", "num_devices", "all_reduces"):
-        return whole_number(shown, value, 0 if name == "all_reduces" else 1)
+    if name in CHECKS:
+        return CHECKS[name](shown, value)
     if name.endswith("_seconds") or name in OPTIONAL_RATES:
         real_number(shown, value, low=0, high=1 if name == "overlap" else None)
     else:
@@ -277,7 +268,7 @@ def _value(name: str, value: Any, where: str) -> Any:
     return value
 
 
-def _held_out(values: Any) -> dict[str, float]:
+def _held_out(_: str, values: Any) -> dict[str, float]:
     """The errors of a held-out run, each a number by its name."""
     if not isinstance(values, dict):
         raise ValueError("held_out must be a JSON object")
@@ -302,3 +293,9 @@ def _corrections(shown: str, values: Any) -> Corrections:
 # Fields that may be 0 although they do not end in _seconds.
 OPTIONAL_RATES = ("head_flops", "overlap", "link_bandwidth", "all_reduce_bytes")
 PARTS: dict[str, type[Any]] = {"model": Model, "machine": Machine}
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "name": text, "description": text, "held_out": _held_out, "corrections": _corrections,
+    "source": lambda shown, value: value and one_of(shown, value, [x for x in SOURCES if x]),
+    **dict.fromkeys(("kv_tokens", "max_model_len", "num_devices"), partial(whole_number, low=1)),
+    "all_reduces": partial(whole_number, low=0),
+}  # fmt: skip

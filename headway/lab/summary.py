@@ -27,6 +27,7 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
     seconds = metrics.ended_at - started
     preemptions = totals["swaps"] + totals["recomputes"]
     ttft = [(x.num_prompt, x.first_token - x.arrival) for x in requests if x.first_token >= 0]
+    deadlines = [(x.finished, x.deadline) for x in requests if x.deadline is not None]
     return {
         "requests": len(requests) + rejected,
         "completed": len(ended),
@@ -64,8 +65,8 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         "waiting_steps_by_reason": dict(metrics.reasons.most_common()),
         "clients": len({request.client for request in requests}),
         "fairness": fairness(ended),
-        "deadlines": sum(request.deadline is not None for request in requests),
-        "deadline_misses": sum(_is_late(request) for request in requests),
+        "deadlines": len(deadlines),
+        "deadline_misses": sum(not 0 <= end <= deadline for end, deadline in deadlines),
     }
 
 
@@ -119,10 +120,6 @@ def _per_step(metrics: RunStats) -> dict[str, float]:
         "free_blocks": mean["free"],
         "seconds": mean["seconds"],
     }
-
-
-def _is_late(request: RequestTimeline) -> bool:
-    return request.deadline is not None and not 0 <= request.finished <= request.deadline
 
 
 def _ratio(part: float, whole: float) -> float:
