@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,19 @@ MAX_REPLAYED = 10_000  # lines of a recorded run that is decided again before it
 
 
 class Recorder:
-    """Follows a run: its recording, and its summary at the end."""
+    """Follows a run: its recording, its summary, and metrics by label if a story wants some."""
 
-    def __init__(self, head: HeaderLine) -> None:
-        self._head, self.stats = head, RunStats(head)
+    def __init__(self, head: HeaderLine, numbers: Mapping[str, str] | None = None) -> None:
+        self._head, self._stats, self._numbers = head, RunStats(head), numbers
+        self._metrics = RunMetrics(self._stats)
         self.writer = RecordingWriter(head.config)
         self.rejected: list[tuple[str, str]] = []
-        self.numbers: Callable[[], dict[str, float | None]] | None = None  # see stories
 
     def follow(self, event: Event) -> bytes:
         """The bytes of a chunk that has become full, or nothing."""
-        self.stats(event)
+        self._stats(event)
+        if self._numbers:
+            self._metrics.follow(event)
         return self.writer.follow(event)
 
     def record(self, chunks: Iterable[bytes], **more: Any) -> Iterator[bytes]:
@@ -58,9 +60,12 @@ class Recorder:
             yield from chunks
         except HeadwayError as failure:
             error = str(failure)
-        numbers = {"numbers": self.numbers()} if self.numbers else {}
-        summary = summarize(self.stats, len(self.rejected))
-        yield self.writer.finish(summary=summary, rejected=self.rejected, error=error, **numbers)
+        summary = summarize(self._stats, len(self.rejected))
+        end: dict[str, object] = {"summary": summary, "rejected": self.rejected, "error": error}
+        if self._numbers is not None:
+            values = {label: self._metrics.value(name) for label, name in self._numbers.items()}
+            end["numbers"] = values
+        yield self.writer.finish(**end)
 
 
 class SimulatedRun:
@@ -82,15 +87,11 @@ class SimulatedRun:
         self._scheduler = Scheduler(config, records_answers=True)
         self._engine = Engine(
             self._scheduler, executor, self._clock, async_scheduling=spec.async_scheduling,
-            observers=[self._observe],
+            observers=[lambda event: self._chunks.append(self._recorder.follow(event))],
         )  # fmt: skip
         self.header = header(config, spec.async_scheduling, profile=profile.name, has_blocks=True)
-        self._recorder, self._chunks = Recorder(self.header), list[bytes]()
-        self._metrics = RunMetrics(self._recorder.stats)
-        self._numbers = numbers_of(spec.story)
-        self._recorder.numbers = lambda: {
-            label: self._metrics.value(metric) for label, metric in self._numbers.items()
-        }
+        self._recorder = Recorder(self.header, numbers_of(spec.story))
+        self._chunks: list[bytes] = []
 
     def record(self, **more: Any) -> Iterator[bytes]:
         """The bytes of the recording, while it is made. A failure is in the end record."""
@@ -138,11 +139,6 @@ class SimulatedRun:
         else:
             config = config_of(self._spec, self._profile, edit.set, self._own)
             self._scheduler.reconfigure(with_profile(config, self._profile))
-
-    def _observe(self, event: Event) -> None:
-        self._chunks.append(self._recorder.follow(event))
-        if self._numbers:
-            self._metrics.follow(event)
 
 
 def recording_of_journal(journal: Iterable[HeaderLine | Line], **more: Any) -> Iterator[bytes]:
