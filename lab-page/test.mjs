@@ -1,4 +1,4 @@
-// Bundles src/*.test.ts and runs them with node's test runner. FILMS names a folder with films.
+// Bundles src/*.test.ts and runs them with node's test runner. RECORDINGS names a folder with recordings.
 import { build } from "esbuild";
 import { spawnSync } from "node:child_process";
 import { mkdtempSync, readdirSync, rmSync } from "node:fs";

@@ -54,8 +54,8 @@ settings.load_profile("test")
 # `make test-fast` leaves these out: they load the model, start processes or simulate long runs.
 SLOW = (
     "fleet/test_ray.py",
-    "lab/film/test_film_state.py",
-    "lab/film/test_film_truth.py",
+    "lab/recording/test_recording_state.py",
+    "lab/recording/test_recording_truth.py",
     "lab/planner/test_capacity.py",
     "lab/planner/test_evaluator.py",
     "lab/planner/test_tune.py",

@@ -13,7 +13,7 @@ page, with Chromium and playwright:
   page_bytes       HTML, script and style: as they are, and with gzip
 recording   CPU time in us of one step's trace line, by the limit of running requests, and the more
             that --trace-blocks takes: means over a simulated run
-live, the bundled model on the CPU with 8 concurrent requests, without and with a reader of its film:
+live, the bundled model on the CPU with 8 concurrent requests, without and with a reader of its steps:
   tokens_per_second   of the server
   cost                median over the rounds of 1 - with / without; a round is without, with, with,
                       without, so that a change of the machine's speed affects both alike
@@ -304,8 +304,8 @@ def live(asked: Namespace) -> Figures:
         for _ in range(asked.rounds):
             first = window(server)
             with (  # as `headway lab --attach` follows
-                urlopen(f"{server.url}/lab/api/live", timeout=30) as film,
-                repeating(partial(film.read1, 1 << 16)),
+                urlopen(f"{server.url}/lab/api/live", timeout=30) as recording,
+                repeating(partial(recording.read1, 1 << 16)),
             ):
                 both = [window(server), window(server)]
             last = window(server)

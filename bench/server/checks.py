@@ -252,7 +252,7 @@ async def route_keys(asked: Namespace) -> Figures:
 
 
 def _ask(server: ServerProcess, method: str, path: str, key: str | None) -> int:
-    """The status of a request whose path is sent as it is; a film has no end."""
+    """The status of a request whose path is sent as it is; a recording has no end."""
     credential = f"Authorization: Bearer {key}\r\n" if key else ""
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{credential}"
     body = "{}" if method == "POST" else ""

@@ -68,28 +68,28 @@ class GetDiagnosis(Query[Document]):
     """Findings of the doctor over the last minute."""
 
 
-class LiveFilm(Struct, frozen=True):
-    """The number of a viewer, and the first bytes of its film."""
+class LiveRecording(Struct, frozen=True):
+    """The number of a viewer, and the first bytes of its recording."""
 
     viewer: int
     header: bytes
 
 
-class StartFilm(Query[LiveFilm]):
-    """Film the engine's steps from now on."""
+class StartRecording(Query[LiveRecording]):
+    """Record the engine's steps from now on."""
 
     between_steps = True
 
 
-class GetFilm(Query[bytes]):
-    """The film since the last query of a viewer."""
+class GetRecording(Query[bytes]):
+    """The recording since the last query of a viewer."""
 
     viewer: int
     between_steps = True
 
 
-class StopFilm(Query[None]):
-    """Stop the film of a viewer."""
+class StopRecording(Query[None]):
+    """Stop the recording of a viewer."""
 
     viewer: int
     between_steps = True

@@ -1,15 +1,11 @@
 """Several replicas on one virtual clock: colocated, or with prefill and decode in separate pools.
 
-Every replica is an engine with its own scheduler and KV cache. A router with a routing rule sends
-each request to a replica; it is the router of the gateway.
-
 A disaggregated request has two parts: a prefill replica computes its prompt and samples the first
 token, its keys and values travel to a decode replica, and that replica generates the other tokens.
-A transfer takes `Profile.transfer_seconds` of all prompt tokens; a replica sends one request at a
-time. Arrived blocks are cached on the decode replica, where the request finds them as a prefix: it
-computes the tokens of its last, incomplete block again, at most one block. Blocks that are reused
-before it is admitted are computed again as well. Not modelled: transfers that overlap the prefill
-layer by layer, transfers that slow the devices down, several links, and requests with n above 1.
+A replica sends one request at a time. Arrived blocks are cached on the decode replica, where the
+request finds them as a prefix: it computes the tokens of its last, incomplete block again. Blocks
+that are reused before it is admitted are computed again as well. Not modelled: transfers that
+overlap the prefill layer by layer or slow the devices down, several links, and n above 1.
 """
 
 from __future__ import annotations
@@ -35,6 +31,8 @@ from headway.record.stats import RunStats, percentiles
 from headway.record.timeline import RequestTimeline
 from headway.scheduler.validate import validate_request
 
+LOADS = ("busy", "computed_tokens", "requests")  # whose balance is reported
+
 
 @dataclass(slots=True)
 class ReplicasResult:
@@ -57,7 +55,7 @@ class ReplicasResult:
                 name: _pool_summary(stats, whole["seconds"]) for name, stats in self.pools.items()
             },
             "transfers": {
-                "requests": len(tokens), "tokens": sum(tokens), "seconds": percentiles(seconds),
+                "requests": len(tokens), "tokens": sum(tokens), "seconds": percentiles(seconds)
             },
         }  # fmt: skip
 
@@ -88,9 +86,6 @@ def _replica_summary(name: str, stats: RunStats, seconds: float) -> Summary:
     }
 
 
-LOADS = ("busy", "computed_tokens", "requests")
-
-
 def balance(loads: Sequence[float]) -> float:
     """The largest load divided by the mean; 1 if no replica has any."""
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
@@ -110,28 +105,13 @@ class Pool:
     ) -> None:
         self.name, self.config = name, with_profile(config, profile)
         self.router = Router(rule, config.block_size)
-        self.replicas = [
-            SimulatedReplica(
-                str(place), self.router.tracker, self.config, profile, async_scheduling
-            )
-            for place in range(number)
-        ]
+        common = self.router.tracker, self.config, profile, async_scheduling
+        self.replicas = [SimulatedReplica(str(place), *common) for place in range(number)]
 
-    def choose(self, request: WorkloadRequest, now: float) -> tuple[SimulatedReplica, int]:
-        """The replica for a request, and the prompt tokens that it will compute."""
-        prompt = request.request()
-        keys = PromptKeys(prompt, self.config.block_size)
-        return self._choose(request, now, prompt.num_prompt, keys)
-
-    def choose_for_output(
-        self, request: WorkloadRequest, now: float
-    ) -> tuple[SimulatedReplica, int]:
-        """The replica for a request whose prompt arrives computed, but for its last token."""
-        return self._choose(request, now, 1, [])
-
-    def _choose(
+    def choose(
         self, request: WorkloadRequest, now: float, num_prompt: int, keys: Sequence[bytes]
     ) -> tuple[SimulatedReplica, int]:
+        """The replica for a request with this prompt, and the tokens of it to compute."""
         loads = [replica.load(now) for replica in self.replicas]
         try:
             place, view = self.router.choose(request.id, num_prompt, keys, request.client, loads)
@@ -167,8 +147,7 @@ class Cluster:
                 self._receive(*heapq.heappop(self._arriving))
             elif behind:
                 for request, now in behind.step():
-                    is_sent = request.id in self._open
-                    if is_sent:
+                    if request.id in self._open:
                         self._send(behind, self._open.pop(request.id), now)
                     elif progress:
                         progress(1)
@@ -177,11 +156,16 @@ class Cluster:
 
     def _submit(self, request: WorkloadRequest) -> None:
         """To a prefill replica; with a decode pool, for its first token only."""
-        replica, num_new = self._prefill.choose(request, request.arrival)
-        first = request
+        prompt, first = request.request(), request
+        keys = PromptKeys(prompt, self._prefill.config.block_size)
+        replica, num_new = self._prefill.choose(request, request.arrival, prompt.num_prompt, keys)
         try:
-            if self._decode:
-                _check(request, self._decode.config)
+            if self._decode:  # refused if the whole request could never run there
+                if request.n > 1:
+                    raise InvalidRequest(
+                        f"request {request.id!r}: n must be 1 with separate pools, not {request.n}"
+                    )
+                validate_request(prompt, self._decode.config, ())
                 first = replace(request, num_output=1, max_tokens=1)
             replica.add(first, request.arrival, num_new)
         except RequestError as error:
@@ -201,7 +185,7 @@ class Cluster:
     def _receive(self, now: float, _: int, request: WorkloadRequest) -> None:
         """The prompt is in the cache of a decode replica; the first token is part of it there."""
         assert self._decode, "only a prefill pool sends"
-        replica, num_new = self._decode.choose_for_output(request, now)
+        replica, num_new = self._decode.choose(request, now, 1, [])
         first_token = array("i", [request.params().sampling.filler])  # type: ignore[union-attr]
         rest = replace(
             request, pieces=(*request.pieces, first_token), num_output=request.num_output - 1,
@@ -209,15 +193,6 @@ class Cluster:
         )  # fmt: skip
         replica.engine.scheduler.kv.import_prefix(request.request())
         replica.add(rest, now, num_new)
-
-
-def _check(request: WorkloadRequest, config: Config) -> None:
-    """RequestError if the whole request could never run on a decode replica."""
-    if request.n > 1:
-        raise InvalidRequest(
-            f"request {request.id!r}: n must be 1 with separate pools, not {request.n}"
-        )
-    validate_request(request.request(), config, ())
 
 
 def simulate_replicas(
@@ -236,12 +211,9 @@ def simulate_replicas(
 
     `observers` are one for each of the first replicas, such as writers of their traces.
     """
-
-    def pool(name: str, config: Config, number: int) -> Pool:
-        return Pool(name, number, config, profile, route, async_scheduling)
-
-    first = pool("prefill" if decode else "colocated", config, num_replicas)
-    second = pool("decode", *decode) if decode else None
+    common, name = (profile, route, async_scheduling), "prefill" if decode else "colocated"
+    first = Pool(name, num_replicas, config, *common)
+    second = Pool("decode", decode[1], decode[0], *common) if decode else None
     for replica, observer in zip(first.replicas, observers, strict=False):
         replica.engine.observers.append(observer)
     cluster = Cluster(first, second, profile)

@@ -5,8 +5,7 @@ machine. Knows lengths and blocks, not tokens. Scheduling is `host_seconds`, whi
 hides; it is not part of a step's time.
 
 A profile is a JSON file in profiles/ or anywhere else, with exactly the fields of `Profile`, `Model`
-and `Machine` below: {"name": ..., "description": ..., "kv_tokens": ..., "model": {...},
-"machine": {...}}. A field with a default is optional.
+and `Machine` below. A field with a default is optional.
 """
 
 from __future__ import annotations
@@ -136,10 +135,9 @@ class Profile:
         num_rows, context = len(plan.decodes), plan.decode_context
         if num_rows or plan.chunks:
             seconds += self.pass_seconds(*work_of(plan))
-        if plan.num_steps > 1 and num_rows:
-            for _ in range(1, plan.num_steps):
-                context += num_rows
-                seconds += self.pass_seconds(num_rows, num_rows, context, context)
+        for _ in range(1, plan.num_steps if num_rows else 1):
+            context += num_rows
+            seconds += self.pass_seconds(num_rows, num_rows, context, context)
         return seconds
 
     def pass_seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:
@@ -203,12 +201,12 @@ def known_profiles() -> list[str]:
 def load_profile(name_or_path: str | Path) -> Profile:
     """A bundled profile by name, or the profile in a .json file."""
     name = str(name_or_path)
-    if name in known_profiles():
-        return _read(FOLDER / f"{name}.json")
-    if Path(name).suffix == ".json":
-        return _read(Path(name))
-    known = ", ".join(known_profiles())
-    raise ConfigError(f"unknown profile {name!r}; known: {known}, or the path of a .json file")
+    known = known_profiles()
+    if name in known or Path(name).suffix == ".json":
+        return _read(FOLDER / f"{name}.json" if name in known else Path(name))
+    raise ConfigError(
+        f"unknown profile {name!r}; known: {', '.join(known)}, or the path of a .json file"
+    )
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
@@ -229,15 +227,13 @@ def as_json(part: Profile | Model | Machine) -> dict[str, Any]:
 
 def _read(path: Path) -> Profile:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return _filled(Profile, json.loads(path.read_text(encoding="utf-8")), "")
     except OSError as error:
         raise FormatError(path, None, f"cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise FormatError(path, error.lineno, f"not JSON: {error.msg}") from None
     except UnicodeDecodeError:
         raise FormatError(path, None, "not UTF-8 text") from None
-    try:
-        return _filled(Profile, values, "")
     except ValueError as error:
         raise FormatError(path, None, str(error)) from None
 
@@ -261,16 +257,8 @@ def _value(name: str, value: Any, where: str) -> Any:
     if name in PARTS:
         return _filled(PARTS[name], value, f"{name}.")
     shown = where + name
-    if name in ("name", "description"):
-        return text(shown, value)
-    if name == "source":
-        return value and one_of(shown, value, [each for each in SOURCES if each])
-    if name == "held_out":
-        return _held_out(value)
-    if name == "corrections":
-        return _corrections(shown, value)
-    if name in ("kv_tokens", "max_model_len", "num_devices", "all_reduces"):
-        return whole_number(shown, value, 0 if name == "all_reduces" else 1)
+    if name in CHECKS:
+        return CHECKS[name](shown, value)
     if name.endswith("_seconds") or name in OPTIONAL_RATES:
         real_number(shown, value, low=0, high=1 if name == "overlap" else None)
     else:
@@ -278,7 +266,7 @@ def _value(name: str, value: Any, where: str) -> Any:
     return value
 
 
-def _held_out(values: Any) -> dict[str, float]:
+def _held_out(_: str, values: Any) -> dict[str, float]:
     """The errors of a held-out run, each a number by its name."""
     if not isinstance(values, dict):
         raise ValueError("held_out must be a JSON object")
@@ -304,3 +292,9 @@ def _corrections(shown: str, values: Any) -> Corrections:
 # Fields that may be 0 although they do not end in _seconds.
 OPTIONAL_RATES = ("head_flops", "overlap", "link_bandwidth", "all_reduce_bytes")
 PARTS: dict[str, type[Any]] = {"model": Model, "machine": Machine}
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "name": text, "description": text, "held_out": _held_out, "corrections": _corrections,
+    "source": lambda shown, value: value and one_of(shown, value, [x for x in SOURCES if x]),
+    **dict.fromkeys(("kv_tokens", "max_model_len", "num_devices"), partial(whole_number, low=1)),
+    "all_reduces": partial(whole_number, low=0),
+}  # fmt: skip

@@ -85,26 +85,21 @@ def text(plot: Plot) -> str:
         return f"{plot.title}: no data\n"
     if plot.labels:
         return _bars(plot)
-    is_log = spans_decades([x for x, _ in points])
-    low, high = _bounds([_scaled(x, is_log) for x, _ in points])
-    heights = [_scaled(y, plot.is_log) for _, y in points]
-    bottom, top = _bounds(heights if plot.is_log else [0.0, *heights])
+    xs, ys = zip(*points, strict=True)
+    across = svg.Axis(xs, 0, WIDTH - 1, is_log=spans_decades(xs))
+    up = svg.Axis(ys if plot.is_log else [0.0, *ys], 0, HEIGHT - 1, is_log=plot.is_log)
     grid = [[" "] * WIDTH for _ in range(HEIGHT)]
     for sign, curve in zip(SIGNS, plot.curves, strict=False):
         for x, y in curve.points:
             if math.isfinite(x):
-                column = round((_scaled(x, is_log) - low) / (high - low) * (WIDTH - 1))
-                row = round((_scaled(y, plot.is_log) - bottom) / (top - bottom) * (HEIGHT - 1))
-                grid[HEIGHT - 1 - row][column] = sign
+                grid[HEIGHT - 1 - round(up.place(y))][round(across.place(x))] = sign
     legend = "  ".join(f"{s} {c.name}" for s, c in zip(SIGNS, plot.curves, strict=False))
     lines = [f"{plot.title}   {legend}"]
-    for number, row_ in enumerate(grid):
-        up = (HEIGHT - 1 - number) / (HEIGHT - 1)
-        height = _unscaled(bottom + (top - bottom) * up, plot.is_log)
+    for number, (row, height) in enumerate(zip(grid, reversed(up.ticks(HEIGHT)), strict=True)):
         is_named = number in (0, HEIGHT // 2, HEIGHT - 1)
-        lines.append(f"{height:>9,.4g} ┤{''.join(row_)}".rstrip() if is_named else
-                     f"{'':9} │{''.join(row_)}".rstrip())  # fmt: skip
-    left, right = (f"{_unscaled(end, is_log):,.4g}" for end in (low, high))
+        label = f"{height:>9,.4g} ┤" if is_named else f"{'':9} │"
+        lines.append(f"{label}{''.join(row)}".rstrip())
+    left, *_, right = (f"{value:,.4g}" for value in across.ticks())
     lines.append(f"{plot.y:>9} └{'─' * WIDTH}")
     lines.append(f"{'':11}{left}{f'{right} {plot.x}':>{WIDTH - len(left)}}")
     return "\n".join(lines) + "\n"
@@ -120,16 +115,3 @@ def _bars(plot: Plot) -> str:
             bar = "█" * max(0, round(BAR * y / longest))
             lines.append(f"{plot.labels[int(x)]:{width}}  {bar} {y:,.4g}")
     return "\n".join(lines) + "\n"
-
-
-def _scaled(x: float, is_log: bool) -> float:
-    return math.log10(x) if is_log else x
-
-
-def _unscaled(x: float, is_log: bool) -> float:
-    return 10**x if is_log else x
-
-
-def _bounds(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low, low + 1.0)

@@ -91,17 +91,14 @@ def simulate(
         )  # fmt: skip
         engine.observers.append(JournalWriter(trace, head))
     if progress:
-        engine.observers.append(_report_ends(progress))
+
+        def report(event: Event) -> None:
+            if ended := ended_by(event):
+                progress(len(ended))
+
+        engine.observers.append(report)
     _run(engine, simulated.clock, iter(requests), result, progress, stop)
     return result
-
-
-def _report_ends(progress: Progress) -> Observer:
-    def observe(event: Event) -> None:
-        if ended := ended_by(event):
-            progress(len(ended))
-
-    return observe
 
 
 def _run(
@@ -109,8 +106,8 @@ def _run(
     clock: VirtualClock,
     requests: Iterator[WorkloadRequest],
     result: SimulationResult,
-    progress: Progress | None = None,
-    stop: Stop | None = None,
+    progress: Progress | None,
+    stop: Stop | None,
 ) -> None:
     """Step the engine until every request has arrived and ended; skip idle time."""
     coming = next(requests, None)

@@ -1,8 +1,7 @@
 """The summary of a run: one dictionary for JSON, the tables and the doctor.
 
 Times are seconds; a latency has mean, p50, p90, p99, p99.9 and max. `per_step` values are means over
-steps. Besides throughput and latencies it has
-the recompute tax, the use of running requests and tokens per step, and the reasons for waiting.
+steps.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         started = min((request.arrival for request in requests), default=0.0)
     seconds = metrics.ended_at - started
     preemptions = totals["swaps"] + totals["recomputes"]
+    ttft = [(x.num_prompt, x.first_token - x.arrival) for x in requests if x.first_token >= 0]
+    deadlines = [(x.finished, x.deadline) for x in requests if x.deadline is not None]
     return {
         "requests": len(requests) + rejected,
         "completed": len(ended),
@@ -41,12 +42,10 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         "output_tokens": totals["output_tokens"],
         "output_tokens_per_second": _ratio(totals["output_tokens"], seconds),
         "prompt_tokens": totals["prompt_tokens"],
-        "ttft": percentiles(x.first_token - x.arrival for x in requests if x.first_token >= 0),
+        "ttft": percentiles(seconds for _, seconds in ttft),
         "ttft_by_prompt": [
             {"from": shortest, "to": end, "requests": len(times), **percentiles(times)}
-            for shortest, end, times in by_prompt_length(
-                (x.num_prompt, x.first_token - x.arrival) for x in requests if x.first_token >= 0
-            )
+            for shortest, end, times in by_prompt_length(ttft)
         ],
         "time_between_tokens": metrics.gaps(),
         "longest_stall": percentiles(metrics.longest_stalls()),
@@ -66,8 +65,8 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         "waiting_steps_by_reason": dict(metrics.reasons.most_common()),
         "clients": len({request.client for request in requests}),
         "fairness": fairness(ended),
-        "deadlines": sum(request.deadline is not None for request in requests),
-        "deadline_misses": sum(_is_late(request) for request in requests),
+        "deadlines": len(deadlines),
+        "deadline_misses": sum(not 0 <= end <= deadline for end, deadline in deadlines),
     }
 
 
@@ -121,10 +120,6 @@ def _per_step(metrics: RunStats) -> dict[str, float]:
         "free_blocks": mean["free"],
         "seconds": mean["seconds"],
     }
-
-
-def _is_late(request: RequestTimeline) -> bool:
-    return request.deadline is not None and not 0 <= request.finished <= request.deadline
 
 
 def _ratio(part: float, whole: float) -> float:

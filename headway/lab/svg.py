@@ -37,8 +37,8 @@ def spans_decades(values: Sequence[float]) -> bool:
     return bool(finite) and min(finite) > 0 and max(finite) > 20 * min(finite)
 
 
-class _Axis:
-    """Maps values to pixels, linear or logarithmic."""
+class Axis:
+    """Maps values to places from `start` to `end`, linear or logarithmic."""
 
     def __init__(self, values: Sequence[float], start: int, end: int, *, is_log: bool) -> None:
         self._is_log, self._start, self._end = is_log, start, end
@@ -49,11 +49,12 @@ class _Axis:
 
     def place(self, value: float) -> float:
         share = (self._scaled(value) - self._low) / (self._high - self._low)
-        return round(self._start + share * (self._end - self._start), 1)
+        return self._start + share * (self._end - self._start)
 
-    def ticks(self) -> list[float]:
-        step = (self._high - self._low) / (NUM_TICKS - 1)
-        values = [self._low + place * step for place in range(NUM_TICKS)]
+    def ticks(self, count: int = NUM_TICKS) -> list[float]:
+        """Values at equal distances, from the start to the end."""
+        step = (self._high - self._low) / (count - 1)
+        values = [self._low + place * step for place in range(count)]
         return [10**value for value in values] if self._is_log else values
 
     def _scaled(self, value: float) -> float:
@@ -64,8 +65,8 @@ def document(plot: Plot) -> str:
     """The plot as an SVG document."""
     points = [point for curve in plot.curves for point in curve.points]
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    across = _Axis(xs, LEFT, RIGHT, is_log=not plot.labels and spans_decades(xs))
-    up = _Axis(ys if plot.is_log else [0.0, *ys], BOTTOM, TOP, is_log=plot.is_log)
+    across = Axis(xs, LEFT, RIGHT, is_log=not plot.labels and spans_decades(xs))
+    up = Axis(ys if plot.is_log else [0.0, *ys], BOTTOM, TOP, is_log=plot.is_log)
     height = BOTTOM + 60 + LINE * (len(plot.curves) + len(plot.labels))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
@@ -75,27 +76,27 @@ def document(plot: Plot) -> str:
         _text(RIGHT, BOTTOM + 40, plot.x, anchor="end"),
     ]  # fmt: skip
     for value in up.ticks():
-        y = up.place(value)
+        y = round(up.place(value), 1)
         parts.append(f'<path d="M{LEFT} {y}H{RIGHT}" stroke="#ddd"/>')
         parts.append(_text(LEFT - 6, y + 4, f"{value:,.4g}", anchor="end"))
-    named = range(len(plot.labels)) if plot.labels else across.ticks()
-    for value in named:
+    for value in range(len(plot.labels)) if plot.labels else across.ticks():
         mark = f"{value:,.4g}" if not plot.labels else str(int(value) + 1)
-        parts.append(_text(across.place(value), BOTTOM + 20, mark, anchor="middle"))
+        parts.append(_text(round(across.place(value), 1), BOTTOM + 20, mark, anchor="middle"))
     for place, curve in enumerate(plot.curves):
-        parts += _curve(curve, across, up, COLORS[place % len(COLORS)], bool(plot.labels))
-        y = BOTTOM + 60 + LINE * place
-        parts.append(_text(LEFT, y, f"― {curve.name}", color=COLORS[place % len(COLORS)]))
-    start = BOTTOM + 60 + LINE * len(plot.curves)
-    parts += [
-        _text(LEFT, start + LINE * place, f"{place + 1}: {label}")
-        for place, label in enumerate(plot.labels)
-    ]
+        color, y = COLORS[place % len(COLORS)], BOTTOM + 60 + LINE * place
+        parts += _curve(curve, across, up, color, bool(plot.labels))
+        parts.append(_text(LEFT, y, f"― {curve.name}", color=color))
+    for place, label in enumerate(plot.labels):
+        y = BOTTOM + 60 + LINE * (len(plot.curves) + place)
+        parts.append(_text(LEFT, y, f"{place + 1}: {label}"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _curve(curve: Curve, across: _Axis, up: _Axis, color: str, has_labels: bool) -> list[str]:
-    places = [(across.place(x), up.place(y)) for x, y in curve.points if math.isfinite(x)]
+def _curve(curve: Curve, across: Axis, up: Axis, color: str, has_labels: bool) -> list[str]:
+    places = [
+        (round(across.place(x), 1), round(up.place(y), 1))
+        for x, y in curve.points if math.isfinite(x)
+    ]  # fmt: skip
     dots = [f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}"/>' for x, y in places]
     if has_labels:
         return [

@@ -102,8 +102,8 @@ def make_engine(options: ServerOptions, load: Load) -> ServedEngine:
 
     def prepare(loop: EngineLoop) -> None:
         from headway.lab.doctor import live as live_doctor
-        from headway.lab.film import live
         from headway.lab.real.profiling import model_work
+        from headway.lab.recording import live
         from headway.observe.server_metrics import ServerMetrics
         from headway.server.health import Watchdog
 

@@ -1,6 +1,6 @@
-// Everything that comes from outside the page: catalog, films, exports.
+// Everything that comes from outside the page: catalog, recordings, exports.
 
-import { Film } from "./film";
+import { Recording } from "./recording";
 import { Catalog, fromBase64, Spec } from "./spec";
 
 export async function fetchCatalog(): Promise<Catalog> {
@@ -31,9 +31,9 @@ export type Source =
   | { kind: "file"; file: File }
   | { kind: "embedded"; id: string };
 
-/** Read a film while it is made; `onProgress` is called whenever frames arrived. */
+/** Read a recording while it is made; `onProgress` is called whenever frames arrived. */
 export async function stream(
-  source: Source, film: Film, signal: AbortSignal, onProgress: () => void,
+  source: Source, recording: Recording, signal: AbortSignal, onProgress: () => void,
 ): Promise<void> {
   const body = source.kind === "embedded" ? embedded(source.id) : await request(source, signal);
   const reader = body.getReader();
@@ -42,7 +42,7 @@ export async function stream(
     for (;;) {
       const { done, value } = await reader.read();
       if (done) break;
-      if (film.read(value)) onProgress();
+      if (recording.read(value)) onProgress();
       if (performance.now() - rested > BUSY) { // let the page draw
         await new Promise((resolve) => setTimeout(resolve));
         rested = performance.now();
@@ -51,11 +51,11 @@ export async function stream(
   } catch (error) {
     if (signal.aborted || !(error instanceof TypeError)) throw error;
   }
-  if (!film.end && !signal.aborted) {
+  if (!recording.end && !signal.aborted) {
     const end = source.kind === "live"
-      ? `The server ended the connection after ${film.numDropped + film.numFrames} frames. ` +
+      ? `The server ended the connection after ${recording.numDropped + recording.numFrames} frames. ` +
         "They stay. Reload the page to follow the server again."
-      : `The connection ended after ${film.numFrames} frames, before the end of the run. ` +
+      : `The connection ended after ${recording.numFrames} frames, before the end of the run. ` +
         "The frames that arrived stay. Press Run to start again.";
     throw new Error(end);
   }
@@ -71,7 +71,7 @@ async function request(source: Source, signal: AbortSignal): Promise<ReadableStr
     } else {
       const body = JSON.stringify((source as { spec: Spec }).spec);
       const headers = { "Content-Type": "application/json" };
-      answer = await fetch("api/film", { method: "POST", body, headers, signal });
+      answer = await fetch("api/recording", { method: "POST", body, headers, signal });
     }
   } catch (error) {
     if (signal.aborted) throw error;

@@ -33,7 +33,7 @@ function nextRequest(way: 1 | -1): void {
   const view = viewA.value;
   if (!view) return;
   const { running, waiting, swapped, finished } = view.groups;
-  const ids = [running, waiting, swapped, finished].flat().map((r) => view.film.entries[r].id);
+  const ids = [running, waiting, swapped, finished].flat().map((r) => view.recording.entries[r].id);
   const at = selected.value === null ? -1 : ids.indexOf(selected.value);
   const next = at < 0 ? (way > 0 ? 0 : ids.length - 1) : (at + way + ids.length) % ids.length;
   if (ids.length) selected.value = ids[next];

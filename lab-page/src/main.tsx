@@ -28,16 +28,16 @@ async function openEmbedded(link: Link): Promise<void> {
   catalog.value = { ...EMPTY, ...embeddedCatalog(), mode: "export" };
   a.spec.value = link.spec;
   want(link.frame ?? 0);
-  await load(a, { kind: "embedded", id: "film0" });
-  if (!hasEmbedded("film1")) return;
+  await load(a, { kind: "embedded", id: "recording0" });
+  if (!hasEmbedded("recording1")) return;
   b.spec.value = link.other ?? {};
-  await load(b, { kind: "embedded", id: "film1" });
+  await load(b, { kind: "embedded", id: "recording1" });
 }
 
 async function start(): Promise<void> {
   const link = fromHash(location.hash || embeddedHash());
   followHash(openLink);
-  if (hasEmbedded("film0")) return openEmbedded(link);
+  if (hasEmbedded("recording0")) return openEmbedded(link);
   try {
     catalog.value = await fetchCatalog();
   } catch {

@@ -1,5 +1,5 @@
 // The state of a recorded run at one frame, and the operations that change it.
-// The same interpreter as headway/lab/film/state.py; numbers only, no texts.
+// The same interpreter as headway/lab/recording/state.py; numbers only, no texts.
 
 export const OP = {
   ADD: 1, ADMIT: 2, CHUNK: 3, DECODING: 4, JOIN: 5, LEAVE: 6, DECODE: 7, COMPUTED: 8, RESULT: 9,
@@ -20,7 +20,7 @@ export interface Blocked {
   have: number;
 }
 
-export interface FilmRequest {
+export interface RecordedRequest {
   status: number;
   computed: number; // less the decode counter, once it has joined
   generated: number; // less the result counter, once it has joined
@@ -40,8 +40,8 @@ export function nextOp(ops: Int32Array, place: number): number {
 }
 
 /** All requests that have not finished, and the content of the KV blocks. */
-export class FilmState {
-  requests = new Map<number, FilmRequest>();
+export class RecordedState {
+  requests = new Map<number, RecordedRequest>();
   refs: Int32Array; // holders of each block
   published: Uint8Array; // 1: the content of the block can be matched
   rest: { reason: number; count: number } | null = null; // requests that were not considered
@@ -139,19 +139,19 @@ export class FilmState {
     this.publish(request.blocks, numHits, published);
   }
 
-  private join(request: FilmRequest): void {
+  private join(request: RecordedRequest): void {
     request.isJoined = true;
     request.computed -= this.decoded;
     request.generated -= this.results;
   }
 
-  private leave(request: FilmRequest): void {
+  private leave(request: RecordedRequest): void {
     request.isJoined = false;
     request.computed += this.decoded;
     request.generated += this.results;
   }
 
-  private release(request: FilmRequest, published: number): void {
+  private release(request: RecordedRequest, published: number): void {
     if (request.isJoined) this.leave(request);
     this.publish(request.blocks, 0, published);
     for (const block of request.blocks) this.refs[block] -= 1;
@@ -177,9 +177,9 @@ export class FilmState {
     this.published = published;
   }
 
-  private get(r: number): FilmRequest {
+  private get(r: number): RecordedRequest {
     const request = this.requests.get(r);
-    if (!request) throw new Error(`the film has no open request ${r} here`);
+    if (!request) throw new Error(`the recording has no open request ${r} here`);
     return request;
   }
 
@@ -208,8 +208,8 @@ export class FilmState {
   }
 
   /** The state of a keyframe. */
-  static restore(numbers: Int32Array, blockSize: number, numBlocks?: number): FilmState {
-    const state = new FilmState(blockSize, numBlocks);
+  static restore(numbers: Int32Array, blockSize: number, numBlocks?: number): RecordedState {
+    const state = new RecordedState(blockSize, numBlocks);
     let i = 0;
     state.numFinished = numbers[i++];
     const reason = numbers[i++], count = numbers[i++];
@@ -243,7 +243,7 @@ export class FilmState {
   }
 }
 
-function newRequest(): FilmRequest {
+function newRequest(): RecordedRequest {
   return {
     status: WAITING, computed: 0, generated: 0, cached: 0, numPreemptions: 0, blocks: [], host: [],
     blocked: null, isJoined: false,

@@ -2,7 +2,7 @@
 
 import { batch, computed, effect, ReadonlySignal, signal, Signal } from "@preact/signals";
 import { allow, OwnPolicies, Source, stream } from "./api";
-import { Film, whereTheyPart } from "./film";
+import { Recording, whereTheyPart } from "./recording";
 import { Catalog, Edit, Spec, tidy } from "./spec";
 import { makeView, stepOf, View } from "./view";
 
@@ -10,20 +10,20 @@ export type Sync = "step" | "time";
 
 /** One of the two schedulers. */
 export interface Side {
-  film: Signal<Film | null>;
+  recording: Signal<Recording | null>;
   spec: Signal<Spec | null>;
   isLoading: Signal<boolean>;
   abort: AbortController | null;
 }
 
 const side = (): Side => ({
-  film: signal(null), spec: signal(null), isLoading: signal(false), abort: null,
+  recording: signal(null), spec: signal(null), isLoading: signal(false), abort: null,
 });
 
 export const a = side(), b = side();
 export const version = signal(0); // grows when frames arrive
 export const catalog = signal<Catalog | null>(null);
-export const position = signal(0); // frame; of both films, unless they are shown by time
+export const position = signal(0); // frame; of both recordings, unless they are shown by time
 export const clock = signal(0); // seconds, when they are shown by time
 export const sync = signal<Sync>("step");
 export const selected = signal<string | null>(null);
@@ -45,7 +45,7 @@ export const span = signal<[number, number] | null>(null); // frames that lanes 
 export let wanted: number | null = null; // a frame to show once it has arrived
 
 export const lit = computed(() => hovered.value ?? selected.value);
-export const isComparing = computed(() => b.spec.value !== null || b.film.value !== null);
+export const isComparing = computed(() => b.spec.value !== null || b.recording.value !== null);
 export const isByTime = computed(() => isComparing.value && sync.value === "time");
 export const canRun = computed(() => catalog.value?.mode === "lab");
 export const whyNot = computed(() => {
@@ -59,28 +59,28 @@ export const whyNot = computed(() => {
 export const whyNoEdit = computed(() => {
   if (!canRun.value) return whyNot.value || "The lab is starting.";
   if (a.spec.value === null) return "Open the file with `headway lab FILE` to change this run.";
-  const isRedacted = a.spec.value.trace && a.film.value?.header?.is_redacted;
+  const isRedacted = a.spec.value.trace && a.recording.value?.header?.is_redacted;
   return isRedacted ? "This trace is redacted: it has no tokens, so its run cannot be repeated." : "";
 });
 export const canEdit = computed(() => whyNoEdit.value === "");
 
 export const numFrames = computed(() => {
   version.value;
-  return Math.max(a.film.value?.numFrames ?? 0, b.film.value?.numFrames ?? 0);
+  return Math.max(a.recording.value?.numFrames ?? 0, b.recording.value?.numFrames ?? 0);
 });
 
 /** The frame of a side at the present position. */
 export function frameOf(each: Side): number {
   version.value;
-  const film = each.film.value;
-  if (!film || !film.numFrames) return -1;
-  if (isByTime.value) return film.frameAt(clock.value);
-  return Math.min(position.value, film.numFrames - 1);
+  const recording = each.recording.value;
+  if (!recording || !recording.numFrames) return -1;
+  if (isByTime.value) return recording.frameAt(clock.value);
+  return Math.min(position.value, recording.numFrames - 1);
 }
 
 const viewOf = (each: Side) => computed<View | null>(() => {
   const frame = frameOf(each);
-  return frame < 0 ? null : makeView(each.film.value!, frame);
+  return frame < 0 ? null : makeView(each.recording.value!, frame);
 });
 export const viewA = viewOf(a), viewB = viewOf(b);
 
@@ -107,12 +107,12 @@ function afterPicture(call: () => void): void {
   requestAnimationFrame(() => setTimeout(call));
 }
 
-let compared: { left: Film; right: Film; upTo: number } | null = null;
+let compared: { left: Recording; right: Recording; upTo: number } | null = null;
 
-/** The first frame in which the two films differ; -1 if there is none so far. */
+/** The first frame in which the two recordings differ; -1 if there is none so far. */
 export const partsAt = computed(() => {
   version.value;
-  const [left, right] = [a.film.value, b.film.value];
+  const [left, right] = [a.recording.value, b.recording.value];
   if (!left?.numFrames || !right?.numFrames) return -1;
   if (compared?.left !== left || compared.right !== right) compared = { left, right, upTo: 0 };
   const found = whereTheyPart(left, right, compared.upTo);
@@ -130,8 +130,8 @@ export function seek(frame: number, isUser = true): void {
       if (isLive.value) isFollowing.value = frame >= last;
     }
     position.value = to;
-    const film = a.film.value?.numFrames ? a.film.value : b.film.value;
-    if (film?.numFrames) clock.value = film.planned.at(Math.min(to, film.numFrames - 1));
+    const recording = a.recording.value?.numFrames ? a.recording.value : b.recording.value;
+    if (recording?.numFrames) clock.value = recording.planned.at(Math.min(to, recording.numFrames - 1));
   });
 }
 
@@ -140,15 +140,15 @@ export function stepBy(count: number): void {
   for (let i = 0; i < Math.abs(count); i++) tick(count > 0 ? 1 : -1);
 }
 
-/** By time: go to the next plan of either film. */
+/** By time: go to the next plan of either recording. */
 function tick(way: 1 | -1): void {
   const now = clock.value, times: number[] = [];
-  for (const film of [a.film.value, b.film.value]) {
-    if (!film?.numFrames) continue;
-    let at = film.frameAt(now);
-    if (way < 0) while (at >= 0 && film.planned.at(at) >= now) at--;
+  for (const recording of [a.recording.value, b.recording.value]) {
+    if (!recording?.numFrames) continue;
+    let at = recording.frameAt(now);
+    if (way < 0) while (at >= 0 && recording.planned.at(at) >= now) at--;
     else at++;
-    if (at >= 0 && at < film.numFrames) times.push(film.planned.at(at));
+    if (at >= 0 && at < recording.numFrames) times.push(recording.planned.at(at));
   }
   if (times.length) seekTime(way > 0 ? Math.min(...times) : Math.max(...times));
 }
@@ -156,18 +156,18 @@ function tick(way: 1 | -1): void {
 export function seekTime(time: number): void {
   batch(() => {
     clock.value = time;
-    if (a.film.value) position.value = a.film.value.frameAt(time);
+    if (a.recording.value) position.value = a.recording.value.frameAt(time);
   });
 }
 
 export function seekMark(way: 1 | -1): void {
   const found: number[] = [];
   for (const each of [a, b]) {
-    const film = each.film.value;
-    if (!film?.numFrames) continue;
-    const mask = chosenMarks.value.reduce((sum, name) => sum | (film.header!.marks[name] ?? 0), 0);
-    const frame = film.nextMark(frameOf(each), mask, way);
-    if (frame >= 0) found.push(isByTime.value ? film.planned.at(frame) : frame);
+    const recording = each.recording.value;
+    if (!recording?.numFrames) continue;
+    const mask = chosenMarks.value.reduce((sum, name) => sum | (recording.header!.marks[name] ?? 0), 0);
+    const frame = recording.nextMark(frameOf(each), mask, way);
+    if (frame >= 0) found.push(isByTime.value ? recording.planned.at(frame) : frame);
   }
   if (!found.length) return;
   const to = way > 0 ? Math.min(...found) : Math.max(...found);
@@ -175,9 +175,9 @@ export function seekMark(way: 1 | -1): void {
   else seek(to);
 }
 
-/** Go to a frame of one of the two films. */
-export function seekIn(film: Film, frame: number): void {
-  if (isByTime.value) seekTime(film.planned.at(Math.max(0, Math.min(frame, film.numFrames - 1))));
+/** Go to a frame of one of the two recordings. */
+export function seekIn(recording: Recording, frame: number): void {
+  if (isByTime.value) seekTime(recording.planned.at(Math.max(0, Math.min(frame, recording.numFrames - 1))));
   else seek(frame);
 }
 
@@ -186,7 +186,7 @@ export function seekEnd(): void {
   seek(numFrames.value - 1);
   if (!isLive.value && (a.isLoading.value || b.isLoading.value)) wanted = Number.MAX_SAFE_INTEGER;
   if (isByTime.value) {
-    const ends = [a.film.value, b.film.value].map((film) => film?.planned.at(film.numFrames - 1) ?? 0);
+    const ends = [a, b].map(({ recording: { value } }) => value?.planned.at(value.numFrames - 1) ?? 0);
     seekTime(Math.max(...ends));
   }
 }
@@ -197,11 +197,12 @@ export function want(frame: number): void {
   seek(frame, false);
 }
 
-/** Go to a step of the first film; of the second one, if only that is so long. */
+/** Go to a step of the first recording; of the second one, if only that is so long. */
 export function seekStep(step: number): void {
-  const films = [a.film.value, b.film.value].filter((film): film is Film => !!film?.numFrames);
-  const film = films.find((each) => stepOf(each, each.numFrames - 1) >= step) ?? films[0];
-  if (film) seekIn(film, film.frameOfStep(step));
+  const both = [a.recording.value, b.recording.value];
+  const recordings = both.filter((each): each is Recording => !!each?.numFrames);
+  const recording = recordings.find((each) => stepOf(each, each.numFrames - 1) >= step) ?? recordings[0];
+  if (recording) seekIn(recording, recording.frameOfStep(step));
 }
 
 export function select(id: string | null): void {
@@ -251,14 +252,14 @@ function arrived(): void {
   }, 60);
 }
 
-const MAX_LIVE_FRAMES = 20_000, MAX_LIVE_BYTES = 48 << 20; // that are kept of a live film
+const MAX_LIVE_FRAMES = 20_000, MAX_LIVE_BYTES = 48 << 20; // that are kept of a live recording
 const SLACK = 1.2; // more than this share above a limit is dropped at once
 
-/** Drop the oldest frames of a live film, which has no end. What is shown moves along. */
+/** Drop the oldest frames of a live recording, which has no end. What is shown moves along. */
 function forgetOldest(): void {
-  const film = a.film.peek();
-  if (!isLive.peek() || !film || !film.isOver(SLACK * MAX_LIVE_FRAMES, SLACK * MAX_LIVE_BYTES)) return;
-  const count = film.keepLatest(MAX_LIVE_FRAMES, MAX_LIVE_BYTES), shift = (at: number) => Math.max(0, at - count);
+  const recording = a.recording.peek();
+  if (!isLive.peek() || !recording || !recording.isOver(SLACK * MAX_LIVE_FRAMES, SLACK * MAX_LIVE_BYTES)) return;
+  const count = recording.keepLatest(MAX_LIVE_FRAMES, MAX_LIVE_BYTES), shift = (at: number) => Math.max(0, at - count);
   position.value = shift(position.peek());
   if (wanted !== null) wanted = shift(wanted);
   if (span.peek()) span.value = [shift(span.peek()![0]), Math.max(20, span.peek()![1] - count)];
@@ -273,39 +274,39 @@ function refresh(): void {
   });
 }
 
-/** Load a film into a side; whether it has frames. What is shown stays until the first ones arrive. */
+/** Load a recording into a side; whether it has frames. What is shown stays until the first ones arrive. */
 export async function load(each: Side, source: Source): Promise<boolean> {
   each.abort?.abort();
-  const abort = (each.abort = new AbortController()), film = new Film();
+  const abort = (each.abort = new AbortController()), recording = new Recording();
   each.isLoading.value = true;
   try {
-    await stream(source, film, abort.signal, () => {
-      if (each.film.value !== film && film.numFrames) {
+    await stream(source, recording, abort.signal, () => {
+      if (each.recording.value !== recording && recording.numFrames) {
         batch(() => {
-          if (each.film.value) span.value = null;
-          each.film.value = film;
+          if (each.recording.value) span.value = null;
+          each.recording.value = recording;
           refresh(); // the first frames at once
         });
       }
       arrived();
     });
-    if (film.end?.error) banner.value = film.end.error;
-    else if (film.header?.notice) {
-      banner.value = `Shown from the recorded lines, without alternatives: ${film.header.notice}`;
+    if (recording.end?.error) banner.value = recording.end.error;
+    else if (recording.header?.notice) {
+      banner.value = `Shown from the recorded lines, without alternatives: ${recording.header.notice}`;
     }
-    if (!film.numFrames && !film.end?.error) banner.value = "The run has no steps: no request arrived.";
-    ask(film.header?.own ?? []);
+    if (!recording.numFrames && !recording.end?.error) banner.value = "The run has no steps: no request arrived.";
+    ask(recording.header?.own ?? []);
   } catch (error) {
     if (abort.signal.aborted || (error instanceof OwnPolicies && ask(error.names))) return false;
     banner.value = (error as Error).message;
-    if (each === b && !b.film.value) b.spec.value = null; // there is nothing to compare with
+    if (each === b && !b.recording.value) b.spec.value = null; // there is nothing to compare with
   } finally {
     batch(() => {
       if (each.abort === abort) each.isLoading.value = false;
-      refresh(); // so that no part of the page shows fewer frames than the film has
+      refresh(); // so that no part of the page shows fewer frames than the recording has
     });
   }
-  return each.film.value === film;
+  return each.recording.value === recording;
 }
 
 /** Ask the user whether the lab may import policies; false if it does not allow that. */
@@ -322,7 +323,7 @@ export async function answer(isAllowed: boolean): Promise<void> {
   asked.value = [];
   if (!isAllowed) {
     banner.value = `Not imported: ${names.join(", ")}`;
-    if (!b.film.value) b.spec.value = null;
+    if (!b.recording.value) b.spec.value = null;
     return;
   }
   try {
@@ -339,14 +340,14 @@ export function open(spec: Spec, other: Spec | null, frame: number | null = null
     banner.value = null;
     asked.value = [];
     isPlaying.value = false;
-    const isSame = JSON.stringify(a.spec.value) === JSON.stringify(tidy(spec)) && a.film.value?.end;
+    const isSame = JSON.stringify(a.spec.value) === JSON.stringify(tidy(spec)) && a.recording.value?.end;
     a.spec.value = tidy(spec);
     b.spec.value = other && tidy(other);
     if (!other) {
       b.abort?.abort();
-      b.film.value = null;
+      b.recording.value = null;
     }
-    // While a film is loading, the frame shown is that of another one.
+    // While a recording is loading, the frame shown is that of another one.
     wanted = frame ?? (a.isLoading.peek() ? wanted : null) ?? position.value;
     if (!isSame) void load(a, { kind: "spec", spec: a.spec.value });
     else if (frame !== null) seek(frame, false);

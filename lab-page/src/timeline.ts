@@ -1,8 +1,8 @@
-// When each request was in which state, over a whole film. Lanes, the list of finished requests and
+// When each request was in which state, over a whole recording. Lanes, the list of finished requests and
 // the state machine read it; it is made once, while the chunks arrive.
 
 import { lastAtMost } from "./growing";
-import { DECODING, FINISHED, FilmState, OP, PREFILL, SWAPPED, WAITING, nextOp } from "./state";
+import { DECODING, FINISHED, RecordedState, OP, PREFILL, SWAPPED, WAITING, nextOp } from "./state";
 
 /** One request: the frames at which its state changes. */
 export interface Life {
@@ -19,8 +19,8 @@ export class Timeline {
   numGone = 0; // requests that finished before the first frame that is kept
   maxBlock = 0; // the highest block that any request has held
 
-  /** The state before the first frame; not empty in a film of a live server. */
-  start(state: FilmState): void {
+  /** The state before the first frame; not empty in a recording of a live server. */
+  start(state: RecordedState): void {
     for (const [r, request] of state.requests) {
       this.change(r, 0, request.status);
       for (const block of request.blocks) this.maxBlock = Math.max(this.maxBlock, block);

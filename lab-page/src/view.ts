@@ -1,8 +1,8 @@
 // What the panes show of one frame: rows of requests, the step's work, and numbers.
 
-import { Film, StepWork } from "./film";
+import { Recording, StepWork } from "./recording";
 import { lastAtMost } from "./growing";
-import { Blocked, DECODING, FilmState, FINISHED, PREFILL, SWAPPED } from "./state";
+import { Blocked, DECODING, RecordedState, FINISHED, PREFILL, SWAPPED } from "./state";
 
 export interface Row {
   r: number;
@@ -30,12 +30,12 @@ export interface Groups {
 }
 
 export interface View {
-  film: Film;
+  recording: Recording;
   frame: number;
   step: number;
   isAfter: boolean; // after that step: the run has ended, or the step failed
   time: number;
-  state: FilmState;
+  state: RecordedState;
   work: StepWork;
   chunks: Map<number, [number, number]>; // tokens that the step computes, by request
   groups: Groups;
@@ -46,8 +46,8 @@ export interface View {
 const MAX_FINISHED = 12;
 const MAX_STILL = 8; // running requests that fit on the screen; of more, prefills come first
 
-export function makeView(film: Film, frame: number): View {
-  const state = film.state(frame), work = film.work(frame);
+export function makeView(recording: Recording, frame: number): View {
+  const state = recording.state(frame), work = recording.work(frame);
   const chunks = new Map(work.chunks.map(({ r, start, end }) => [r, [start, end] as [number, number]]));
   const groups: Groups = { waiting: [], running: [], swapped: [], finished: [] };
   const counts = [0, 0, 0, 0, 0], rest: number[] = [], prefills: number[] = [];
@@ -64,34 +64,34 @@ export function makeView(film: Film, frame: number): View {
     const first = new Set(prefills);
     groups.running = prefills.concat(groups.running.filter((r) => !first.has(r)));
   }
-  const { finished, finishedAt } = film.timeline;
+  const { finished, finishedAt } = recording.timeline;
   const numFinished = lastAtMost(finishedAt.length, frame, (i) => finishedAt[i]) + 1;
   for (let i = numFinished - 1; i >= Math.max(0, numFinished - MAX_FINISHED); i--) {
     groups.finished.push(finished[i]);
   }
-  counts[FINISHED] = Math.max(numFinished + film.timeline.numGone, state.numFinished);
+  counts[FINISHED] = Math.max(numFinished + recording.timeline.numGone, state.numFinished);
   return {
-    film, frame, step: stepOf(film, frame), isAfter: film.column("step", frame) < 0,
-    time: film.planned.at(frame), state, work, chunks,
+    recording, frame, step: stepOf(recording, frame), isAfter: recording.column("step", frame) < 0,
+    time: recording.planned.at(frame), state, work, chunks,
     groups, counts, numFinished: counts[FINISHED],
   };
 }
 
 /** The step of a frame; of a frame without a plan, the step before. */
-export function stepOf(film: Film, frame: number): number {
+export function stepOf(recording: Recording, frame: number): number {
   let at = frame;
-  while (at > 0 && film.column("step", at) < 0) at--;
-  return film.column("step", at);
+  while (at > 0 && recording.column("step", at) < 0) at--;
+  return recording.column("step", at);
 }
 
 /** The requests [from, to) of a group, as rows. */
 export function rowsOf(view: View, group: keyof Groups, from: number, to: number): Row[] {
   const shown = view.groups[group].slice(from, to);
-  return shown.map((r) => (group === "finished" ? finishedRow(view.film, r) : openRow(view, r)));
+  return shown.map((r) => (group === "finished" ? finishedRow(view.recording, r) : openRow(view, r)));
 }
 
-function openRow({ film, state, chunks }: View, r: number): Row {
-  const request = state.requests.get(r)!, entry = film.entries[r], chunk = chunks.get(r) ?? null;
+function openRow({ recording, state, chunks }: View, r: number): Row {
+  const request = state.requests.get(r)!, entry = recording.entries[r], chunk = chunks.get(r) ?? null;
   return {
     r, id: entry?.id ?? String(r), status: chunk ? PREFILL : request.status,
     numPrompt: entry?.numPrompt ?? 0, limit: entry?.limit ?? 0, cached: request.cached,
@@ -101,24 +101,24 @@ function openRow({ film, state, chunks }: View, r: number): Row {
   };
 }
 
-function finishedRow(film: Film, r: number): Row {
-  const entry = film.entries[r], life = film.timeline.lives.get(r)!, finish = life.finish!;
+function finishedRow(recording: Recording, r: number): Row {
+  const entry = recording.entries[r], life = recording.timeline.lives.get(r)!, finish = life.finish!;
   const numPrompt = entry?.numPrompt ?? 0, length = numPrompt + finish.numOutput;
   return {
     r, id: entry?.id ?? String(r), status: FINISHED, numPrompt, limit: entry?.limit ?? length,
     cached: 0, computed: finish.numOutput ? length : 0, generated: finish.numOutput,
     preemptions: life.preemptions.length,
     numBlocks: 0, numHost: 0, blocked: null, chunk: null,
-    finish: film.header!.finish_reasons[finish.reason] ?? "",
+    finish: recording.header!.finish_reasons[finish.reason] ?? "",
   };
 }
 
 /** The row of a request by its id, in any group; null if it has not arrived or is long finished. */
 export function rowOf(view: View, id: string | null): Row | null {
   if (id === null) return null;
-  const r = view.film.numbers.get(id);
+  const r = view.recording.numbers.get(id);
   if (r === undefined) return null;
   if (view.state.requests.has(r)) return openRow(view, r);
-  const life = view.film.timeline.lives.get(r);
-  return life?.finish && life.finish.frame <= view.frame ? finishedRow(view.film, r) : null;
+  const life = view.recording.timeline.lives.get(r);
+  return life?.finish && life.finish.frame <= view.frame ? finishedRow(view.recording, r) : null;
 }

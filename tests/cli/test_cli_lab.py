@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from headway.lab.cost import load_profile
-from headway.lab.film import run
-from headway.lab.film.reader import read_film
-from headway.lab.film.run import film_of_file
+from headway.lab.recording import run
+from headway.lab.recording.reader import read_recording
+from headway.lab.recording.run import recording_of_file
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.lines import CompletedLine, PlannedLine
@@ -96,9 +96,9 @@ def test_a_trace_with_lost_lines_is_shown_up_to_them(
     done = stepped(monkeypatch, path, "j 7\nq\n")
     assert done.code == 0 and "step 7 of 8" in done.out
     assert f"line {lost + 1} is step 12, not 8" in done.err
-    film = read_film(film_of_file(path))
-    whole = read_film(film_of_file(trace_with(lines, tmp_path)))
-    assert all(film.ops(frame) == whole.ops(frame) for frame in range(8))
+    recording = read_recording(recording_of_file(path))
+    whole = read_recording(recording_of_file(trace_with(lines, tmp_path)))
+    assert all(recording.ops(frame) == whole.ops(frame) for frame in range(8))
 
 
 @pytest.mark.parametrize("is_short", [True, False])
@@ -109,8 +109,8 @@ def test_a_trace_is_decided_again_if_it_has_few_steps(
     num_steps = sum(isinstance(line, CompletedLine) for line in parse_journal("run", lines))
     assert num_steps < len(lines) - 1
     monkeypatch.setattr(run, "MAX_REPLAYED", num_steps if is_short else num_steps - 1)
-    film = read_film(film_of_file(trace_with(lines, tmp_path)))
-    assert film.header["source"] == ("replay" if is_short else "trace")
+    recording = read_recording(recording_of_file(trace_with(lines, tmp_path)))
+    assert recording.header["source"] == ("replay" if is_short else "trace")
 
 
 def test_a_complete_trace_with_blocks_has_no_warning(

@@ -24,7 +24,7 @@ from headway.engine.messages import (
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import InvalidRequest
 from headway.events import Added, Event
-from headway.lab.film.builder import FilmBuilder
+from headway.lab.recording.builder import RecordingBuilder
 from headway.observe.server_metrics import ServerMetrics
 from headway.record.lines import AddedLine, CompletedLine
 from headway.record.reader import events_of
@@ -227,7 +227,7 @@ def test_a_continued_request_is_traced_and_replayed(swap: str) -> None:
     assert added["a"].output == [(1, 4, 0)] and added["c"].output == 0
     stats = stats_of(journal)
     assert len(stats.requests) == 4 and sum(r.is_resumed for r in stats.requests) == 2
-    builder = FilmBuilder(4)
+    builder = RecordingBuilder(4)
     arrival = next(events_of(journal))
     builder.follow(arrival)
     assert isinstance(arrival, Added) and arrival.requests[0].id == "a"

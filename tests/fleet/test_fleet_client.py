@@ -15,9 +15,9 @@ from headway.engine.queries import (
     AskEach,
     DescribeFleet,
     ExplainQueue,
-    GetFilm,
     GetLoad,
     GetProblem,
+    GetRecording,
     GetTime,
     ResetPrefixCache,
     StartTrial,
@@ -182,8 +182,8 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on(
 @on_loop
 async def test_queries_reach_the_right_replicas() -> None:
     engines = [make_engine(0.02, **LARGE) for _ in range(2)]
-    replicas, steps = [replica(engine) for engine in engines], b"film"
-    replicas[0].loop.handle(GetFilm, lambda query: steps if query.viewer == 7 else None)
+    replicas, steps = [replica(engine) for engine in engines], b"recording"
+    replicas[0].loop.handle(GetRecording, lambda query: steps if query.viewer == 7 else None)
     async with Fleet(*replicas) as fleet:
         ask = fleet.engine.ask
         runs = [asyncio.create_task(fleet.run(str(i), ENDLESS)) for i in range(3)]
@@ -191,7 +191,7 @@ async def test_queries_reach_the_right_replicas() -> None:
         assert (await ask(GetLoad())).running == 3
         why = await ask(ExplainQueue())
         assert "Replica a: " in why and "Replica b: " in why
-        assert await ask(GetFilm(7)) == steps  # of the first by name
+        assert await ask(GetRecording(7)) == steps  # of the first by name
         each = await ask(AskEach(GetLoad()))
         assert [*each] == ["a", "b"] and sum(load.running for load in each.values()) == 3
         assert await ask(ResetPrefixCache()) is False

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec.structs import replace
 
 from headway.engine.messages import Cancel, Query
-from headway.engine.queries import AskEach, GetFilm, GetLoad
+from headway.engine.queries import AskEach, GetLoad, GetRecording
 from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.replica import TICK_SECONDS
 from tests.support.scripted_fleet import SETTINGS, World, expected_tokens
@@ -143,7 +143,7 @@ class FleetMachine(RuleBasedStateMachine):
         now = repr((self.world.tokens, self.world.ends, self.world.answers, self.fleet.requests))
         assert before == now
 
-    @rule(query=st.sampled_from([GetLoad(), GetFilm(1), AskEach(GetLoad())]))
+    @rule(query=st.sampled_from([GetLoad(), GetRecording(1), AskEach(GetLoad())]))
     def ask(self, query: Query[Any]) -> None:
         self.num_asked += 1
         self.fleet.queries.ask(replace(query, number=self.num_asked))

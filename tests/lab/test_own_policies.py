@@ -18,7 +18,7 @@ import pytest
 
 from headway.errors import ConfigError, OwnPolicyError
 from headway.lab.cost import load_profile, save_profile
-from headway.lab.film.reader import Film, read_film
+from headway.lab.recording.reader import RunRecording, read_recording
 from headway.lab.web.app import ROUTES, LabApp
 from headway.record.reader import read_journal
 from headway.record.replay import check_replay
@@ -64,9 +64,9 @@ def error_of(found: tuple[int, bytes]) -> str:
     return str(json.loads(found[1])["error"])
 
 
-def film_of(found: tuple[int, bytes]) -> Film:
+def recording_of(found: tuple[int, bytes]) -> RunRecording:
     assert found[0] == 200
-    return read_film([found[1]])
+    return read_recording([found[1]])
 
 
 def bodies(text: str, module: OwnModule) -> list[Any]:
@@ -92,7 +92,10 @@ def test_no_route_imports_what_a_request_names(own: OwnModule, text: str, asks: 
 
 @pytest.mark.parametrize("make", [spec, edited])
 def test_the_refusal_names_the_policy_and_the_flag(own: OwnModule, make: Any) -> None:
-    for path, body in {"api/film": make("evil:q"), "api/export": {"spec": make("evil:q")}}.items():
+    for path, body in {
+        "api/recording": make("evil:q"),
+        "api/export": {"spec": make("evil:q")},
+    }.items():
         error = error_of(ask(LabApp(stories=[]), path, body))
         assert "evil:q" in error and "ready-made" in error and FLAG in error
 
@@ -100,42 +103,44 @@ def test_the_refusal_names_the_policy_and_the_flag(own: OwnModule, make: Any) ->
 def test_a_trace_that_names_own_code_is_shown_from_its_lines(own: OwnModule) -> None:
     path, app = own.trace(), LabApp(stories=[])
     app.traces["run"] = path
-    uploaded = film_of(ask(app, "api/trace", path.read_bytes()))
-    for film in (film_of(ask(app, "api/film", {"trace": "run"})), uploaded):
-        assert film.header["own"] == ["evil:q"] and FLAG in film.header["notice"]
-        assert film.end and film.end["summary"]["completed"] == 12
+    uploaded = recording_of(ask(app, "api/trace", path.read_bytes()))
+    for recording in (recording_of(ask(app, "api/recording", {"trace": "run"})), uploaded):
+        assert recording.header["own"] == ["evil:q"] and FLAG in recording.header["notice"]
+        assert recording.end and recording.end["summary"]["completed"] == 12
     for name in ("run", "uploaded"):
         fork = {"trace": name, "edits": [{"step": 3, "set": {"victim": "least_work"}}]}
-        assert "evil:q" in error_of(ask(app, "api/film", fork))
+        assert "evil:q" in error_of(ask(app, "api/recording", fork))
     assert not own.is_imported
 
 
 def test_a_trace_cannot_say_itself_what_the_page_asks_for(own: OwnModule) -> None:
     head, *steps = own.trace("fcfs").read_text().splitlines(keepends=True)
     header = json.dumps({**json.loads(head), "own": ["evil:q"], "is_redacted": True}) + "\n"
-    film = film_of(ask(LabApp(stories=[]), "api/trace", "".join([header, *steps]).encode()))
-    assert not film.header["own"]
+    recording = recording_of(
+        ask(LabApp(stories=[]), "api/trace", "".join([header, *steps]).encode())
+    )
+    assert not recording.header["own"]
 
 
 def test_a_confirmed_policy_runs_and_no_other(own: OwnModule) -> None:
     app = LabApp(traces={"run": own.trace()}, stories=[], asks=True)
-    status, data = ask(app, "api/film", spec("evil:q"))
+    status, data = ask(app, "api/recording", spec("evil:q"))
     assert status == 400 and json.loads(data)["own"] == ["evil:q"]
     assert ask(app, "api/allow", {"own": ["evil:q"]})[0] == 200 and not own.is_imported
-    film = film_of(ask(app, "api/film", spec("evil:q")))
-    assert own.is_imported and film.end and not film.end["error"]
-    assert film_of(ask(app, "api/film", {"trace": "run"})).header["source"] == "replay"
+    recording = recording_of(ask(app, "api/recording", spec("evil:q")))
+    assert own.is_imported and recording.end and not recording.end["error"]
+    assert recording_of(ask(app, "api/recording", {"trace": "run"})).header["source"] == "replay"
     edits = [{"step": 3, "set": {"victim": "least_work"}}]
-    fork = film_of(ask(app, "api/film", {"trace": "run", "edits": edits}))
+    fork = recording_of(ask(app, "api/recording", {"trace": "run", "edits": edits}))
     assert fork.end and not fork.end["error"]
-    assert "evil:other" in error_of(ask(app, "api/film", spec("evil:other")))
+    assert "evil:other" in error_of(ask(app, "api/recording", spec("evil:other")))
 
 
 @pytest.mark.parametrize("body", [{"own": ["evil:q"]}, {"own": "evil:q"}, {"own": [1]}, [], None])
 def test_without_the_flag_nothing_can_be_confirmed(own: OwnModule, body: Any) -> None:
     app = LabApp(stories=[])
     error_of(ask(app, "api/allow", body))
-    error_of(ask(app, "api/film", spec("evil:q")))
+    error_of(ask(app, "api/recording", spec("evil:q")))
     assert not own.is_imported
 
 
@@ -143,8 +148,8 @@ def test_a_link_cannot_name_a_profile_file(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     save_profile(load_profile("llama3.1-8b-a100-80gb"), path)
     described = {**PLAIN, "profile": str(path)}
-    assert str(path) in error_of(ask(LabApp(stories=[]), "api/film", described))
-    assert ask(LabApp(stories=[], default=described), "api/film", described)[0] == 200
+    assert str(path) in error_of(ask(LabApp(stories=[]), "api/recording", described))
+    assert ask(LabApp(stories=[], default=described), "api/recording", described)[0] == 200
 
 
 def test_a_trace_cannot_name_a_profile_file(own: OwnModule, tmp_path: Path) -> None:
@@ -162,7 +167,7 @@ def test_a_trace_cannot_name_a_profile_file(own: OwnModule, tmp_path: Path) -> N
 @pytest.mark.parametrize("key", ["workload", "trace", "story", "preset"])
 def test_a_link_cannot_name_another_file(own: OwnModule, key: str) -> None:
     path = str(own.trace("fcfs"))
-    found = ask(LabApp(stories=[]), "api/film", {**PLAIN, "workload": "", key: path})
+    found = ask(LabApp(stories=[]), "api/recording", {**PLAIN, "workload": "", key: path})
     assert "headway_trace" not in error_of(found)
 
 
@@ -179,7 +184,7 @@ def test_a_lab_allows_the_policies_of_its_command_line_and_no_other(own: OwnModu
             assert process.stdout is not None
             url = process.stdout.readline().split()[4]
             for name, status in {"evil:q": 200, "evil:other": 400}.items():
-                request = Request(f"{url}api/film", json.dumps(spec(name)).encode())
+                request = Request(f"{url}api/recording", json.dumps(spec(name)).encode())
                 assert status_of(request) == status
         finally:
             process.kill()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError, FormatError
-from headway.lab.film.reader import Film
-from headway.lab.film.run import FilmedRun
-from headway.lab.film.spec import read_spec
+from headway.lab.recording.reader import RunRecording
+from headway.lab.recording.run import SimulatedRun
+from headway.lab.recording.spec import read_spec
 from headway.lab.stories import (
     FOLDER,
     Number,
@@ -21,7 +21,7 @@ from headway.lab.stories import (
     numbers_of,
     read_story,
 )
-from headway.lab.stories.measure import films_of, measure, report
+from headway.lab.stories.measure import measure, recordings_of, report
 from headway.lab.web.app import LabApp
 
 STORIES = load_stories()
@@ -29,23 +29,23 @@ NAMES = [story.name for story in STORIES]
 EXAMPLE = FOLDER / "05-free-first.toml"
 
 
-@pytest.mark.usefixtures("shared_films")
+@pytest.mark.usefixtures("shared_recordings")
 @pytest.mark.parametrize("story", STORIES, ids=NAMES)
 def test_the_runs_of_a_story_give_what_it_says(story: Story) -> None:
     """One test for numbers and steps: the runs are made once."""
-    films = films_of(story)
-    measured = measure(story, films)
+    recordings = recordings_of(story)
+    measured = measure(story, recordings)
     wrong = [(n, measured[n.label]) for n in story.numbers if not n.is_like(measured[n.label])]
     assert not wrong
     assert len(measured) == len(story.numbers), "two numbers have the same label"
     assert story.numbers or story.name == "your-own-run"
     for look in story.looks:
-        film = films[look.run]
-        steps = {film.column("step", frame) for frame in range(film.num_frames)}
+        recording = recordings[look.run]
+        steps = {recording.column("step", frame) for frame in range(recording.num_frames)}
         assert look.step in steps, look
-    for film in films.values():
-        assert film.end is not None
-        assert film.end["error"] == "" and film.end["rejected"] == []
+    for recording in recordings.values():
+        assert recording.end is not None
+        assert recording.end["error"] == "" and recording.end["rejected"] == []
 
 
 @pytest.mark.parametrize("story", STORIES, ids=NAMES)
@@ -81,20 +81,20 @@ def test_the_json_of_a_story_can_be_run(story: Story) -> None:
     assert all(set(n) >= {"label", "metric", "value", "unit"} for n in described["numbers"])
 
 
-# What a film contains.
+# What a recording contains.
 
 
-def filmed(**spec: object) -> dict[str, object]:
-    film = Film()
-    film.read(b"".join(FilmedRun(read_spec(spec)).film()))
-    assert film.end is not None
-    return film.end
+def recorded(**spec: object) -> dict[str, object]:
+    recording = RunRecording()
+    recording.read(b"".join(SimulatedRun(read_spec(spec)).record()))
+    assert recording.end is not None
+    return recording.end
 
 
-def test_a_film_has_the_numbers_to_which_its_run_contributes() -> None:
+def test_a_recording_has_the_numbers_to_which_its_run_contributes() -> None:
     story = find_story("free-first")
     assert numbers_of("free-first/other") == {"vllm_v1: steps": "steps"}
-    assert filmed(**story.runs["other"])["numbers"] == {"vllm_v1: steps": 30.0}
+    assert recorded(**story.runs["other"])["numbers"] == {"vllm_v1: steps": 30.0}
     ratio = "continuous / static, 8 rows"
     assert ratio in numbers_of("worth") and ratio in numbers_of("worth/other")
     assert ratio not in numbers_of("worth/static_32")
@@ -106,9 +106,9 @@ def test_the_page_gets_all_stories_and_can_run_one() -> None:
     stories = {story["name"]: story for story in json.loads(body)["stories"]}
     assert list(stories) == NAMES
     spec = json.dumps(stories["free-first"]["spec"]).encode()
-    film = Film()
-    film.read(b"".join(app.handle("POST", "api/film", {}, spec).body))
-    assert film.end is not None and film.end["numbers"]["2 is admitted in step"] == 10
+    recording = RunRecording()
+    recording.read(b"".join(app.handle("POST", "api/recording", {}, spec).body))
+    assert recording.end is not None and recording.end["numbers"]["2 is admitted in step"] == 10
     (body,) = LabApp("serve").handle("GET", "api/catalog", {}, b"").body
     assert json.loads(body)["stories"] == []
 
@@ -116,19 +116,19 @@ def test_the_page_gets_all_stories_and_can_run_one() -> None:
 def test_a_changed_story_gives_other_numbers_and_none_for_what_is_gone() -> None:
     story = find_story("free-first")
     changed = {**story.runs["spec"], "requests": [{"id": "0", "prompt": 60, "output": 30}]}
-    assert filmed(**changed)["numbers"] == {
+    assert recorded(**changed)["numbers"] == {
         "1 ends in step": None, "2 is admitted in step": None, "nano_vllm: steps": 30.0,
     }  # fmt: skip
 
 
 def test_a_run_without_a_story_has_no_numbers() -> None:
-    assert filmed(requests=[{"prompt": 4, "output": 2}])["numbers"] == {}
+    assert recorded(requests=[{"prompt": 4, "output": 2}])["numbers"] == {}
 
 
 @pytest.mark.parametrize("reference", ["no-such-story", "worth/no-such-run"])
 def test_an_unknown_story_or_run_is_refused(reference: str) -> None:
     with pytest.raises(ConfigError, match="no-such"):
-        FilmedRun(read_spec({"requests": [{"prompt": 4}], "story": reference}))
+        SimulatedRun(read_spec({"requests": [{"prompt": 4}], "story": reference}))
 
 
 def test_a_number_is_compared_to_the_digits_it_shows() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.lab.film.metrics import METRICS
+from headway.lab.recording.metrics import METRICS
 from headway.lab.stories import Look, Number, Question, Story, load_stories
 from headway.request import TRANSITIONS, RequestState
 from headway.scheduler.policies.presets import PRESETS

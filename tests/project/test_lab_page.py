@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lab_films import write_films
+from tests.support.lab_recordings import write_recordings
 from tests.support.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -61,11 +61,11 @@ def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 @needs_node
-def test_the_page_reads_films_that_python_wrote(tmp_path: Path) -> None:
-    write_films(tmp_path)
+def test_the_page_reads_recordings_that_python_wrote(tmp_path: Path) -> None:
+    write_recordings(tmp_path)
     env = {
         "PATH": f"{Path(shutil.which('node') or '').parent}:/usr/bin:/bin",
-        "FILMS": str(tmp_path),
+        "RECORDINGS": str(tmp_path),
     }
     done = subprocess.run(
         ["node", "test.mjs"], cwd=SOURCES, env=env, capture_output=True, text=True, timeout=LIMIT

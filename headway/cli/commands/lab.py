@@ -17,11 +17,11 @@ from headway.cli.options import common as options
 from headway.cli.options.common import argument, option
 from headway.cli.options.simulation import SimulationOptions, without
 from headway.errors import ConfigError, HeadwayError
-from headway.lab.film.describe import frame_lines, why
-from headway.lab.film.format import Mark
-from headway.lab.film.reader import Film, read_film
-from headway.lab.film.run import FilmedRun, film_of_file
-from headway.lab.film.spec import RunSpec, read_spec
+from headway.lab.recording.describe import frame_lines, why
+from headway.lab.recording.format import Mark
+from headway.lab.recording.reader import RunRecording, read_recording
+from headway.lab.recording.run import SimulatedRun, recording_of_file
+from headway.lab.recording.spec import RunSpec, read_spec
 from headway.lab.simulate import config_for
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
@@ -78,11 +78,13 @@ def lab_command(
     if terminal:
         _step(spec, traces, allowed)
         return
-    run = _film(spec, traces, allowed)  # ConfigError or FormatError now if there is no such run
+    run = _recording(
+        spec, traces, allowed
+    )  # ConfigError or FormatError now if there is no such run
     if export:
-        film = b"".join(run)
-        _warn(read_film([film]))
-        page = exported([film])
+        recording = b"".join(run)
+        _warn(read_recording([recording]))
+        page = exported([recording])
         with options.written(export) as file:
             file.write(page)
         print(f"{export} written ({export.stat().st_size / 1e3:.0f} kB); open it in a browser")
@@ -97,11 +99,11 @@ def lab_command(
 
 def _step(spec: RunSpec, traces: dict[str, Path], own: Container[str]) -> None:
     """Show the run in the terminal, and read commands from stdin."""
-    film = read_film(_film(spec, traces, own))
-    if not film.num_frames:
-        raise ConfigError((film.end or {}).get("error") or "the run has no steps")
-    _warn(film)
-    Stepper(film).run(iter(sys.stdin.readline, ""))
+    recording = read_recording(_recording(spec, traces, own))
+    if not recording.num_frames:
+        raise ConfigError((recording.end or {}).get("error") or "the run has no steps")
+    _warn(recording)
+    Stepper(recording).run(iter(sys.stdin.readline, ""))
 
 
 def _spec(source: str, simulation: SimulationOptions) -> RunSpec:
@@ -119,15 +121,19 @@ def _spec(source: str, simulation: SimulationOptions) -> RunSpec:
     return read_spec(settings)
 
 
-def _film(spec: RunSpec, traces: dict[str, Path], own: Container[str]) -> Iterator[bytes]:
-    return film_of_file(traces[spec.trace], own) if spec.trace else FilmedRun(spec, own).film()
+def _recording(spec: RunSpec, traces: dict[str, Path], own: Container[str]) -> Iterator[bytes]:
+    return (
+        recording_of_file(traces[spec.trace], own)
+        if spec.trace
+        else SimulatedRun(spec, own).record()
+    )
 
 
-def _warn(film: Film) -> None:
-    """Say why a film is not complete, or is shown from the lines of its trace alone."""
-    if error := (film.end or {}).get("error"):
+def _warn(recording: RunRecording) -> None:
+    """Say why a recording is not complete, or is shown from the lines of its trace alone."""
+    if error := (recording.end or {}).get("error"):
         print(f"warning: {error}", file=sys.stderr)
-    elif notice := film.header.get("notice"):
+    elif notice := recording.header.get("notice"):
         print(f"warning: shown from the recorded lines alone: {notice}", file=sys.stderr)
 
 
@@ -157,8 +163,8 @@ def _serve(app: LabApp, port: int, open_page: bool, link: str = "") -> None:
 class Stepper:
     """Shows one frame at a time and obeys commands."""
 
-    def __init__(self, film: Film) -> None:
-        self.film, self.frame = film, 0
+    def __init__(self, recording: RunRecording) -> None:
+        self.recording, self.frame = recording, 0
 
     def run(self, commands: Iterator[str]) -> None:
         """Obey commands until `q` or the end of the input."""
@@ -181,7 +187,7 @@ class Stepper:
             "b": lambda: self.frame - _count(argument or "1"),
             "j": lambda: self._frame_of(_count(argument)),
             "m": self._next_that_matters,
-            "e": lambda: self.film.num_frames - 1,
+            "e": lambda: self.recording.num_frames - 1,
         }
         if more or name not in (*moves, "w", "h"):
             raise ConfigError(
@@ -190,24 +196,26 @@ class Stepper:
         if name == "h":
             print(COMMANDS)
         elif name == "w":
-            print(why(self.film, self.frame, argument))
+            print(why(self.recording, self.frame, argument))
         else:
-            self.frame = max(0, min(moves[name](), self.film.num_frames - 1))
+            self.frame = max(0, min(moves[name](), self.recording.num_frames - 1))
             self._show()
 
     def _frame_of(self, step: int) -> int:
         """The frame of a step; there are frames without a step after a failure or an abort."""
-        film = self.film
-        frames = (f for f in range(film.num_frames) if film.column("step", f) >= step)
-        return next(frames, film.num_frames - 1)
+        recording = self.recording
+        frames = (f for f in range(recording.num_frames) if recording.column("step", f) >= step)
+        return next(frames, recording.num_frames - 1)
 
     def _next_that_matters(self) -> int:
-        film = self.film
-        later = range(self.frame + 1, film.num_frames)
-        return next((f for f in later if film.column("marks", f) & MATTERS), film.num_frames - 1)
+        recording = self.recording
+        later = range(self.frame + 1, recording.num_frames)
+        return next(
+            (f for f in later if recording.column("marks", f) & MATTERS), recording.num_frames - 1
+        )
 
     def _show(self) -> None:
-        print("\n".join(frame_lines(self.film, self.frame)))
+        print("\n".join(frame_lines(self.recording, self.frame)))
 
 
 def _count(text: str) -> int:

@@ -13,10 +13,10 @@ from headway.cli.options.planner import PLOT
 from headway.cli.options.simulation import DEFAULT_WORKLOAD, PROFILE, SimulationFlags
 from headway.cli.view import render
 from headway.lab.cost import load_profile
-from headway.lab.film.spec import DEFAULT_PROFILE
 from headway.lab.planner import breakeven, sweep
 from headway.lab.planner.evaluate import Job
 from headway.lab.planner.space import KNOBS, WORKLOAD_KNOBS, check, parse_knobs, points, text_of
+from headway.lab.recording.spec import DEFAULT_PROFILE
 
 BREAKEVEN_TERMS = (
     "swap: the copies out and in. recompute: the time that the tokens add to steps that run anyway. "

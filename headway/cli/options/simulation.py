@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from headway.cli.options import common as options
 from headway.config import Config
 from headway.lab.cost import Profile, load_profile
-from headway.lab.film.spec import DEFAULT_PROFILE
 from headway.lab.planner.evaluate import Settings
 from headway.lab.planner.workload import Workload
+from headway.lab.recording.spec import DEFAULT_PROFILE
 from headway.lab.simulate import config_for
 from headway.lab.workload.request import MAX_TOKENS
 from headway.scheduler.policies.text import ANY

@@ -52,12 +52,12 @@ class Dataset:
         path, name = self.path, self._name()
         if path is None:
             return random_work(llm, source, self.count, self.inputs, self.outputs), ""
+        if name == "sharegpt":
+            return self._sharegpt(llm, path, source)
         if name == "prompts":
             work = _read_prompts(llm, path, self.count, source, self.outputs)
-        elif name == "trace":
-            work = self._capped(_trace(llm, path, self), source)
         else:
-            return self._sharegpt(llm, path, source)
+            work = self._capped(_trace(llm, path, self), source)
         return work, self._missing(len(work[0]), f"{path} has no more")
 
     def _sharegpt(self, llm: LLM, path: Path, source: random.Random) -> tuple[Work, str]:
@@ -121,19 +121,14 @@ def _read_prompts(
     """The first prompts of a file; InvalidRequest if one of them is invalid."""
     entries = prompts.read_prompts((), file, SamplingParams(max_tokens=None))[:count]
     prompts.apply_chat_template(llm, entries)
-    error = next((entry.error for entry in entries if entry.error), None)
-    if error is not None:
+    if error := next((entry.error for entry in entries if entry.error), None):
         hint = "; use --dataset-name trace for a file of lengths" if _has_lengths(file) else ""
         raise InvalidRequest(error + hint)
-    params = [
-        replace(
-            entry.params,
-            max_tokens=entry.params.max_tokens or outputs.draw(source),
-            ignore_eos=True,
-        )
-        for entry in entries
+    lengths = (entry.params.max_tokens or outputs.draw(source) for entry in entries)
+    return [entry.content for entry in entries], [
+        replace(entry.params, max_tokens=length, ignore_eos=True)
+        for entry, length in zip(entries, lengths, strict=True)
     ]
-    return [entry.content for entry in entries], params
 
 
 def _has_lengths(file: Path) -> bool:
@@ -163,10 +158,8 @@ def _conversations(
     for conversation in conversations:
         turns = conversation.get("conversations") or ()
         texts = [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)]
-        question, answer = (
-            tokenizer.encode(text) if isinstance(text, str) else []
-            for text in (*texts, None, None)[:2]
-        )
+        encoded = [tokenizer.encode(text) if isinstance(text, str) else [] for text in texts]
+        question, answer, *_ = *encoded, [], []
         if min(len(question), len(answer)) >= MIN_TOKENS:
             yield question, len(answer)
 

@@ -114,11 +114,11 @@ def model_work(llm: LLM) -> Model:
 
 def run(llm: LLM, calibration: Calibration, bar: ProgressBar = no_bar) -> Logs:
     """Run all waves; with async scheduling, some again without it, which shows the time it hides."""
-    logs, is_async = Logs([], [], []), llm.engine.async_scheduling
-    before, held_out, after = calibration.before, [calibration.held_out], calibration.after
+    logs, is_async, before = Logs([], [], []), llm.engine.async_scheduling, calibration.before
     stages: list[tuple[list[Wave], list[Line], bool]] = [
         ([WARM_UP], [], is_async), (before, logs.fitted, is_async),
-        (held_out, logs.held_out, is_async), (after, logs.fitted, is_async),
+        ([calibration.held_out], logs.held_out, is_async),
+        (calibration.after, logs.fitted, is_async),
         (before if is_async else [], logs.synchronous, False),
     ]  # fmt: skip
     total = sum(len(wave.lengths) for waves, *_ in stages for wave in waves)
@@ -131,17 +131,16 @@ def run(llm: LLM, calibration: Calibration, bar: ProgressBar = no_bar) -> Logs:
 
 def run_wave(llm: LLM, wave: Wave, log: list[Line], is_async: bool, advance: Advance) -> None:
     """Run prompts of these lengths, which share no prefix, with outputs of full length."""
-    space = TokenSpace()
+    space, maker = TokenSpace(), LineMaker()
     requests = [
         WorkloadRequest(id=str(i), pieces=(space.take(a),), num_output=b, max_tokens=b)
         for i, (a, b) in enumerate(wave.lengths)
     ]
     config = replace(llm.config, max_num_seqs=min(wave.max_num_seqs, llm.config.max_num_seqs))
-    maker = LineMaker()
-    observers = [lambda event: log.append(maker.line(event))]
     run_workload(
-        llm, requests, config, async_scheduling=is_async, observers=observers, progress=advance
-    )
+        llm, requests, config, async_scheduling=is_async, progress=advance,
+        observers=[lambda event: log.append(maker.line(event))],
+    )  # fmt: skip
 
 
 def copy_blocks(llm: LLM) -> list[Line]:

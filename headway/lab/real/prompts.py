@@ -80,11 +80,12 @@ def _read(file: Path, params: SamplingParams) -> Iterator[PromptEntry]:
         raise FormatError(name, None, "the file contains no prompts")
     is_json = file.suffix == ".jsonl" or (name == "stdin" and lines[0][1].lstrip()[0] == "{")
     for number, line in lines:
-        where = f"{name}:{number}"
+        entry = PromptEntry(where=f"{name}:{number}", params=params)
         if is_json:
-            yield _parse(line, where, params)
+            _parse(line, entry)
         else:
-            yield PromptEntry(where=where, content=line, params=params)
+            entry.content = line
+        yield entry
 
 
 def _lines(file: Path, name: str) -> list[str]:
@@ -97,8 +98,7 @@ def _lines(file: Path, name: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")]
 
 
-def _parse(line: str, where: str, params: SamplingParams) -> PromptEntry:
-    entry = PromptEntry(where=where, params=params)
+def _parse(line: str, entry: PromptEntry) -> None:
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
@@ -108,7 +108,6 @@ def _parse(line: str, where: str, params: SamplingParams) -> PromptEntry:
         entry.fail(f"not JSON: {error}")
     except ValueError as error:
         entry.fail(error)
-    return entry
 
 
 def _fill(entry: PromptEntry, row: dict[str, Any]) -> None:
@@ -118,18 +117,15 @@ def _fill(entry: PromptEntry, row: dict[str, Any]) -> None:
     if len(found) != 1:
         has = " and ".join(found) or "none"
         raise ValueError(f"a line needs exactly one of {', '.join(CONTENTS)}, found {has}")
-    [name] = found
-    content = row.pop(name)
-    kind: Any = str if name == "prompt" else list
-    if not isinstance(content, kind):
-        wanted = "a string" if kind is str else "a list"
+    content = row.pop(name := found[0])
+    if not isinstance(content, str if name == "prompt" else list):
+        wanted = "a string" if name == "prompt" else "a list"
         raise ValueError(f"{name} must be {wanted}, not {content!r}")
     if name == "messages":
         entry.messages = content
     else:
         entry.content = content
-    unknown = next((key for key in row if key not in PARAMS), None)
-    if unknown is not None:
+    if (unknown := next((key for key in row if key not in PARAMS), None)) is not None:
         raise ValueError(f"unknown field {unknown!r}; known: {', '.join((*CONTENTS, *PARAMS))}")
     if isinstance(row.get("logit_bias"), dict):  # JSON keys are strings
         row["logit_bias"] = {_token(key): value for key, value in row["logit_bias"].items()}

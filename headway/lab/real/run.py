@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from headway.llm import LLM
 
 MAX_SLEEP = 0.001  # seconds; a request is submitted at most this late
-FITTING = ("block_size", "num_blocks", "num_host_blocks", "max_num_seqs", "max_num_batched_tokens",
-           "max_model_len")  # fmt: skip
+FITTING = (
+    "block_size", "num_blocks", "num_host_blocks", "max_num_seqs", "max_num_batched_tokens",
+    "max_model_len",
+)  # fmt: skip
 
 
 def run_workload(
@@ -50,7 +52,10 @@ def run_workload(
     ConfigError if the model was loaded for less than the config needs; RequestError if a request is
     refused; ExecutorError if a step fails.
     """
-    check_fits(config, llm.config)
+    for name in FITTING:
+        wanted, limit = getattr(config, name), getattr(llm.config, name)
+        if wanted > limit or (name == "block_size" and wanted != limit):
+            raise ConfigError(f"{name} {wanted}: the model was loaded with {name} {limit}")
     is_async = llm.engine.async_scheduling if async_scheduling is None else async_scheduling
     engine = Engine(Scheduler(config), llm.executor, llm.engine.clock, async_scheduling=is_async)
     stats, ends = RunStats(header(config, is_async)), Ends(engine)
@@ -63,14 +68,6 @@ def run_workload(
     if any(request.finish_reason == "error" for request in stats.requests):
         raise ExecutorError("a request of the workload failed in a step")
     return stats
-
-
-def check_fits(config: Config, loaded: Config) -> None:
-    """ConfigError if a model that was loaded with one config cannot run another."""
-    for name in FITTING:
-        wanted, limit = getattr(config, name), getattr(loaded, name)
-        if wanted > limit or (name == "block_size" and wanted != limit):
-            raise ConfigError(f"{name} {wanted}: the model was loaded with {name} {limit}")
 
 
 class Ends:

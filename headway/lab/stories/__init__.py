@@ -1,22 +1,12 @@
 """The stories of the lab: runs that show one thing each, with a question and the numbers that result.
 
-A story is a TOML file in this folder, named NUMBER-NAME.toml, with these keys:
-    title, lesson       the story's title, and the lesson of docs/course/ that it belongs to
-    text                paragraphs
-    spec                a run, as in headway/lab/film/spec.py
-    other               a second run to compare with, as changes of spec; `set` is merged
-    more                further runs by name, as changes of spec
-    sync                "step" (the default) or "time": how two of these runs are compared
-    looks               steps to look at: step, text, and run (spec, other or a name of more)
-    question            text, choices, answer (from 0), why (one for each choice), and number: the
-                        label of the number that the right choice states
-    numbers             label, metric, value, unit, run, and per: the run whose value it is divided by
+A story is a TOML file in this folder; docs/course/write-a-story.md lists its keys.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,8 +14,8 @@ from typing import Any
 
 from headway.checks import one_of, real_number, text, whole_number
 from headway.errors import ConfigError, FormatError, shorten
-from headway.lab.film.metrics import parse_metric
-from headway.lab.film.spec import read_spec
+from headway.lab.recording.metrics import parse_metric
+from headway.lab.recording.spec import read_spec
 
 FOLDER = Path(__file__).parent
 UNITS = {"": 1, "s": 1, "ms": 1000, "%": 100, "x": 1, "tokens": 1, "blocks": 1, "steps": 1}
@@ -93,7 +83,7 @@ class Story:
     sync: str = "step"
     numbers: list[Number] = field(default_factory=list)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Spec:
         """The story as JSON."""
         numbers = [{**asdict(n), "digits": n.digits, "scale": UNITS[n.unit]} for n in self.numbers]
         more = {name: run for name, run in self.runs.items() if name not in ("spec", "other")}
@@ -142,27 +132,21 @@ def read_story(path: Path) -> Story:
         raise FormatError(path, None, str(error)) from None
 
 
-def _story(name: str, order: int, data: dict[str, Any]) -> Story:
+def _story(name: str, order: int, data: Mapping[str, Any]) -> Story:
     needed = ("title", "lesson", "text", "spec", "looks", "question")
     _check_keys("", data, (*needed, "other", "more", "sync", "numbers"), needed)
     runs = _runs(name, data)
-    numbers = [
-        _number(f"numbers[{place}]", each, runs)
-        for place, each in enumerate(_list("numbers", data.get("numbers", []), dict))
-    ]
+    numbers = [_number(where, each, runs) for where, each in _tables("numbers", data)]
     return Story(
         name=name, order=order, title=text("title", data["title"]),
         lesson=text("lesson", data["lesson"]), text=_list("text", data["text"], str), runs=runs,
-        looks=[
-            _look(f"looks[{place}]", each, runs)
-            for place, each in enumerate(_list("looks", data["looks"], dict))
-        ],
+        looks=[_look(where, each, runs) for where, each in _tables("looks", data)],
         question=_question(data["question"], [each.label for each in numbers]),
         sync=one_of("sync", data.get("sync", "step"), ["step", "time"]), numbers=numbers,
     )  # fmt: skip
 
 
-def _runs(story: str, data: dict[str, Any]) -> dict[str, Spec]:
+def _runs(story: str, data: Mapping[str, Any]) -> dict[str, Spec]:
     """All runs by name, complete; ConfigError if one cannot be read."""
     more = _dict("more", data.get("more", {}))
     changes = {"other": data["other"], **more} if "other" in data else more
@@ -182,7 +166,7 @@ def _runs(story: str, data: dict[str, Any]) -> dict[str, Spec]:
     return runs
 
 
-def _look(where: str, data: dict[str, Any], runs: Iterable[str]) -> Look:
+def _look(where: str, data: Mapping[str, Any], runs: Iterable[str]) -> Look:
     _check_keys(where, data, ("step", "text", "run"), ("step", "text"))
     return Look(
         step=whole_number(f"{where}.step", data["step"], 0), text=text(f"{where}.text", data["text"]),
@@ -190,9 +174,9 @@ def _look(where: str, data: dict[str, Any], runs: Iterable[str]) -> Look:
     )  # fmt: skip
 
 
-def _number(where: str, data: dict[str, Any], runs: Iterable[str]) -> Number:
+def _number(where: str, data: Mapping[str, Any], runs: Iterable[str]) -> Number:
     known = ("label", "metric", "value", "unit", "run", "per")
-    _check_keys(where, data, known, ("label", "metric", "value"))
+    _check_keys(where, data, known, known[:3])
     try:
         parse_metric(text("metric", data["metric"]))
     except ConfigError as error:
@@ -205,30 +189,36 @@ def _number(where: str, data: dict[str, Any], runs: Iterable[str]) -> Number:
     return Number(**data)
 
 
-def _question(data: Any, labels: list[str]) -> Question:
-    known = ("text", "choices", "answer", "why", "number")
-    _check_keys("question", _dict("question", data), known, known[:4])
-    choices = _list("question.choices", data["choices"], str)
-    why = _list("question.why", data["why"], str)
+def _question(data: object, labels: list[str]) -> Question:
+    values, known = _dict("question", data), ("text", "choices", "answer", "why", "number")
+    _check_keys("question", values, known, known[:4])
+    choices, why = (_list(f"question.{name}", values[name], str) for name in ("choices", "why"))
     if len(why) != len(choices):
         raise ConfigError(f"question.why has {len(why)} texts for {len(choices)} choices")
-    answer = whole_number("question.answer", data["answer"], 0, len(choices) - 1)
-    label = one_of("question.number", data.get("number", ""), ["", *labels])
-    asked = text("question.text", data["text"])
-    return Question(text=asked, choices=choices, answer=answer, why=why, number=label)
+    return Question(
+        answer=whole_number("question.answer", values["answer"], 0, len(choices) - 1),
+        number=one_of("question.number", values.get("number", ""), ["", *labels]),
+        text=text("question.text", values["text"]), choices=choices, why=why,
+    )  # fmt: skip
 
 
 def _check_keys(
-    where: str, data: dict[str, Any], known: tuple[str, ...], needed: tuple[str, ...]
+    where: str, data: Mapping[str, Any], known: Sequence[str], needed: Sequence[str]
 ) -> None:
     prefix = f"{where}." if where else ""
     for key in data:
-        one_of(f"{prefix}key" if where else "key", key, known)
+        one_of(f"{prefix}key", key, known)
     if missing := [key for key in needed if key not in data]:
         raise ConfigError(f"{prefix}{missing[0]} is missing")
 
 
-def _dict(name: str, value: Any) -> dict[str, Any]:
+def _tables(name: str, data: Mapping[str, Any]) -> list[tuple[str, Spec]]:
+    """The tables of a list, each with its place."""
+    found = _list(name, data.get(name, []), dict)
+    return [(f"{name}[{place}]", each) for place, each in enumerate(found)]
+
+
+def _dict(name: str, value: Any) -> Spec:
     if not isinstance(value, dict):
         raise ConfigError(f"{name} must be a table, not {shorten(value)}")
     return value

@@ -8,37 +8,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from headway.lab.film.reader import Film
-from headway.lab.film.run import FilmedRun
-from headway.lab.film.spec import read_spec
+from headway.lab.recording.reader import RunRecording, read_recording
+from headway.lab.recording.run import SimulatedRun
+from headway.lab.recording.spec import read_spec
 from headway.lab.stories import UNITS, Story, find_story, load_stories
 
 
-def films_of(story: Story) -> dict[str, Film]:
-    """A film of every run of a story."""
-    films = {}
-    for name, spec in story.runs.items():
-        films[name] = Film()
-        films[name].read(b"".join(FilmedRun(read_spec(spec)).film()))
-    return films
+def recordings_of(story: Story) -> dict[str, RunRecording]:
+    """A recording of every run of a story."""
+    return {
+        name: read_recording(SimulatedRun(read_spec(spec)).record())
+        for name, spec in story.runs.items()
+    }
 
 
-def measure(story: Story, films: dict[str, Film] | None = None) -> dict[str, float | None]:
+def measure(
+    story: Story, recordings: dict[str, RunRecording] | None = None
+) -> dict[str, float | None]:
     """The numbers of a story by label, in their units; None for a number without a value."""
-    films = films or films_of(story)
+    recordings = recordings or recordings_of(story)
+    values = {name: (each.end or {}).get("numbers", {}) for name, each in recordings.items()}
     found: dict[str, float | None] = {}
     for number in story.numbers:
-        value = _value(films[number.run], number.label)
+        value = values[number.run].get(number.label)
         if value is not None and number.per:
-            divisor = _value(films[number.per], number.label)
+            divisor = values[number.per].get(number.label)
             value = value / divisor if divisor else None
         found[number.label] = None if value is None else value * UNITS[number.unit]
     return found
-
-
-def _value(film: Film, label: str) -> float | None:
-    value: float | None = (film.end or {}).get("numbers", {}).get(label)
-    return value
 
 
 def report(name: str) -> Iterator[str]:

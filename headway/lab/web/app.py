@@ -1,6 +1,6 @@
 """The API of the lab page. It knows no sockets: a request comes in, a response goes out.
 
-`server.py` serves it on this machine. A run is computed while its film is sent, so the page shows
+`server.py` serves it on this machine. A run is computed while its recording is sent, so the page shows
 the first steps of a long run at once. The run ends if the page is closed.
 
 A link or a file of another person decides what the page asks for. So a request reads no file by its
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +22,10 @@ from weakref import finalize
 
 from headway.errors import ConfigError, HeadwayError, OwnPolicyError
 from headway.lab.cost import known_profiles
-from headway.lab.film.fork import fork
-from headway.lab.film.run import FilmedRun, film_of_file, film_of_texts
-from headway.lab.film.spec import RunSpec, read_spec
-from headway.lab.stories import load_stories
+from headway.lab.recording.fork import fork
+from headway.lab.recording.run import SimulatedRun, recording_of_file, recording_of_texts
+from headway.lab.recording.spec import RunSpec, read_spec
+from headway.lab.stories import Story, load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
 from headway.record.reader import read_journal
@@ -33,7 +33,7 @@ from headway.scheduler.policies.presets import check_own_policies
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
-FILM = "application/octet-stream"
+RECORDING = "application/octet-stream"
 MAX_SPEC = 1 << 20  # bytes
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
 SECURITY = {
@@ -63,9 +63,9 @@ class LabApp:
         self,
         mode: str = "lab",
         traces: dict[str, Path] | None = None,
-        stories: list[dict[str, Any]] | None = None,
+        stories: list[Story] | None = None,
         live: Callable[[], Iterator[bytes]] | None = None,
-        default: dict[str, Any] | None = None,
+        default: Mapping[str, object] | None = None,
         own: Iterable[str] = (),
         asks: bool = False,
     ) -> None:
@@ -74,7 +74,7 @@ class LabApp:
         self.mode, self.traces, self.live = mode, dict(traces or {}), live
         self._titles = {name: str(path) for name, path in self.traces.items()}
         if stories is None:  # only a lab with a scheduler of its own can run them
-            stories = [story.describe() for story in load_stories()] if mode == "lab" else []
+            stories = load_stories() if mode == "lab" else []
         self.stories = stories
 
     def handle(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
@@ -82,26 +82,26 @@ class LabApp:
         try:
             return self._route(method, path.strip("/"), query, body)
         except OwnPolicyError as error:
-            return _json(400, {"error": str(error), "own": error.names})
+            return json_response(400, {"error": str(error), "own": error.names})
         except HeadwayError as error:
-            return _json(400, {"error": str(error)})
+            return json_response(400, {"error": str(error)})
 
     def _route(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
         if (method, path) in ROUTES:
             return ROUTES[method, path](self, query, body)
         if method == "GET" and not path.startswith("api/"):
             return static(path or "index.html")
-        return _json(404, {"error": f"there is no {method} /{path}"})
+        return json_response(404, {"error": f"there is no {method} /{path}"})
 
     def _catalog(self) -> Response:
         traces = [{"name": n, "title": self._titles.get(n, n)} for n in self.traces]
         offers = catalog(self.mode, self.stories, traces, self._default)
-        return _json(200, {**offers, "asks": self._asks})
+        return json_response(200, {**offers, "asks": self._asks})
 
-    def _live(self) -> Iterator[bytes]:
+    def _live(self) -> Response:
         if self.live is None:
             raise ConfigError("this lab follows no server; start it with --attach")
-        return self.live()
+        return _sent(self.live())
 
     def _allow(self, data: Any) -> Response:
         """Allow policies that the user has confirmed on the page."""
@@ -111,20 +111,19 @@ class LabApp:
         if not self._asks:
             raise OwnPolicyError(names)
         self._own |= set(names)
-        return _json(200, {"own": sorted(self._own)})
+        return json_response(200, {"own": sorted(self._own)})
 
-    def _film(self, data: Any) -> Iterator[bytes]:
+    def _recording(self, data: Any) -> Iterator[bytes]:
         spec = read_spec(data)
         self._check(spec)
         if not spec.trace:
-            return FilmedRun(spec, self._own).film()
-        if spec.trace not in self.traces:
+            return SimulatedRun(spec, self._own).record()
+        if (path := self.traces.get(spec.trace)) is None:
             known = ", ".join(self.traces) or "none"
             raise ConfigError(f"unknown trace {spec.trace!r}; opened traces: {known}")
-        path = self.traces[spec.trace]
-        if not spec.edits:
-            return film_of_file(path, self._own)
-        return fork(list(read_journal(path)), spec, self._own)
+        if spec.edits:
+            return fork(list(read_journal(path)), spec, self._own)
+        return recording_of_file(path, self._own)
 
     def _check(self, spec: RunSpec) -> None:
         """ConfigError if a run would import or read what this lab does not allow."""
@@ -136,14 +135,14 @@ class LabApp:
                 "--profile to use a file"
             )
 
-    def _upload(self, body: bytes, name: str) -> Iterator[bytes]:
-        """The film of a trace in a request; from now on the trace can be forked by its name."""
-        film = film_of_texts(name, body.splitlines(keepends=True), self._own)
+    def _upload(self, body: bytes, name: str) -> Response:
+        """The recording of a trace in a request; from now on the trace can be forked by its name."""
+        recording = recording_of_texts(name, body.splitlines(keepends=True), self._own)
         with NamedTemporaryFile(dir=self._folder, suffix=".trace.jsonl", delete=False) as file:
             file.write(body.removeprefix(codecs.BOM_UTF8))
         self.traces[name] = Path(file.name)
         self._titles.pop(name, None)
-        return film
+        return _sent(recording)
 
     @cached_property
     def _folder(self) -> Path:
@@ -155,30 +154,29 @@ class LabApp:
     def _export(self, data: Any) -> Response:
         if not isinstance(data, dict) or "spec" not in data:
             raise ConfigError("an export needs a spec")
-        films = [b"".join(self._film(data["spec"]))]
-        if data.get("other"):
-            films.append(b"".join(self._film(data["other"])))
+        specs = [data["spec"], *filter(None, [data.get("other")])]
+        recordings = [b"".join(self._recording(spec)) for spec in specs]
         name = str(data["spec"].get("story", "")).partition("/")[0]
-        stories = [story for story in self.stories if story["name"] == name]
-        page = exported(films, str(data.get("hash", "")), stories)
+        stories = [story for story in self.stories if story.name == name]
+        page = exported(recordings, str(data.get("hash", "")), stories)
         headers = {"Content-Disposition": 'attachment; filename="headway-lab.html"'}
         return Response(200, TYPES[".html"], [page], headers)
 
 
 ROUTES: dict[tuple[str, str], Callable[[LabApp, dict[str, str], bytes], Response]] = {
     ("GET", "api/catalog"): lambda app, query, body: app._catalog(),
-    ("GET", "api/live"): lambda app, query, body: _film(app._live()),
-    ("POST", "api/film"): lambda app, query, body: _film(app._film(_parsed(body))),
-    ("POST", "api/trace"): lambda app, query, body: _film(
-        app._upload(body, query.get("name", "the file"))
+    ("GET", "api/live"): lambda app, query, body: app._live(),
+    ("POST", "api/recording"): lambda app, query, body: _sent(app._recording(_parsed(body))),
+    ("POST", "api/trace"): lambda app, query, body: app._upload(
+        body, query.get("name", "the file")
     ),
     ("POST", "api/export"): lambda app, query, body: app._export(_parsed(body)),
     ("POST", "api/allow"): lambda app, query, body: app._allow(_parsed(body)),
 }
 
 
-def _film(pieces: Iterator[bytes]) -> Response:
-    return Response(200, FILM, pieces)
+def _sent(pieces: Iterator[bytes]) -> Response:
+    return Response(200, RECORDING, pieces)
 
 
 def _parsed(body: bytes) -> Any:
@@ -190,7 +188,7 @@ def _parsed(body: bytes) -> Any:
         raise ConfigError(f"the description of the run is not JSON: {error}") from None
 
 
-def _json(status: int, data: Any) -> Response:
+def json_response(status: int, data: object) -> Response:
     return Response(status, "application/json", [json.dumps(data).encode()])
 
 
@@ -198,5 +196,5 @@ def static(name: str) -> Response:
     """A file of the page; 404 if there is none with this name."""
     file = STATIC / name
     if "/" in name or file.suffix not in TYPES or not file.is_file():
-        return _json(404, {"error": f"there is no page /{name}"})
+        return json_response(404, {"error": f"there is no page /{name}"})
     return Response(200, TYPES[file.suffix], [file.read_bytes()], dict(SECURITY))

@@ -1,4 +1,4 @@
-"""Follows the film of a server elsewhere, for the lab on this machine."""
+"""Follows the recording of a server elsewhere, for the lab on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headway.errors import ConfigError
-from headway.lab.film.format import Record
+from headway.lab.recording.format import Record
 
 TIMEOUT = 10.0  # seconds without a byte; a server that is followed sends some every few seconds
 PIECE = 1 << 16
@@ -27,7 +27,7 @@ def check_url(url: str) -> str:
 
 
 def follow(url: str, api_key: str | None = None) -> Iterator[bytes]:
-    """The film of the server at this address; ConfigError says why there is none."""
+    """The recording of the server at this address; ConfigError says why there is none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(f"{check_url(url)}/lab/api/live", headers=headers)
     try:
@@ -44,7 +44,7 @@ def follow(url: str, api_key: str | None = None) -> Iterator[bytes]:
     first = next(pieces, b"")
     if struct.unpack_from("<I", first.ljust(4, b"\0"))[0] != Record.HEADER:
         pieces.close()
-        raise ConfigError(f"{url} sends no film; it must be `headway serve` of this version")
+        raise ConfigError(f"{url} sends no recording; it must be `headway serve` of this version")
     return chain([first], pieces)
 
 
@@ -53,7 +53,7 @@ def _pieces(response: Any) -> Generator[bytes, None, None]:
         try:
             while piece := response.read1(PIECE):
                 yield piece
-        except OSError:  # the server is gone; the page says that the film has no end
+        except OSError:  # the server is gone; the page says that the recording has no end
             return
 
 

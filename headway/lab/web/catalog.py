@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 from headway import __version__
 from headway.config import Config
 from headway.lab.cost import known_profiles, load_profile
-from headway.lab.film.spec import DEFAULT_PROFILE
+from headway.lab.recording.spec import DEFAULT_PROFILE
+from headway.lab.stories import Story
 from headway.record.sentences import BLOCKED, NOT_CONSIDERED
 from headway.scheduler.policies.presets import DEFAULT, PRESETS, SLOTS, describe, preset
 
@@ -19,7 +21,7 @@ STATES = {
     "swapped": "In the queue after a preemption. Its KV blocks were copied to the host.",
     "finished": "It has ended: a stop token, its length limit, an abort or an error.",
 }
-TEXTS: dict[str, dict[str, str]] = {  # {need}, {have} and {limit} are numbers of the film
+TEXTS: dict[str, dict[str, str]] = {  # {need}, {have} and {limit} are numbers of the recording
     "states": STATES, "blocked": BLOCKED, "not_considered": NOT_CONSIDERED,
 }  # fmt: skip
 SLOT_HELP = {
@@ -39,9 +41,9 @@ DEFAULT_SPEC = {
 
 def catalog(
     mode: str,
-    stories: list[dict[str, Any]],
+    stories: Iterable[Story],
     traces: list[dict[str, str]],
-    default: dict[str, Any] | None = None,
+    default: Mapping[str, object] | None = None,
 ) -> Any:
     """All that the page needs before it shows a run, as JSON."""
     return {
@@ -53,17 +55,14 @@ def catalog(
             for slot, values in SLOTS.items()
         },
         "numbers": {
-            f.name: {
-                "low": f.metadata["low"], "high": f.metadata["high"], "default": f.default,
-            }
-            for f in fields(Config)
-            if f.default is not MISSING
+            f.name: {"low": f.metadata["low"], "high": f.metadata["high"], "default": f.default}
+            for f in fields(Config) if f.default is not MISSING
         },
         "profiles": [
             {"name": name, "description": load_profile(name).description}
             for name in known_profiles()
         ],
-        "stories": stories,
+        "stories": [story.describe() for story in stories],
         "traces": traces,
         "default": default or DEFAULT_SPEC,
         **TEXTS,

@@ -1,45 +1,39 @@
-"""A run as one HTML file that works from disk: the page, and the film in it."""
+"""A run as one HTML file that works from disk: the page, and the recording in it."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import json
+from collections.abc import Iterable
+from html import escape
 from pathlib import Path
-from typing import Any
 
+from headway.lab.stories import Story
 from headway.lab.web.catalog import TEXTS
 
 STATIC = Path(__file__).parent / "static"
 
 
-def exported(
-    films: list[bytes], hash: str = "", stories: list[dict[str, Any]] | None = None
-) -> bytes:
-    """The page with its script, style and films inlined; `hash` is the state it opens with."""
+def exported(recordings: list[bytes], hash: str = "", stories: Iterable[Story] = ()) -> bytes:
+    """The page with its script, style and recordings inlined; `hash` is the state it opens with."""
     html, script, style = (
         (STATIC / name).read_text(encoding="utf-8") for name in ("index.html", "app.js", "app.css")
     )
     parts = [f"<style>{style}</style>"]
-    for number, film in enumerate(films):
-        data = base64.b64encode(gzip.compress(film, mtime=0)).decode()
-        parts.append(f'<script type="application/octet-stream" id="film{number}">{data}</script>')
-    known = json.dumps({**TEXTS, "stories": stories or []}).replace("</", "<\\/")
+    for number, recording in enumerate(recordings):
+        data = base64.b64encode(gzip.compress(recording, mtime=0)).decode()
+        tag = f'<script type="application/octet-stream" id="recording{number}">'
+        parts.append(f"{tag}{data}</script>")
+    described = [story.describe() for story in stories]
+    known = json.dumps({**TEXTS, "stories": described}).replace("</", "<\\/")
     parts.append(f'<script type="application/json" id="catalog">{known}</script>')
     if hash:
-        parts.append(f'<meta name="lab-hash" content="{_attribute(hash)}">')
+        parts.append(f'<meta name="lab-hash" content="{escape(hash)}">')
     head, end = "</head>", "</body>"
     assert head in html and end in html
-    html = _without_links(html).replace(head, "\n".join(parts) + head, 1)
+    lines = html.splitlines(keepends=True)  # without the tags that load script and style
+    html = "".join(line for line in lines if "app.js" not in line and "app.css" not in line)
+    html = html.replace(head, "\n".join(parts) + head, 1)
     inline = script.replace("</script", "<\\/script")
     return html.replace(end, f"<script>{inline}</script>{end}", 1).encode()
-
-
-def _without_links(html: str) -> str:
-    """The page without the tags that load its script and style."""
-    lines = html.splitlines(keepends=True)
-    return "".join(line for line in lines if "app.js" not in line and "app.css" not in line)
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

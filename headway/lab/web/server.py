@@ -6,13 +6,12 @@ other web page can run policies here.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from headway.lab.web.app import LabApp, Response
+from headway.lab.web.app import LabApp, Response, json_response
 
 MAX_BODY = 1 << 28  # bytes of an uploaded trace
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -32,7 +31,7 @@ class LabServer(ThreadingHTTPServer):
         return f"http://{self.host}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a connection: a browser may close it while a film is sent."""
+        """Ignore errors of a connection: a browser may close it while a recording is sent."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -48,13 +47,14 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > MAX_BODY:
             self.close_connection = True
-            self._send(_error(413, f"a body of at most {MAX_BODY} bytes with its length is needed"))
+            error = f"a body of at most {MAX_BODY} bytes with its length is needed"
+            self._send(json_response(413, {"error": error}))
             return
         self._answer(self.rfile.read(int(length)))
 
     def _answer(self, body: bytes) -> None:
         if problem := self._foreign():
-            self._send(_error(403, problem))
+            self._send(json_response(403, {"error": problem}))
             return
         parts = urlsplit(self.path)
         query = dict(parse_qsl(parts.query))
@@ -76,33 +76,26 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", response.content_type)
         for name, value in response.headers.items():
             self.send_header(name, value)
-        if isinstance(response.body, list):
-            data = b"".join(response.body)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+        if not isinstance(response.body, list):
+            self._stream(response.body)
             return
-        self._stream(response.body)
+        data = b"".join(response.body)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def _stream(self, body: Iterable[bytes]) -> None:
         """Send pieces as they are made, each as a chunk."""
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        pieces = iter(body)
         try:
-            for piece in pieces:
-                if piece:
-                    self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                    self.wfile.flush()
+            for piece in filter(None, body):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                self.wfile.flush()
             self.wfile.write(b"0\r\n\r\n")
         finally:
-            close = getattr(pieces, "close", None)
-            if close is not None:
-                close()
+            if isinstance(body, Generator):
+                body.close()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged."""
-
-
-def _error(status: int, text: str) -> Response:
-    return Response(status, "application/json", [json.dumps({"error": text}).encode()])

@@ -102,7 +102,7 @@ function nameOf(spec: Spec | null, other: Spec | null = null, isSecond = false):
 }
 
 function Header() {
-  const header = a.film.value?.header;
+  const header = a.recording.value?.header;
   const live = isLive.value ? "live server" : "";
   const title = header?.title ?? (isComparing.value ? "" : live || nameOf(a.spec.value));
   return (

@@ -34,7 +34,7 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
     const owners = ownersOf(at), hosts = hostsOf(at);
     const grid = layout(numShown(at), hosts.length, width, height);
     drawn.current = { grid, owners, hosts };
-    drawGrid(context, at, grid, owners, hosts, id === null ? -1 : (at.film.numbers.get(id) ?? -1));
+    drawGrid(context, at, grid, owners, hosts, id === null ? -1 : (at.recording.numbers.get(id) ?? -1));
   };
   const onPoint = (x: number, y: number, kind: "move" | "click") => {
     const at = view.peek();
@@ -45,19 +45,19 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
     const host = (row - grid.hostFrom) * grid.columns + column;
     const holders = place < grid.numDevice ? owners.get(place) : undefined;
     const r = holders?.[0] ?? (row >= grid.hostFrom ? hosts[host]?.[1] : undefined);
-    const id = r === undefined || column >= grid.columns ? null : at.film.entries[r].id;
+    const id = r === undefined || column >= grid.columns ? null : at.recording.entries[r].id;
     if (kind === "click" && id !== null) select(id);
     else if (kind === "move") hovered.value = id;
   };
-  const hasBlocks = now?.film.header?.has_blocks !== false;
+  const hasBlocks = now?.recording.header?.has_blocks !== false;
   const numbers = now && blockCounts(now);
   return (
     <section class="card blocks" aria-label={`KV blocks${name}`}>
       <h2>
         KV blocks
         <small>
-          {numbers && `${count(numbers.free)} of ${count(now.film.numBlocks)} not held`}
-          {now && numShown(now) < now.film.numBlocks && `, the first ${count(numShown(now))} shown`}
+          {numbers && `${count(numbers.free)} of ${count(now.recording.numBlocks)} not held`}
+          {now && numShown(now) < now.recording.numBlocks && `, the first ${count(numShown(now))} shown`}
         </small>
       </h2>
       {!now ? <p class="none tall">The blocks appear with the first step.</p> : hasBlocks ? (
@@ -93,7 +93,7 @@ function Table({ view }: { view: View | null }) {
 
 /** In a large pool, only blocks up to the highest one that the run uses. */
 function numShown(view: View): number {
-  const { numBlocks, timeline } = view.film;
+  const { numBlocks, timeline } = view.recording;
   return numBlocks <= MAX_SHOWN ? numBlocks : Math.min(numBlocks, Math.max(MAX_SHOWN, timeline.maxBlock + 1));
 }
 
@@ -206,9 +206,9 @@ function drawShared(
 interface Counts { free: number; held: number; shared: number; cached: number; host: number }
 
 function blockCounts(view: View): Counts {
-  const counts: Counts = { free: view.film.numBlocks, held: 0, shared: 0, cached: 0, host: 0 };
+  const counts: Counts = { free: view.recording.numBlocks, held: 0, shared: 0, cached: 0, host: 0 };
   const { refs, published } = view.state;
-  for (let block = 0; block < view.film.numBlocks; block++) {
+  for (let block = 0; block < view.recording.numBlocks; block++) {
     if (refs[block] > 0) counts.held++;
     if (refs[block] > 1) counts.shared++;
     if (!refs[block] && published[block]) counts.cached++;

@@ -12,15 +12,15 @@ const CUT = 0.4, SHARE = 0.7; // below this use, the used part takes this share 
 export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
   paint.value;
   const now = view.value;
-  const limit = Number(now?.film.header?.config.max_num_batched_tokens ?? 0);
-  const decodes = now ? now.film.column("decodes", now.frame) : 0;
+  const limit = Number(now?.recording.header?.config.max_num_batched_tokens ?? 0);
+  const decodes = now ? now.recording.column("decodes", now.frame) : 0;
   const chunks = now?.work.chunks ?? [];
-  const isCharged = String(now?.film.header?.config.batching).includes("charge_cached");
-  const cached = now && isCharged ? now.film.column("cached", now.frame) : 0;
+  const isCharged = String(now?.recording.header?.config.batching).includes("charge_cached");
+  const cached = now && isCharged ? now.recording.column("cached", now.frame) : 0;
   const computed = decodes + chunks.reduce((sum, chunk) => sum + chunk.end - chunk.start, 0);
   const used = computed + cached;
   const total = Math.max(limit, used, 1), unused = Math.max(0, limit - used);
-  const numSteps = now ? now.film.column("num_steps", now.frame) : 1;
+  const numSteps = now ? now.recording.column("num_steps", now.frame) : 1;
   const isCut = used > 0 && used / total < CUT; // the unused part is drawn shorter than it is
   const scale = isCut ? SHARE / used : 1 / total;
   const width = (tokens: number) => ({ width: `${100 * tokens * scale}%` });
@@ -41,7 +41,7 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
           <i class="decodes" style={width(decodes)}>{fitting(decodes, plural(decodes, "decode"), count(decodes))}</i>
         )}
         {chunks.map(({ r, start, end }) => {
-          const id = now!.film.entries[r].id;
+          const id = now!.recording.entries[r].id;
           return (
             <i
               key={r} class={lit.value === id ? "chunk lit" : "chunk"}
@@ -83,7 +83,7 @@ function widthOfBar(isHalf: boolean): number {
 
 function chunkText(view: View): string {
   const parts = view.work.chunks.slice(0, 6).map(
-    ({ r, start, end }) => `${shortId(view.film.entries[r].id)}: ${count(end - start)}`,
+    ({ r, start, end }) => `${shortId(view.recording.entries[r].id)}: ${count(end - start)}`,
   );
   const more = view.work.chunks.length - parts.length;
   return parts.join(", ") + (more > 0 ? `, ${more} more` : "");

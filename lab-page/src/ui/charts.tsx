@@ -5,21 +5,21 @@ import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { color, paint } from "../colors";
-import type { Film } from "../film";
+import type { Recording } from "../recording";
 import { a, b, frameOf, isComparing, numFrames, seek, span, version, viewA } from "../store";
 import type { View } from "../view";
 import { shownSpan } from "./lanes";
 import { useShown } from "./shown";
 import { count } from "./words";
 
-interface Line { label: string; color: string; values: (film: Film) => ArrayLike<number> }
+interface Line { label: string; color: string; values: (recording: Recording) => ArrayLike<number> }
 interface Chart { title: string; lines: Line[] }
 interface PlotProps { chart: Chart; view: ReadonlySignal<View | null> }
 type Data = (ArrayLike<number> | (number | null)[])[];
 
 const HEIGHT = 96; // pixels
 let places = new Float64Array(0); // 0, 1, 2, ...
-const column = (name: string) => (film: Film) => film.columns[name]!.values;
+const column = (name: string) => (recording: Recording) => recording.columns[name]!.values;
 const CHARTS: Chart[] = [
   {
     title: "Requests",
@@ -40,33 +40,34 @@ const CHARTS: Chart[] = [
   { title: "Preemptions so far", lines: [{ label: "preemptions", color: "red", values: kept(preemptions) }] },
 ];
 
-/** Milliseconds until a chart shows frames that have arrived; a long film is drawn less often. */
+/** Milliseconds until a chart shows frames that have arrived; a long recording is drawn less often. */
 const redrawDelay = (numFrames: number): number => Math.min(1000, 30 + numFrames / 50);
 
-/** Compute a line once for each length of a film. */
-function kept(values: (film: Film) => Int32Array): (film: Film) => Int32Array {
-  const known = new WeakMap<Film, { end: number; line: Int32Array }>();
-  return (film) => {
-    const end = film.numDropped + film.numFrames;
-    let found = known.get(film);
-    if (found?.end !== end) known.set(film, (found = { end, line: values(film) }));
+/** Compute a line once for each length of a recording. */
+function kept(values: (recording: Recording) => Int32Array): (recording: Recording) => Int32Array {
+  const known = new WeakMap<Recording, { end: number; line: Int32Array }>();
+  return (recording) => {
+    const end = recording.numDropped + recording.numFrames;
+    let found = known.get(recording);
+    if (found?.end !== end) known.set(recording, (found = { end, line: values(recording) }));
     return found!.line;
   };
 }
 
-function tokens(film: Film): Int32Array {
-  const decodes = film.columns.decodes.values, prefill = film.columns.prefill.values;
-  const steps = film.columns.num_steps.values;
+function tokens(recording: Recording): Int32Array {
+  const decodes = recording.columns.decodes.values, prefill = recording.columns.prefill.values;
+  const steps = recording.columns.num_steps.values;
   return decodes.map((n, i) => n * Math.max(1, steps[i]) + prefill[i]);
 }
 
-function milliseconds(film: Film): Int32Array {
-  return Int32Array.from(film.ended.values, (end, i) => Math.max(0, Math.round(1000 * (end - film.started.at(i)))));
+function milliseconds(recording: Recording): Int32Array {
+  const { started, ended } = recording;
+  return Int32Array.from(ended.values, (end, i) => Math.max(0, Math.round(1000 * (end - started.at(i)))));
 }
 
-function preemptions(film: Film): Int32Array {
+function preemptions(recording: Recording): Int32Array {
   let sum = 0;
-  return film.columns.preempted.values.map((n) => (sum += n));
+  return recording.columns.preempted.values.map((n) => (sum += n));
 }
 
 export function Charts() {
@@ -111,7 +112,7 @@ function Plot({ chart, view }: PlotProps) {
     refresh();
   });
   useSignalEffect(() => {
-    version.value; span.value; a.film.value; b.film.value;
+    version.value; span.value; a.recording.value; b.recording.value;
     timer.current ||= window.setTimeout(refresh, redrawDelay(numFrames.value));
   });
   useSignalEffect(() => {
@@ -146,7 +147,7 @@ function Values({ chart, view }: PlotProps) {
         <span key={line.label}>
           {chart.lines.length > 1 && <i class={`swatch ${line.color}`} />}
           {chart.lines.length > 1 ? `${line.label} ` : "now "}
-          <b>{count(line.values(now.film)[now.frame])}</b>
+          <b>{count(line.values(now.recording)[now.frame])}</b>
         </span>
       ))}
     </span>
@@ -154,14 +155,14 @@ function Values({ chart, view }: PlotProps) {
 }
 
 function dataOf(chart: Chart): Data {
-  const films = [a.film.peek(), b.film.peek()], length = numFrames.peek();
+  const recordings = [a.recording.peek(), b.recording.peek()], length = numFrames.peek();
   if (places.length < length) places = Float64Array.from({ length: 2 * length }, (_, i) => i);
   const x = places.subarray(0, length);
   const lines: Data = [x];
-  for (const [i, film] of films.entries()) {
+  for (const [i, recording] of recordings.entries()) {
     if (i && !isComparing.peek()) continue;
     for (const line of chart.lines) {
-      const values = film?.header ? line.values(film) : new Int32Array(0);
+      const values = recording?.header ? line.values(recording) : new Int32Array(0);
       const isFull = values.length === length;
       lines.push(isFull ? values : Array.from(x, (_, f) => (f < values.length ? values[f] : null)));
     }

@@ -68,7 +68,7 @@ function Import() {
 }
 
 function freeId(): string {
-  const ids = new Set(a.film.value?.entries.map((entry) => entry.id));
+  const ids = new Set(a.recording.value?.entries.map((entry) => entry.id));
   for (let i = 1; ; i++) if (!ids.has(`new${i}`)) return `new${i}`;
 }
 
@@ -109,7 +109,7 @@ function AddForm() {
 function ForkForm() {
   const { slots, numbers } = catalog.value!, names = [...Object.keys(slots), ...Object.keys(numbers)];
   const name = useSignal("victim" in slots ? "victim" : names[0]), value = useSignal("");
-  const config = a.film.value?.header?.config ?? {}, options = slots[name.value]?.values;
+  const config = a.recording.value?.header?.config ?? {}, options = slots[name.value]?.values;
   return (
     <form
       onSubmit={(event) => {

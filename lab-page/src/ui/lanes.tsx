@@ -3,7 +3,7 @@
 import type { ReadonlySignal } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import { color } from "../colors";
-import type { Film } from "../film";
+import type { Recording } from "../recording";
 import { lastAtMost } from "../growing";
 import { DECODING, FINISHED, PREFILL, SWAPPED, WAITING } from "../state";
 import { hovered, lit, seekIn, select, selected, span, version } from "../store";
@@ -50,7 +50,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     const now = view.value;
     context.clearRect(0, 0, w, h);
     if (!now) return;
-    const shown = shownSpan(now.film.numFrames), width = w - GUTTER;
+    const shown = shownSpan(now.recording.numFrames), width = w - GUTTER;
     const rows = pick(now, shown, Math.floor((h - AXIS) / MIN_ROW));
     const height = Math.min(MAX_ROW, Math.max(MIN_ROW, Math.floor((h - AXIS) / Math.max(1, rows.length))));
     drawn.current = { rows, height, shown, width };
@@ -61,23 +61,23 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     return shown[0] + ((x - GUTTER) / width) * (shown[1] - shown[0]);
   };
   const onPoint = (x: number, y: number, kind: "move" | "click") => {
-    const { rows, height } = drawn.current, film = view.peek()?.film, r = rows[Math.floor(y / height)];
-    const id = film && r !== undefined ? film.entries[r].id : null;
+    const { rows, height } = drawn.current, recording = view.peek()?.recording, r = rows[Math.floor(y / height)];
+    const id = recording && r !== undefined ? recording.entries[r].id : null;
     if (kind === "move") hovered.value = id;
     else {
-      if (x >= GUTTER && film) seekIn(film, Math.floor(frameAt(x)));
+      if (x >= GUTTER && recording) seekIn(recording, Math.floor(frameAt(x)));
       if (id !== null && (x < GUTTER || selected.value !== id)) select(id);
     }
   };
   const onWheel = (event: WheelEvent, x: number) => {
-    const film = view.peek()?.film;
-    if (!film || !event.ctrlKey) return;
+    const recording = view.peek()?.recording;
+    if (!recording || !event.ctrlKey) return;
     event.preventDefault();
-    zoom(event.deltaY > 0 ? 1.25 : 0.8, frameAt(x), film.numFrames);
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, frameAt(x), recording.numFrames);
   };
   const change = (factor: number) => () => {
     const now = view.peek();
-    if (now) zoom(factor, now.frame, now.film.numFrames);
+    if (now) zoom(factor, now.frame, now.recording.numFrames);
   };
   return (
     <section class="card lanes" aria-label={`Requests over time${name}`}>
@@ -101,33 +101,33 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
 
 function laneText(view: View | null): string {
   version.value;
-  const all = view?.film.timeline.lives.size ?? 0;
+  const all = view?.recording.timeline.lives.size ?? 0;
   return all > MAX_LANES ? `${count(all)} requests, the nearest shown` : "";
 }
 
 /** Requests with a lane: those in the span; if there are too many, those nearest to the frame. */
-function pick({ film, state, work, frame }: View, span: [number, number], most: number): number[] {
-  const inside = requestsIn(film, span);
+function pick({ recording, state, work, frame }: View, span: [number, number], most: number): number[] {
+  const inside = requestsIn(recording, span);
   if (inside.length <= most) return inside;
-  const { lives } = film.timeline;
-  const next = () => lastAtMost(film.entries.length, frame, (r) => lives.get(r)?.frames[0] ?? -1) + 1;
+  const { lives } = recording.timeline;
+  const next = () => lastAtMost(recording.entries.length, frame, (r) => lives.get(r)?.frames[0] ?? -1) + 1;
   const [open = next()] = state.requests.keys(); // the first one that is open, or the next to arrive
   const first = lastAtMost(inside.length, Math.min(open, ...work.finished) - 1, (i) => inside[i]) + 1;
   const from = Math.max(0, Math.min(first - 2, inside.length - most));
   return inside.slice(from, from + most);
 }
 
-const spans = new WeakMap<Film, { key: string; inside: number[] }>();
+const spans = new WeakMap<Recording, { key: string; inside: number[] }>();
 
-/** The requests that are open in a span of frames. Only its latest answer is kept for a film. */
-function requestsIn(film: Film, [low, high]: [number, number]): number[] {
-  const key = `${low} ${high} ${film.numFrames} ${film.numDropped}`, known = spans.get(film);
+/** The requests that are open in a span of frames. Only its latest answer is kept for a recording. */
+function requestsIn(recording: Recording, [low, high]: [number, number]): number[] {
+  const key = `${low} ${high} ${recording.numFrames} ${recording.numDropped}`, known = spans.get(recording);
   if (known?.key === key) return known.inside;
   const inside: number[] = [];
-  for (const [r, life] of film.timeline.lives) {
+  for (const [r, life] of recording.timeline.lives) {
     if (life.frames[0] < high && (life.finish?.frame ?? Infinity) >= low) inside.push(r);
   }
-  spans.set(film, { key, inside });
+  spans.set(recording, { key, inside });
   return inside;
 }
 
@@ -135,31 +135,31 @@ function paintLanes(
   context: CanvasRenderingContext2D, view: View, rows: number[], height: number,
   [low, high]: [number, number], width: number, bottom: number,
 ): void {
-  const { film } = view, scale = width / (high - low);
-  const chosen = lit.value === null ? -1 : (film.numbers.get(lit.value) ?? -1);
+  const { recording } = view, scale = width / (high - low);
+  const chosen = lit.value === null ? -1 : (recording.numbers.get(lit.value) ?? -1);
   context.font = `${Math.min(11, height)}px system-ui, sans-serif`;
   context.textBaseline = "middle";
   rows.forEach((r, i) => {
-    const y = i * height, life = film.timeline.lives.get(r)!;
+    const y = i * height, life = recording.timeline.lives.get(r)!;
     if (r === chosen) {
       context.fillStyle = color("lit");
       context.fillRect(0, y, GUTTER + width, height);
     }
     if (height >= 9) {
       context.fillStyle = color(r === chosen ? "ink" : "quiet");
-      context.fillText(shortId(film.entries[r].id, 8), 2, y + height / 2 + 1, GUTTER - 6);
+      context.fillText(shortId(recording.entries[r].id, 8), 2, y + height / 2 + 1, GUTTER - 6);
     }
-    paintLane(context, life, y, height, low, high, scale, film.numFrames);
+    paintLane(context, life, y, height, low, high, scale, recording.numFrames);
   });
   const x = GUTTER + (view.frame + 0.5 - low) * scale;
   context.fillStyle = color("ink");
   if (x >= GUTTER) context.fillRect(Math.round(x) - 1, 0, 2, bottom - AXIS);
   context.fillStyle = color("quiet");
   context.font = "10px system-ui, sans-serif";
-  context.fillText(`step ${stepOf(film, Math.min(low, film.numFrames - 1))}`, GUTTER, bottom - AXIS / 2);
+  context.fillText(`step ${stepOf(recording, Math.min(low, recording.numFrames - 1))}`, GUTTER, bottom - AXIS / 2);
   context.textAlign = "right";
-  const lastStep = stepOf(film, Math.min(Math.round(high), film.numFrames) - 1);
-  const end = GUTTER + Math.min(width, (film.numFrames - low) * scale); // a short film ends before
+  const lastStep = stepOf(recording, Math.min(Math.round(high), recording.numFrames) - 1);
+  const end = GUTTER + Math.min(width, (recording.numFrames - low) * scale); // a short recording ends before
   context.fillText(String(lastStep), end, bottom - AXIS / 2);
   context.textAlign = "left";
 }

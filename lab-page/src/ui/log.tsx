@@ -13,8 +13,8 @@ const MAX_SHOWN = 36;
 
 export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
   const { shown, ref } = useShown(view), now = shown.value, id = selected.value;
-  const r = onlySelected.value && id !== null ? (now?.film.numbers.get(id) ?? -2) : -1;
-  const found = now && r !== -2 ? now.film.latestTexts(now.frame, MAX_SHOWN, r) : [];
+  const r = onlySelected.value && id !== null ? (now?.recording.numbers.get(id) ?? -2) : -1;
+  const found = now && r !== -2 ? now.recording.latestTexts(now.frame, MAX_SHOWN, r) : [];
   return (
     <section class="card log" ref={ref} aria-label={`Decisions${name}`}>
       <h2>
@@ -33,15 +33,15 @@ export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: s
 }
 
 /** What the step computes, in a sentence. */
-function workOf({ film, frame, step, isAfter, work }: View): string {
+function workOf({ recording, frame, step, isAfter, work }: View): string {
   if (isAfter) return `Step ${count(step)} has ended. Nothing is planned.`;
-  const decodes = film.column("decodes", frame), tokens = film.column("prefill", frame);
+  const decodes = recording.column("decodes", frame), tokens = recording.column("prefill", frame);
   const parts = [
     decodes > 0 && plural(decodes, "decode"),
     tokens > 0 && `${plural(tokens, "token")} of ${plural(work.chunks.length, "prompt")}`,
     work.preempted.length > 0 && plural(work.preempted.length, "preemption"),
   ].filter(Boolean);
-  const took = film.ended.at(frame) - film.started.at(frame);
+  const took = recording.ended.at(frame) - recording.started.at(frame);
   return `Step ${count(step)}: ${parts.join(", ") || "no work"}${took > 0 ? `; takes ${seconds(took)}` : ""}.`;
 }
 
@@ -60,20 +60,20 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
   return (
     <ol class="sentences">
       {found.map((i, place) => {
-        const { frame, kind, request, text } = view.film.text(i);
-        const id = request >= 0 ? view.film.entries[request]?.id : undefined;
+        const { frame, kind, request, text } = view.recording.text(i);
+        const id = request >= 0 ? view.recording.entries[request]?.id : undefined;
         const classes = [kind, frame === view.frame && "now", id !== undefined && id === lit.value && "lit"];
         return (
           <li key={place} class={classes.filter(Boolean).join(" ")}>
             <button
               type="button" title={id && id.length > MAX_ID ? text : undefined}
               onClick={() => {
-                seekIn(view.film, frame);
+                seekIn(view.recording, frame);
                 if (id !== undefined && selected.value !== id) select(id);
               }}
               onMouseEnter={() => (hovered.value = id ?? null)} onMouseLeave={() => (hovered.value = null)}
             >
-              <span class="when">{stepOf(view.film, frame)}</span>
+              <span class="when">{stepOf(view.recording, frame)}</span>
               <span>{sentence(id ? text.replace(id, shortId(id)) : text)}</span>
             </button>
           </li>
@@ -108,9 +108,9 @@ export function Why({ view, name }: { view: ReadonlySignal<View | null>; name: s
 }
 
 function Answer({ row, view }: { row: Row; view: View }) {
-  const { film } = view, entry = film.entries[row.r], state = STATES[row.status];
-  const history = film.latestTexts(view.frame, 30, row.r);
-  const latest = history.length ? `${sentence(film.text(history[0]).text)}.` : "";
+  const { recording } = view, entry = recording.entries[row.r], state = STATES[row.status];
+  const history = recording.latestTexts(view.frame, 30, row.r);
+  const latest = history.length ? `${sentence(recording.text(history[0]).text)}.` : "";
   const { blocked } = row, isWaiting = row.status === WAITING || row.status === SWAPPED;
   return (
     <>
@@ -149,7 +149,7 @@ function Answer({ row, view }: { row: Row; view: View }) {
 
 function NeedHave({ row, view }: { row: Row; view: View }) {
   const { need, have, reason } = row.blocked!, most = Math.max(need, have, 1);
-  const what = thing(view.film.header!.reasons[reason]);
+  const what = thing(view.recording.header!.reasons[reason]);
   const width = (n: number) => ({ width: `${(100 * Math.max(0, n)) / most}%` });
   return (
     <div class="need" role="img" aria-label={needOf(row, view)}>

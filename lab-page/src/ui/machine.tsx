@@ -81,9 +81,9 @@ export function Machine({ view, name }: { view: ReadonlySignal<View | null>; nam
 
 /** The changes of state in a frame, as "from to". */
 function movesOf(view: View): Set<string> {
-  const moves = new Set<string>(), { work, film, frame } = view;
+  const moves = new Set<string>(), { work, recording, frame } = view;
   for (const r of [...work.admitted, ...work.preempted, ...work.finished]) {
-    const life = film.timeline.lives.get(r), i = life?.frames.indexOf(frame) ?? -1;
+    const life = recording.timeline.lives.get(r), i = life?.frames.indexOf(frame) ?? -1;
     if (life && i >= 0) moves.add(`${STATES[life.states[i - 1] ?? 0]} ${STATES[life.states[i]]}`);
   }
   for (const { r } of work.chunks) {

@@ -2,7 +2,7 @@
 
 import type { ReadonlySignal } from "@preact/signals";
 import { ownerColor, paint } from "../colors";
-import type { Film } from "../film";
+import type { Recording } from "../recording";
 import { DECODING, PREFILL, STATES, WAITING } from "../state";
 import { catalog, chosenState, hovered, lateView, lit, select, selected } from "../store";
 import { type Groups, type Row, rowsOf, type View } from "../view";
@@ -26,7 +26,7 @@ export function Requests({ view, name }: { view: ReadonlySignal<View | null>; na
   return (
     <section class="card requests" aria-label={`Requests${name}`}>
       <h2>Requests</h2>
-      <div class="groups" style={{ "--id": `${now ? idWidth(now.film) : 2}ch` }}>
+      <div class="groups" style={{ "--id": `${now ? idWidth(now.recording) : 2}ch` }}>
         {(["running", "waiting", "swapped", "finished"] as const).map((group) => (
           <Group key={group} group={group} view={now} late={lateView(view)} />
         ))}
@@ -36,15 +36,15 @@ export function Requests({ view, name }: { view: ReadonlySignal<View | null>; na
   );
 }
 
-const widths = new WeakMap<Film, { of: number; width: number }>();
+const widths = new WeakMap<Recording, { of: number; width: number }>();
 
 /** The length of the longest id that is shown, so that the bars of all rows start together. */
-function idWidth(film: Film): number {
-  const known = widths.get(film);
-  if (known?.of === film.entries.length) return known.width;
+function idWidth(recording: Recording): number {
+  const known = widths.get(recording);
+  if (known?.of === recording.entries.length) return known.width;
   let width = 2;
-  for (const { id } of film.entries) width = Math.max(width, Math.min(MAX_ID, id.length));
-  widths.set(film, { of: film.entries.length, width });
+  for (const { id } of recording.entries) width = Math.max(width, Math.min(MAX_ID, id.length));
+  widths.set(recording, { of: recording.entries.length, width });
   return width;
 }
 
@@ -132,7 +132,7 @@ function titleOf(row: Row): string {
 function noteOf(row: Row, view: View): preact.ComponentChildren {
   if (row.finish !== null) return row.finish === "length" ? `${row.generated} tokens` : row.finish;
   if (row.blocked?.need) {
-    const { reason, need, have } = row.blocked, what = thing(view.film.header!.reasons[reason]);
+    const { reason, need, have } = row.blocked, what = thing(view.recording.header!.reasons[reason]);
     return <>needs {count(need)}<span class="unit"> {what}</span>, has {count(have)}</>;
   }
   if (row.blocked) return needOf(row, view);
@@ -144,13 +144,13 @@ function noteOf(row: Row, view: View): preact.ComponentChildren {
 
 /** What a waiting request needs and what was available. */
 export function needOf(row: Row, view: View): string {
-  const { reason, need, have } = row.blocked!, name = view.film.header!.reasons[reason];
+  const { reason, need, have } = row.blocked!, name = view.recording.header!.reasons[reason];
   return need ? `needs ${count(need)} ${thing(name)}, has ${count(have)}` : name.replaceAll("_", " ");
 }
 
 /** Why a waiting request was not admitted in this step, in a sentence. */
 export function whyWaits(row: Row, view: View): string {
-  const { reasons, config } = view.film.header!, known = catalog.value;
+  const { reasons, config } = view.recording.header!, known = catalog.value;
   const fill = (texts: Record<string, string> | undefined, name: string, numbers: Record<string, unknown>) =>
     (texts?.[name] ?? name.replaceAll("_", " "))
       .replace(/\{(\w+)\}/g, (_, key: string) => String(numbers[key]));

@@ -41,10 +41,10 @@ export function Setup() {
   );
 }
 
-/** What ran, where it cannot be changed: the settings in the film's header. */
+/** What ran, where it cannot be changed: the settings in the recording's header. */
 function Facts() {
   version.value;
-  const header = a.film.value?.header, workload = a.spec.value?.workload;
+  const header = a.recording.value?.header, workload = a.spec.value?.workload;
   if (!header) return null;
   return (
     <>
@@ -167,7 +167,7 @@ function Workload({ spec }: { spec: Spec }) {
 async function openFile(file: File): Promise<void> {
   const before = a.spec.value;
   b.abort?.abort();
-  b.film.value = b.spec.value = selected.value = null;
+  b.recording.value = b.spec.value = selected.value = null;
   a.spec.value = { trace: file.name };
   seek(0);
   if (!(await load(a, { kind: "file", file }))) {

@@ -2,7 +2,7 @@
 
 import { signal } from "@preact/signals";
 import { stream } from "../api";
-import { Film } from "../film";
+import { Recording } from "../recording";
 import { hasOtherRequests, type Look, type Spec, type Story, type StoryNumber } from "../spec";
 import { a, b, canRun, catalog, guess, open, seekIn, seekStep, selected, Side, sync, version } from "../store";
 import { Prose } from "./prose";
@@ -84,7 +84,7 @@ function lookRun(story: Story, run: string): string {
 function lookAt(story: Story, { step, run }: Look): void {
   const name = run ?? "spec", spec = runsOf(story).find(([each]) => each === name)?.[1];
   if (name === runOf(a)) seekStep(step);
-  else if (name === runOf(b) && b.film.value) seekIn(b.film.value, b.film.value.frameOfStep(step));
+  else if (name === runOf(b) && b.recording.value) seekIn(b.recording.value, b.recording.value.frameOfStep(step));
   else if (spec && canRun.value) open(a.spec.value!, spec, step);
 }
 
@@ -152,19 +152,19 @@ function Question({ story }: { story: Story }) {
   );
 }
 
-/** The numbers of a run: from its film, or from a run in the background. */
+/** The numbers of a run: from its recording, or from a run in the background. */
 function numbersOf(story: Story, run: string): Record<string, number | null> {
   for (const side of [a, b]) {
     const isShown = side.spec.value?.story?.split("/")[0] === story.name && runOf(side) === run;
-    if (isShown && side.film.value?.end) return side.film.value.end.numbers ?? {};
+    if (isShown && side.recording.value?.end) return side.recording.value.end.numbers ?? {};
     if (isShown) return {};
   }
   const key = `${story.name}/${run}`, spec = runsOf(story).find(([name]) => name === run)?.[1];
   if (spec && canRun.value && !asked.has(key)) {
     asked.add(key);
-    const film = new Film();
-    void stream({ kind: "spec", spec }, film, new AbortController().signal, () => {}).then(
-      () => (hidden.value = { ...hidden.peek(), [key]: film.end?.numbers ?? {} }),
+    const recording = new Recording();
+    void stream({ kind: "spec", spec }, recording, new AbortController().signal, () => {}).then(
+      () => (hidden.value = { ...hidden.peek(), [key]: recording.end?.numbers ?? {} }),
       () => asked.delete(key),
     );
   }

@@ -21,11 +21,11 @@ function valueOf(key: string, value: number): string {
 
 export function Summary() {
   version.value;
-  const first = flatten(a.film.value?.end?.summary ?? {});
-  const second = new Map(flatten(b.film.value?.end?.summary ?? {}));
+  const first = flatten(a.recording.value?.end?.summary ?? {});
+  const second = new Map(flatten(b.recording.value?.end?.summary ?? {}));
   const chief = CHIEF.flatMap((name) => first.filter(([key]) => key === name));
   const others = first.filter(([key]) => !CHIEF.includes(key));
-  const rejected = a.film.value?.end?.rejected ?? [];
+  const rejected = a.recording.value?.end?.rejected ?? [];
   return (
     <section class="card summary" aria-label="Result of the run">
       <h2>Result of the run</h2>

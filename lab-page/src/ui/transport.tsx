@@ -104,30 +104,30 @@ function shownView(): View | null {
 }
 
 /** What a screen reader says after a step. */
-function spoken({ film, frame, step }: View): string {
-  const found = film.latestTexts(frame, 3).filter((i) => film.textFrames.at(i) === frame);
-  return [`Step ${step}`, ...found.reverse().map((i) => film.text(i).text)].join(". ");
+function spoken({ recording, frame, step }: View): string {
+  const found = recording.latestTexts(frame, 3).filter((i) => recording.textFrames.at(i) === frame);
+  return [`Step ${step}`, ...found.reverse().map((i) => recording.text(i).text)].join(". ");
 }
 
 function lastStep(): number {
   version.value;
   const sides = isByTime.value ? [a] : [a, b];
-  const lasts = sides.map(({ film: { value: film } }) => (film?.numFrames ? stepOf(film, film.numFrames - 1) : 0));
+  const lasts = sides.map(({ recording: { value } }) => (value?.numFrames ? stepOf(value, value.numFrames - 1) : 0));
   return Math.max(...lasts);
 }
 
-/** When the last plan of either film was made. */
+/** When the last plan of either recording was made. */
 function endTime(): number {
   version.value;
-  const films = [a.film.value, b.film.value];
-  return Math.max(...films.map((film) => (film?.numFrames ? film.planned.at(film.numFrames - 1) : 0)));
+  const recordings = [a.recording.value, b.recording.value];
+  return Math.max(...recordings.map((each) => (each?.numFrames ? each.planned.at(each.numFrames - 1) : 0)));
 }
 
-/** The first step that is kept of a live film; 0 if all are. */
+/** The first step that is kept of a live recording; 0 if all are. */
 function dropped(): number {
   version.value;
-  const film = a.film.value;
-  return film?.numDropped ? film.column("step", 0) : 0;
+  const recording = a.recording.value;
+  return recording?.numDropped ? recording.column("step", 0) : 0;
 }
 
 interface PressProps {
@@ -180,15 +180,15 @@ function Compare() {
   const parts = partsAt.value;
   return (
     <p class="sync">
-      <span role="radiogroup" aria-label="Show both films by">
+      <span role="radiogroup" aria-label="Show both recordings by">
         {(["step", "time"] as const).map((way) => (
           <label key={way}>
             <input
               type="radio" name="sync" checked={sync.value === way}
               onChange={() => {
                 sync.value = way;
-                const film = a.film.value;
-                if (way === "time" && film) seekTime(film.planned.at(Math.max(0, frameOf(a))));
+                const recording = a.recording.value;
+                if (way === "time" && recording) seekTime(recording.planned.at(Math.max(0, frameOf(a))));
               }}
             />{" "}
             same {way}
@@ -202,30 +202,30 @@ function Compare() {
       >
         {parts < 0
           ? "No difference so far"
-          : `Jump to where they part: step ${count(stepOf(a.film.value!, parts))}`}
+          : `Jump to where they part: step ${count(stepOf(a.recording.value!, parts))}`}
       </button>
     </p>
   );
 }
 
-/** Marks of preemptions, aborts and hits over the whole film, above the scrubber. */
+/** Marks of preemptions, aborts and hits over the whole recording, above the scrubber. */
 function MarkStrip() {
   const draw = (context: CanvasRenderingContext2D, width: number, height: number) => {
     version.value; paint.value;
     context.clearRect(0, 0, width, height);
-    const films = [a.film.value, b.film.value], byTime = isByTime.value;
+    const recordings = [a.recording.value, b.recording.value], byTime = isByTime.value;
     const end = byTime ? endTime() || 1 : Math.max(1, numFrames.value - 1);
-    films.forEach((film, i) => {
-      if (!film?.numFrames) return;
-      const marks = film.columns.marks.values, names = film.header!.marks;
-      const high = films[1] ? height / 2 : height, y = i * high;
+    recordings.forEach((recording, i) => {
+      if (!recording?.numFrames) return;
+      const marks = recording.columns.marks.values, names = recording.header!.marks;
+      const high = recordings[1] ? height / 2 : height, y = i * high;
       for (const [name, shade] of [...MARK_COLORS].reverse()) {
         context.fillStyle = color(shade);
         const bit = names[name] ?? 0;
         let x = -1;
         for (let f = 0; f < marks.length; f++) {
           if (!(marks[f] & bit)) continue;
-          const at = Math.round(8 + ((byTime ? film.planned.at(f) : f) / end) * (width - 16));
+          const at = Math.round(8 + ((byTime ? recording.planned.at(f) : f) / end) * (width - 16));
           if (at !== x) context.fillRect((x = at), y, 1.5, high - 1);
         }
       }

@@ -1,4 +1,4 @@
-"""Following a server: a film, or one sentence that says why there is none."""
+"""Following a server: a recording, or one sentence that says why there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from headway.errors import ConfigError
-from headway.lab.film.format import header_record
+from headway.lab.recording.format import header_record
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
 from headway.record.writer import header
@@ -19,7 +19,7 @@ from headway.scheduler import preset
 from tests.cli.test_cli import refused
 
 KEY = "secret"
-FILM = header_record(header(preset(), False), source="live")
+RECORDING = header_record(header(preset(), False), source="live")
 
 
 @contextmanager
@@ -45,23 +45,23 @@ def server(status: int, body: bytes, length: int | None = None) -> Iterator[str]
         found.server_close()
 
 
-def test_the_film_of_a_server_is_passed_on() -> None:
-    with server(200, FILM) as url:
-        assert b"".join(follow(url + "/", KEY)) == FILM
+def test_the_recording_of_a_server_is_passed_on() -> None:
+    with server(200, RECORDING) as url:
+        assert b"".join(follow(url + "/", KEY)) == RECORDING
 
 
 @pytest.mark.parametrize(
     ("status", "body", "parts"),
     [
         (404, b"", ["no lab", "headway serve"]),
-        (200, b"", ["no film", "headway serve"]),  # an empty stream
-        (200, b"<html>another program", ["no film"]),
+        (200, b"", ["no recording", "headway serve"]),  # an empty stream
+        (200, b"<html>another program", ["no recording"]),
         (503, json.dumps({"error": {"message": "4 pages already follow"}}).encode(),
          ["503", "4 pages already follow"]),
         (500, b"no JSON", ["500"]),
     ],
 )  # fmt: skip
-def test_a_server_without_a_film_is_refused_with_a_reason(
+def test_a_server_without_a_recording_is_refused_with_a_reason(
     status: int, body: bytes, parts: list[str]
 ) -> None:
     with server(status, body) as url, pytest.raises(ConfigError) as error:
@@ -70,7 +70,7 @@ def test_a_server_without_a_film_is_refused_with_a_reason(
 
 
 def test_a_server_with_a_key_asks_for_it() -> None:
-    with server(200, FILM) as url:
+    with server(200, RECORDING) as url:
         error = refused("lab", "--attach", url, "--no-open", "--port", "0")
         assert url in error and "--api-key" in error and "HEADWAY_API_KEY" in error
 
@@ -89,7 +89,7 @@ def test_the_page_gets_the_reason() -> None:
     assert response.status == 400 and "no lab" in json.loads(b"".join(response.body))["error"]
 
 
-def test_a_connection_that_breaks_ends_the_film() -> None:
-    """The page then says that the film has no end; what has arrived stays."""
-    with server(200, FILM, length=len(FILM) + 1000) as url:
-        assert b"".join(follow(url, KEY)) == FILM
+def test_a_connection_that_breaks_ends_the_recording() -> None:
+    """The page then says that the recording has no end; what has arrived stays."""
+    with server(200, RECORDING, length=len(RECORDING) + 1000) as url:
+        assert b"".join(follow(url, KEY)) == RECORDING

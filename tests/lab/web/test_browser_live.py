@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from headway.lab.film import live
+from headway.lab.recording import live
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
 from headway.lab.web.server import LabServer

@@ -1,6 +1,6 @@
 """Runs on the lab page, in a browser: two schedulers, forks, edits and trace files.
 
-What the page shows is compared with films that Python makes of the same descriptions.
+What the page shows is compared with recordings that Python makes of the same descriptions.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from headway.lab.film.fork import fork
-from headway.lab.film.reader import Film
-from headway.lab.film.run import FilmedRun, film_of_file
-from headway.lab.film.spec import read_spec
-from headway.lab.film.state import Op, split
+from headway.lab.recording.fork import fork
+from headway.lab.recording.reader import RunRecording
+from headway.lab.recording.run import SimulatedRun, recording_of_file
+from headway.lab.recording.spec import read_spec
+from headway.lab.recording.state import Op, split
 from headway.lab.web.server import LabServer
 from headway.record.reader import read_journal
 from tests.support.lab_page import (
@@ -41,38 +41,38 @@ SPEC = {
 }  # fmt: skip
 
 
-def film(data: Iterator[bytes]) -> Film:
-    film = Film()
-    film.read(b"".join(data))
-    return film
+def recording(data: Iterator[bytes]) -> RunRecording:
+    recording = RunRecording()
+    recording.read(b"".join(data))
+    return recording
 
 
-def filmed(**changes: Any) -> Film:
-    return film(FilmedRun(read_spec({**SPEC, **changes})).film())
+def recorded(**changes: Any) -> RunRecording:
+    return recording(SimulatedRun(read_spec({**SPEC, **changes})).record())
 
 
-def frame(film: Film, number: int) -> tuple[list[int], list[Any]]:
+def frame(recording: RunRecording, number: int) -> tuple[list[int], list[Any]]:
     """What a frame decides: its numbers and operations, without the reasons for waiting."""
-    columns = film.chunk_of(number).columns.keys() - {"blocked", "marks"}
-    ops = [each for each in split(film.ops(number)) if each[0] not in (Op.WAIT, Op.REST)]
-    return [film.column(name, number) for name in sorted(columns)], ops
+    columns = recording.chunk_of(number).columns.keys() - {"blocked", "marks"}
+    ops = [each for each in split(recording.ops(number)) if each[0] not in (Op.WAIT, Op.REST)]
+    return [recording.column(name, number) for name in sorted(columns)], ops
 
 
-def parting(first: Film, second: Film) -> int:
-    """The first frame in which two films differ."""
+def parting(first: RunRecording, second: RunRecording) -> int:
+    """The first frame in which two recordings differ."""
     shared = range(min(first.num_frames, second.num_frames))
     return next(number for number in shared if frame(first, number) != frame(second, number))
 
 
-def last_step(film: Film) -> int:
-    assert film.end
-    return int(film.end["summary"]["steps"]) - 1
+def last_step(recording: RunRecording) -> int:
+    assert recording.end
+    return int(recording.end["summary"]["steps"]) - 1
 
 
-def step_at(film: Film, time: float) -> int:
+def step_at(recording: RunRecording, time: float) -> int:
     """The last step that was planned at this time or before."""
-    planned = [time for chunk in film.chunks for time in chunk.times[:, 0]]
-    return min(last_step(film), max(n for n, each in enumerate(planned) if each <= time))
+    planned = [time for chunk in recording.chunks for time in chunk.times[:, 0]]
+    return min(last_step(recording), max(n for n, each in enumerate(planned) if each <= time))
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def rows(page: Any, side: str) -> list[list[str]]:
 def test_two_schedulers_side_by_side_and_where_they_part(run: Any) -> None:
     run.check("#compare")
     run.select_option("#preset2", "deep_dive")
-    first, second = filmed(), filmed(preset="deep_dive")
+    first, second = recorded(), recorded(preset="deep_dive")
     expected = parting(first, second)
     run.wait_for_function("n => document.querySelector('#part').dataset.frame == n", arg=expected)
     wait_for_end(run)
@@ -126,7 +126,7 @@ def test_two_schedulers_side_by_side_and_where_they_part(run: Any) -> None:
     press(run, "Shift+ArrowRight")
     match = re.search(r"clock=([\d.]+)", link(run))
     assert match
-    assert both(run) == [step_at(film, float(match[1])) for film in (first, second)]
+    assert both(run) == [step_at(recording, float(match[1])) for recording in (first, second)]
     press(run, "s")
     assert len(set(both(run))) == 1
     run.uncheck("#compare")
@@ -155,7 +155,7 @@ def test_a_fork_shows_both_futures(run: Any) -> None:
     run.fill("dialog input", "shortest_first")
     run.keyboard.press("Enter")
     edits = [{"step": 10, "set": {"queue": "shortest_first"}}]
-    expected = parting(filmed(), filmed(edits=edits))
+    expected = parting(recorded(), recorded(edits=edits))
     run.wait_for_selector("#part")
     assert parts(run) == expected > 9
     assert both(run) == [9, 9] and rows(run, SIDES[0]) == rows(run, SIDES[1])
@@ -173,8 +173,8 @@ def test_a_recorded_run_can_be_forked(page: Any, trace: Path) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector("#part")
     edits = [{"step": 10, "set": {"num_scheduler_steps": 4}}]
-    forked = film(fork(list(read_journal(trace)), read_spec({"trace": "run", "edits": edits})))
-    expected = parting(film(film_of_file(trace)), forked)
+    forked = recording(fork(list(read_journal(trace)), read_spec({"trace": "run", "edits": edits})))
+    expected = parting(recording(recording_of_file(trace)), forked)
     assert parts(page) == expected
     press(page, "End")
     assert both(page)[1] == last_step(forked)
@@ -203,7 +203,7 @@ def test_add_a_request_and_abort_one_in_the_middle(run: Any) -> None:
         {"step": 6, "add": {"id": "extra", "prompt": 30, "output": 9}},
         {"step": 7, "abort": victim},
     ]
-    wait_for_summary(run, "steps", last_step(filmed(edits=edits)) + 1)
+    wait_for_summary(run, "steps", last_step(recorded(edits=edits)) + 1)
     assert run.locator(".edits li").count() == 2
     press(run, "r")
     wait_for_step(run, 0)
@@ -215,7 +215,7 @@ def test_add_a_request_and_abort_one_in_the_middle(run: Any) -> None:
 def test_a_trace_file_is_read_from_the_page(run: Any, trace: Path, tmp_path: Path) -> None:
     press(run, "ArrowDown", "Shift+ArrowRight")
     run.set_input_files("#trace", trace)
-    recorded = film(film_of_file(trace))
+    recorded = recording(recording_of_file(trace))
     wait_for_step(run, 0)
     wait_for_end(run)
     wait_for_summary(run, "steps", last_step(recorded) + 1)

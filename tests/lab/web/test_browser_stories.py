@@ -22,7 +22,7 @@ ARRIVED = """n => {
 
 
 @pytest.fixture(scope="module")
-def stories(browser: Any, lab: LabServer, shared_films: None) -> Iterator[Any]:
+def stories(browser: Any, lab: LabServer, shared_recordings: None) -> Iterator[Any]:
     """One page for all stories."""
     with opened(browser, lab.url) as page:
         wait_for_step(page, 0)

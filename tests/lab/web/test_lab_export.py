@@ -1,4 +1,4 @@
-"""An exported file holds all that the page needs: script, style, films, and the story."""
+"""An exported file holds all that the page needs: script, style, recordings, and the story."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from headway.lab.film.reader import Film
+from headway.lab.recording.reader import RunRecording
 from headway.lab.stories import find_story
 from headway.lab.web.app import LabApp
 from headway.lab.web.export import STATIC
@@ -29,18 +29,18 @@ def script(page: str, id: str) -> str:
     return match[1]
 
 
-def film_in(page: str, id: str) -> Film:
-    film = Film()
-    film.read(gzip.decompress(base64.b64decode(script(page, id))))
-    return film
+def recording_in(page: str, id: str) -> RunRecording:
+    recording = RunRecording()
+    recording.read(gzip.decompress(base64.b64decode(script(page, id))))
+    return recording
 
 
 def test_an_export_of_a_story_is_complete() -> None:
     runs = find_story("twenty-blocks").runs
     page = export({"spec": runs["spec"], "other": runs["other"], "hash": HASH})
     steps = []
-    for id in ("film0", "film1"):
-        end = film_in(page, id).end
+    for id in ("recording0", "recording1"):
+        end = recording_in(page, id).end
         assert end
         steps.append(end["summary"]["steps"])
     assert steps == [110, 90]
@@ -54,8 +54,8 @@ def test_an_export_of_a_story_is_complete() -> None:
 
 def test_an_export_loads_nothing() -> None:
     page = export({"spec": {"workload": "requests=2", "preset": "vllm_v1"}})
-    assert "film1" not in page.partition("<script>")[0]
+    assert "recording1" not in page.partition("<script>")[0]
     links = re.findall(r'(?:src|href)="([^"]*)"', page.partition("<style>")[0])
     assert set(links) <= {"data:,"}
     assert (STATIC / "app.css").read_text(encoding="utf-8") in page
-    assert page.count("</script>") == 3  # film, catalog, and the page's own script
+    assert page.count("</script>") == 3  # recording, catalog, and the page's own script

@@ -1,4 +1,4 @@
-"""The lab's server: films of described and recorded runs, errors as sentences, no foreign pages."""
+"""The lab's server: recordings of described and recorded runs, errors as sentences, no foreign pages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from headway.lab.cost import load_profile
-from headway.lab.film.fork import fork
-from headway.lab.film.reader import Film
-from headway.lab.film.run import film_of_journal, film_of_replay
-from headway.lab.film.spec import read_spec
+from headway.lab.recording.fork import fork
+from headway.lab.recording.reader import RunRecording
+from headway.lab.recording.run import recording_of_journal, recording_of_replay
+from headway.lab.recording.spec import read_spec
 from headway.lab.simulate import SimulatedEngine, simulate, with_profile
 from headway.lab.web.app import ROUTES, LabApp
 from headway.lab.web.server import LabServer
@@ -80,10 +80,10 @@ def ask(
     return found
 
 
-def film_of(data: bytes) -> Film:
-    film = Film()
-    assert film.read(data) == len(data) and film.end is not None
-    return film
+def recording_of(data: bytes) -> RunRecording:
+    recording = RunRecording()
+    assert recording.read(data) == len(data) and recording.end is not None
+    return recording
 
 
 def error_of(found: tuple[int, bytes], status: int = 400) -> str:
@@ -107,21 +107,21 @@ def test_the_page_starts_with_the_run_of_the_command_line() -> None:
     assert json.loads(data)["default"] == SPEC
 
 
-def test_a_described_run_is_filmed(server: LabServer) -> None:
-    status, data = ask(server, "POST", "/api/film", SPEC)
-    film = film_of(data)
-    assert status == 200 and film.end is not None
-    assert film.end["summary"]["completed"] == 12 and not film.end["error"]
-    assert film.header["config"]["num_blocks"] == 24 and film.header["has_blocks"]
+def test_a_described_run_is_recorded(server: LabServer) -> None:
+    status, data = ask(server, "POST", "/api/recording", SPEC)
+    recording = recording_of(data)
+    assert status == 200 and recording.end is not None
+    assert recording.end["summary"]["completed"] == 12 and not recording.end["error"]
+    assert recording.header["config"]["num_blocks"] == 24 and recording.header["has_blocks"]
 
 
 def test_edits_change_the_future_only(server: LabServer) -> None:
-    plain = film_of(ask(server, "POST", "/api/film", SPEC)[1])
+    plain = recording_of(ask(server, "POST", "/api/recording", SPEC)[1])
     edits = [
         {"step": 5, "add": {"id": "new", "prompt": 30, "output": 4}}, {"step": 7, "abort": "3"},
         {"step": 9, "set": {"victim": "least_work", "queue": "shortest_first"}},
     ]  # fmt: skip
-    edited = film_of(ask(server, "POST", "/api/film", {**SPEC, "edits": edits})[1])
+    edited = recording_of(ask(server, "POST", "/api/recording", {**SPEC, "edits": edits})[1])
     for frame in range(5):
         assert plain.ops(frame) == edited.ops(frame)
     ids = [request[0] for request in edited.requests]
@@ -134,12 +134,15 @@ def test_a_recorded_run_shows_the_states_of_the_run_itself(
     server: LabServer, trace: Lines, way: str
 ) -> None:
     if way == "opened":
-        status, data = ask(server, "POST", "/api/film", {"trace": "run"})
+        status, data = ask(server, "POST", "/api/recording", {"trace": "run"})
     else:
         status, data = ask(server, "POST", "/api/trace?name=run", b"".join(trace))
-    film, run = film_of(data), film_of(ask(server, "POST", "/api/film", SPEC)[1])
-    assert status == 200 and film.num_frames == run.num_frames
-    assert all(film.ops(frame) == run.ops(frame) for frame in range(film.num_frames))
+    recording, run = (
+        recording_of(data),
+        recording_of(ask(server, "POST", "/api/recording", SPEC)[1]),
+    )
+    assert status == 200 and recording.num_frames == run.num_frames
+    assert all(recording.ops(frame) == run.ops(frame) for frame in range(recording.num_frames))
 
 
 def test_every_uploaded_run_keeps_its_own_trace(server: LabServer, trace: Lines) -> None:
@@ -147,15 +150,19 @@ def test_every_uploaded_run_keeps_its_own_trace(server: LabServer, trace: Lines)
     shorter = trace[: len(trace) // 2]
     for name, lines in (("a", shorter), ("a", trace), ("b", shorter)):
         assert ask(server, "POST", f"/api/trace?name={name}", b"".join(lines))[0] == 200
-    a, b = (film_of(ask(server, "POST", "/api/film", {"trace": name})[1]) for name in "ab")
+    a, b = (
+        recording_of(ask(server, "POST", "/api/recording", {"trace": name})[1]) for name in "ab"
+    )
     assert a.num_frames > b.num_frames > 1
 
 
 def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
-    plain = film_of(ask(server, "POST", "/api/film", {"trace": "run"})[1])
+    plain = recording_of(ask(server, "POST", "/api/recording", {"trace": "run"})[1])
     edits = [{"step": 9, "set": {"victim": "least_work"}}, {"step": 9, "abort": "2"},
              {"step": 14, "add": {"id": "new", "prompt": 30, "output": 4}}]  # fmt: skip
-    forked = film_of(ask(server, "POST", "/api/film", {"trace": "run", "edits": edits})[1])
+    forked = recording_of(
+        ask(server, "POST", "/api/recording", {"trace": "run", "edits": edits})[1]
+    )
     assert forked.end and not forked.end["error"] and forked.header["source"] == "fork"
     assert all(plain.ops(frame) == forked.ops(frame) for frame in range(9))
     reasons = forked.end["summary"]["finish_reasons"]
@@ -166,10 +173,10 @@ def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
 def test_without_a_change_that_matters_the_future_is_the_recorded_one(is_async: bool) -> None:
     """But for its times."""
     journal = record(async_scheduling=is_async).read()
-    plain = film_of(b"".join(film_of_replay(journal)))
+    plain = recording_of(b"".join(recording_of_replay(journal)))
     for step in (0, 1, 9, 30):
         edits = [{"step": step, "set": {"victim": "newest"}}]
-        again = film_of(b"".join(fork(journal, read_spec({"trace": "t", "edits": edits}))))
+        again = recording_of(b"".join(fork(journal, read_spec({"trace": "t", "edits": edits}))))
         assert again.num_frames == plain.num_frames
         assert all(plain.ops(frame) == again.ops(frame) for frame in range(plain.num_frames)), step
 
@@ -179,14 +186,14 @@ def test_a_redacted_trace_is_shown_from_its_lines_and_cannot_be_edited(
 ) -> None:
     text = b"".join(record(trace_blocks=True, trace_redact=True))
     assert b"[[1048" not in text and b"[[1048" in b"".join(trace)
-    film = film_of(ask(server, "POST", "/api/trace", text)[1])
-    run = film_of(ask(server, "POST", "/api/film", SPEC)[1])
-    assert all(film.ops(frame) == run.ops(frame) for frame in range(film.num_frames))
+    recording = recording_of(ask(server, "POST", "/api/trace", text)[1])
+    run = recording_of(ask(server, "POST", "/api/recording", SPEC)[1])
+    assert all(recording.ops(frame) == run.ops(frame) for frame in range(recording.num_frames))
     path = tmp_path / "redacted"
     path.write_bytes(text)
     edits = [{"step": 9, "set": {"victim": "least_work"}}]
     body = json.dumps({"trace": "t", "edits": edits}).encode()
-    refused = LabApp(traces={"t": path}).handle("POST", "/api/film", {}, body)
+    refused = LabApp(traces={"t": path}).handle("POST", "/api/recording", {}, body)
     assert refused.status == 400 and b"redacted" in b"".join(refused.body)
 
 
@@ -204,7 +211,7 @@ def test_a_redacted_trace_is_shown_from_its_lines_and_cannot_be_edited(
 def test_a_wrong_description_is_refused_with_a_reason(
     server: LabServer, spec: Any, part: str
 ) -> None:
-    assert part in error_of(ask(server, "POST", "/api/film", spec))
+    assert part in error_of(ask(server, "POST", "/api/recording", spec))
 
 
 def test_a_wrong_trace_is_refused_with_its_line(server: LabServer, trace: Lines) -> None:
@@ -213,8 +220,10 @@ def test_a_wrong_trace_is_refused_with_its_line(server: LabServer, trace: Lines)
     for text, part in {b"": ":1:", b"{}": ":1:", old: "version 1"}.items():
         assert part in error_of(ask(server, "POST", "/api/trace?name=t", text))
     cut = b"".join([header, first, first[:50]])
-    film = film_of(ask(server, "POST", "/api/trace?name=t", cut)[1])
-    assert film.num_frames >= 1 and film.end is not None and ":3:" in film.end["error"]
+    recording = recording_of(ask(server, "POST", "/api/trace?name=t", cut)[1])
+    assert (
+        recording.num_frames >= 1 and recording.end is not None and ":3:" in recording.end["error"]
+    )
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -225,13 +234,15 @@ def test_a_run_with_a_failed_step_can_be_edited_before_and_after_it(
     path.write_bytes(b"".join(failing(failed, is_async)))
     app = LabApp(traces={"t": path})
 
-    def film(**spec: Any) -> Film:
-        response = app.handle("POST", "/api/film", {}, json.dumps({"trace": "t", **spec}).encode())
-        return film_of(b"".join(response.body))
+    def recording(**spec: Any) -> RunRecording:
+        response = app.handle(
+            "POST", "/api/recording", {}, json.dumps({"trace": "t", **spec}).encode()
+        )
+        return recording_of(b"".join(response.body))
 
-    plain = film()
+    plain = recording()
     for step in (2, failed, failed + 5):
-        edited = film(edits=[{"step": step, "set": {"victim": "least_work"}}])
+        edited = recording(edits=[{"step": step, "set": {"victim": "least_work"}}])
         assert edited.end and not edited.end["error"]
         reasons = edited.end["summary"]["finish_reasons"]
         assert sum(reasons.values()) == 12 and ("error" in reasons) == (step > failed)
@@ -261,16 +272,16 @@ def failing(step: int, is_async: bool) -> Lines:
 def test_a_long_trace_is_shown_up_to_the_limit(
     trace: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.lab.film.run.MAX_FRAMES", 20)
-    film = film_of(b"".join(film_of_journal(parse_journal("t", trace))))
-    assert film.end and "at most 20 steps" in film.end["error"]
-    assert film.column("step", 19) == 19 and film.num_frames <= 21
+    monkeypatch.setattr("headway.lab.recording.run.MAX_FRAMES", 20)
+    recording = recording_of(b"".join(recording_of_journal(parse_journal("t", trace))))
+    assert recording.end and "at most 20 steps" in recording.end["error"]
+    assert recording.column("step", 19) == 19 and recording.num_frames <= 21
 
 
 def test_a_policy_with_other_arguments_is_refused() -> None:
     spec = {**SPEC, "set": {"num_blocks": 24, "headroom": "os:getcwd"}}
     body = json.dumps(spec).encode()
-    answer = LabApp(own=["os:getcwd"]).handle("POST", "/api/film", {}, body)
+    answer = LabApp(own=["os:getcwd"]).handle("POST", "/api/recording", {}, body)
     assert "headroom" in error_of((answer.status, b"".join(answer.body)))
 
 

@@ -1,4 +1,4 @@
-"""Reads a film: the numbers of every frame, and the state at any of them."""
+"""Reads a recording: the numbers of every frame, and the state at any of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import HeadwayError
-from headway.lab.film.format import COLUMNS, TIMES, VERSION, Record, Text, restore
-from headway.lab.film.state import FilmState, Op, split
+from headway.lab.recording.format import COLUMNS, TIMES, VERSION, Record, Text
+from headway.lab.recording.state import RecordedState, split
 
 Ints = npt.NDArray[np.int32]
+Entry = tuple[str, int, int, float, int | None, int, str, str | None]  # as docs/recording.md says
 
 
 @dataclass(slots=True)
@@ -29,19 +30,17 @@ class Chunk:
     offsets: Ints  # of each frame's operations
     ops: Ints
     keyframe: Ints
-    requests: list[list[Any]]
     texts: list[Text]
 
 
-class Film:
-    """A film that is read record by record."""
+class RunRecording:
+    """A recording that is read record by record."""
 
     def __init__(self) -> None:
         self.header: dict[str, Any] = {}
         self.end: dict[str, Any] | None = None
         self.chunks: list[Chunk] = []
-        self.requests: list[list[Any]] = []
-        self._firsts: list[int] = []
+        self.requests: list[Entry] = []
 
     @property
     def num_frames(self) -> int:
@@ -61,21 +60,32 @@ class Film:
 
     def _read_record(self, kind: Record, payload: bytes) -> None:
         if kind is Record.CHUNK:
-            chunk = _chunk(payload)
-            self.chunks.append(chunk)
-            self._firsts.append(chunk.first)
-            self.requests += chunk.requests
-        elif kind is Record.IDLE:
-            return
+            self._read_chunk(payload)
         elif kind is Record.END:
             self.end = json.loads(payload)
-        else:
+        elif kind is Record.HEADER:
             self.header = json.loads(payload)
-            if self.header.get("film") != VERSION:
-                raise HeadwayError(f"film version {self.header.get('film')} cannot be read")
+            if (version := self.header.get("recording")) != VERSION:
+                raise HeadwayError(f"recording version {version} cannot be read")
+
+    def _read_chunk(self, payload: bytes) -> None:
+        num_frames, num_ops, num_key, _ = struct.unpack_from("<IIII", payload)
+        times = np.frombuffer(payload, "<f8", num_frames * len(TIMES), 16)
+        sizes = [*[num_frames] * len(COLUMNS), num_frames + 1, num_ops, num_key]
+        ints = np.frombuffer(payload, "<i4", sum(sizes), 16 + times.nbytes)
+        *columns, offsets, ops, keyframe = np.split(ints, np.cumsum(sizes)[:-1])
+        names = json.loads(payload[16 + times.nbytes + ints.nbytes :])
+        self.requests += map(tuple, names["requests"])
+        self.chunks.append(
+            Chunk(
+                names["first"], times.reshape(-1, len(TIMES)),
+                dict(zip(COLUMNS, columns, strict=True)), offsets, ops, keyframe,
+                [tuple(text) for text in names["texts"]],
+            )
+        )  # fmt: skip
 
     def chunk_of(self, frame: int) -> Chunk:
-        return self.chunks[bisect_right(self._firsts, frame) - 1]
+        return self.chunks[bisect_right(self.chunks, frame, key=lambda chunk: chunk.first) - 1]
 
     def ops(self, frame: int) -> list[int]:
         """The operations of a frame."""
@@ -91,40 +101,20 @@ class Film:
     def texts(self, frame: int) -> Iterator[Text]:
         return (text for text in self.chunk_of(frame).texts if text[0] == frame)
 
-    def state(self, frame: int) -> FilmState:
+    def state(self, frame: int) -> RecordedState:
         """The state right after the plan of a frame."""
         chunk = self.chunk_of(frame)
-        state = restore(chunk.keyframe.tolist(), self.header["config"]["block_size"])
-        for op, args in self._ops_from(chunk, frame):
+        state = RecordedState.restore(chunk.keyframe.tolist(), self.header["config"]["block_size"])
+        end = chunk.offsets[frame - chunk.first + 1]
+        for op, args in split(chunk.ops[:end].tolist()):
             state.apply(op, args)
         return state
 
-    def _ops_from(self, chunk: Chunk, frame: int) -> Iterator[tuple[Op, Any]]:
-        end = chunk.offsets[frame - chunk.first + 1]
-        return split(chunk.ops[:end].tolist())
 
-
-def read_film(pieces: Iterable[bytes]) -> Film:
-    """A film from pieces of any size."""
-    film, data = Film(), b""
+def read_recording(pieces: Iterable[bytes]) -> RunRecording:
+    """A recording from pieces of any size."""
+    recording, data = RunRecording(), b""
     for piece in pieces:
         data += piece
-        data = data[film.read(data) :]
-    return film
-
-
-def _chunk(payload: bytes) -> Chunk:
-    num_frames, num_ops, num_key, _ = struct.unpack_from("<IIII", payload)
-    times = np.frombuffer(payload, "<f8", num_frames * len(TIMES), 16)
-    place = 16 + times.nbytes
-    sizes = [*[num_frames] * len(COLUMNS), num_frames + 1, num_ops, num_key]
-    parts: list[Ints] = []
-    for size in sizes:
-        parts.append(np.frombuffer(payload, "<i4", size, place))
-        place += 4 * size
-    names = json.loads(payload[place:])
-    offsets, ops, keyframe = parts[len(COLUMNS) :]
-    return Chunk(
-        names["first"], times.reshape(-1, len(TIMES)), dict(zip(COLUMNS, parts, strict=False)),
-        offsets, ops, keyframe, names["requests"], [tuple(text) for text in names["texts"]],
-    )  # fmt: skip
+        data = data[recording.read(data) :]
+    return recording

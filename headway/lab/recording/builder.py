@@ -1,4 +1,4 @@
-"""Makes the operations of a film from the events of a run, one event at a time.
+"""Makes the operations of a recording from the events of a run, one event at a time.
 
 Events come from a file, from a live server or from a scheduler that runs now. What an event does
 not say is derived: how many tokens each request has computed and generated, which blocks are cached.
@@ -9,92 +9,61 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import get_args
+from typing import NamedTuple, get_args
 
-from headway.events import (
-    Aborted,
-    Added,
-    Completed,
-    Event,
-    Failed,
-    Planned,
-    Reset,
-    ended_by,
-    preempted_by,
-)
-from headway.lab.film.state import FilmState, Op, Status
-from headway.plan import Admission, Copy, Plan, Preemption, Reason
+from headway.events import Added, Completed, Event, Failed, Planned, Reset, ended_by
+from headway.lab.recording.state import Op, RecordedRequest, RecordedState, Status
+from headway.plan import Copy, Plan, Preemption, Reason
 from headway.request import Request, RequestState
 from headway.scheduler import Scheduler
 
 REASONS: tuple[str, ...] = get_args(Reason)
 FINISH_REASONS = ("stop", "length", "abort", "error")
-RUNNING = (Status.PREFILL, Status.DECODING)
-Wait = tuple[int, int, int]  # reason, need, have
 
 
-@dataclass(slots=True)
-class _Gains:
+class _Gains(NamedTuple):
     """The tokens that a plan in flight will give."""
 
     num_steps: int  # to every request that decodes, except
-    others: dict[int, int] = field(default_factory=dict)  # these, with their own numbers
+    others: dict[int, int]  # these, with their own numbers
 
 
-class FilmBuilder:
+class RecordingBuilder:
     """Follows a run; `state` is the state after the latest event."""
 
     def __init__(self, block_size: int) -> None:
-        self.state = FilmState(block_size)
+        self.state = RecordedState(block_size)
         self.ops: list[int] = []  # since the latest frame
         self.entries: list[Request] = []  # requests that arrived since the latest frame
         self.numbers: dict[Request, int] = {}  # of the open requests
         self.has_new_block = False  # in the latest plan a request waits for another reason
         self._num_requests = 0
-        self._size = block_size
         self._in_flight: deque[_Gains] = deque()
-        self._ending: dict[int, list[Request]] = {}  # by the decode count at which they may end
-        self._blocked: dict[Request, Wait] = {}
-        self._num_decoded = 0
+        self._blocked: list[int] = []  # requests that the latest plan considered and did not admit
 
     def load(self, scheduler: Scheduler) -> None:
         """Start in the middle of a run, between two steps."""
         state = self.state
         for request in scheduler.requests.values():
-            r = self._add(request)
-            found = state.requests[r]
-            found.status = Status[request.state.name]
-            found.computed, found.generated = request.num_computed, request.num_generated
-            found.cached = request.history.num_cached
-            found.num_preemptions = request.history.num_preemptions
-            found.blocks = list(request.kv.blocks)
-            found.host = list(request.kv.host.blocks) if request.kv.host else []
-            for block in found.blocks:
-                state.refs[block] = state.refs.get(block, 0) + 1
+            history, host = request.history, request.kv.host
+            state.requests[self._add(request)] = RecordedRequest(
+                Status[request.state.name], request.num_computed, request.num_generated,
+                history.num_cached, history.num_preemptions, list(request.kv.blocks),
+                list(host.blocks) if host else [],
+            )  # fmt: skip
+            state.refs.update(request.kv.blocks)
             state.num_swapped += request.state is RequestState.SWAPPED
         key_of = scheduler.kv.pool.index.key_of
         state.published.update(block for block, key in enumerate(key_of) if key is not None)
-        for plan in (planned.plan for planned in scheduler.in_flight):
-            gains = _Gains(plan.num_steps if plan.decodes else 0)
-            kept = {r: n for r, n in plan.tokens_kept.items() if r in self.numbers}
-            first = {c.request: 1 for c in plan.chunks if c.is_last and c.request not in kept}
-            gains.others = {
-                self.numbers[r]: n for r, n in (kept | first).items() if r in self.numbers
-            }
-            decodes = set(plan.decodes)
-            gains.others |= {
-                r: 0 for request, r in self.numbers.items()
-                if request not in decodes and r not in gains.others
-            }  # fmt: skip
-            gains.others |= {
-                self.numbers[r]: plan.num_steps for r in decodes
-                if r in self.numbers and r not in kept
-                and r not in scheduler.state.decode_batch.members
-            }  # fmt: skip
-            self._in_flight.append(gains)
+        for planned in scheduler.in_flight:
+            plan = planned.plan
+            gains = dict.fromkeys(plan.decodes, plan.num_steps)
+            gains |= {chunk.request: 1 for chunk in plan.chunks if chunk.is_last}
+            gains |= plan.tokens_kept
+            others = {r: gains.get(request, 0) for request, r in self.numbers.items()}
+            self._in_flight.append(_Gains(plan.num_steps if plan.decodes else 0, others))
         for request in scheduler.state.decode_batch.members:
-            self._join(request, is_new=False)
+            self._join(request)
         self.ops.clear()  # the keyframe of the first chunk has all of it
 
     def follow(self, event: Event) -> None:
@@ -103,17 +72,26 @@ class FilmBuilder:
             case Planned(plan):
                 self._plan(plan)
             case Completed():
-                self._complete(event)
+                self._add_results()
             case Added(requests):
                 for request in requests:
                     self._add(request)
-            case Aborted() | Failed() | Reset():
-                self._interrupt(event)
+            case Failed():
+                self._in_flight.clear()
+        for request in ended_by(event):
+            self._finish(request)
+        if isinstance(event, Reset | Failed):
+            self._preempt_all(event.preempted, ())
+            self._emit(Op.FORGET, int(isinstance(event, Failed)))
 
     def take(self) -> tuple[list[int], list[Request]]:
         """The operations and the new requests since the previous call."""
         ops, self.ops, entries, self.entries = self.ops, [], self.entries, []
         return ops, entries
+
+    def _emit(self, op: Op, *args: int) -> None:
+        self.ops += (op, *args)
+        self.state.apply(op, args)
 
     def _add(self, request: Request) -> int:
         r = self.numbers[request] = self._num_requests
@@ -124,18 +102,7 @@ class FilmBuilder:
             self._emit(Op.GENERATED, r, len(request.history.resumed))
         return r
 
-    def _interrupt(self, event: Event) -> None:
-        if isinstance(event, Failed):
-            self._in_flight.clear()
-        for request in ended_by(event):
-            self._finish(request)
-        self._preempt_all(preempted_by(event), ())
-        if isinstance(event, Reset | Failed):
-            self._emit(Op.FORGET, int(isinstance(event, Failed)))
-
-    # Results.
-
-    def _complete(self, event: Completed) -> None:
+    def _add_results(self) -> None:
         state, gains = self.state, self._in_flight.popleft()
         targets = {
             r: state.generated(r) + n for r, n in gains.others.items() if r in state.requests
@@ -145,29 +112,27 @@ class FilmBuilder:
         for r, target in targets.items():
             if state.generated(r) != target:
                 self._emit(Op.GENERATED, r, target)
-        for request in event.finished:
-            self._finish(request)
 
     def _finish(self, request: Request) -> None:
         r = self.numbers.pop(request, None)
         if r is None:
             return
-        self._blocked.pop(request, None)
         num_output = request.num_generated
         published = self._num_published(r, request, num_output)
         self._leave(r)
         reason = FINISH_REASONS.index(request.finish_reason or "abort")
         self._emit(Op.FINISH, r, reason, num_output, published)
 
-    # The plan.
-
     def _plan(self, plan: Plan) -> None:
-        self.has_new_block = False
         self._preempt_all(plan.preempted, plan.copies_out)
         if plan.copies_out or plan.copies_in:
             self._emit(Op.COPY, len(plan.copies_out), len(plan.copies_in))
-        for admission in plan.admitted:
-            self._admit(admission)
+        for request, num_cached, num_swapped, _, num_hits, table in plan.admitted:
+            r, num_computed = self.numbers[request], num_cached + num_swapped
+            published = num_computed // self.state.block_size if num_swapped else num_hits
+            self._emit(
+                Op.ADMIT, r, num_computed, num_cached, num_hits, published, len(table), *table
+            )
         for chunk in plan.chunks:
             self._emit(Op.CHUNK, self.numbers[chunk.request], chunk.start, chunk.end)
         for request, block in plan.new_blocks:
@@ -200,61 +165,49 @@ class FilmBuilder:
         table, host, is_swap = self.state.requests[r].blocks, list[int](), preemption.is_swap
         if is_swap and copies and table:  # leading blocks that others hold are not copied
             first = table.index(copies[0].source)
-            num_used = -(-self.state.computed(r) // self._size)
+            num_used = -(-self.state.computed(r) // self.state.block_size)
             host = [copies.popleft().target for _ in range(num_used - first)]
         published = self._num_published(r, preemption.request, self.state.generated(r))
         self._leave(r)
         self._emit(Op.PREEMPT, r, int(is_swap), published, len(host), *host)
 
-    def _admit(self, admission: Admission) -> None:
-        request, num_cached, num_swapped, _, num_hits, table = admission
-        num_computed = num_cached + num_swapped
-        published = num_computed // self._size if num_swapped else num_hits
-        self._emit(
-            Op.ADMIT, self.numbers[request], num_computed, num_cached, num_hits, published,
-            len(table), *table,
-        )  # fmt: skip
+    def _num_published(self, r: int, request: Request, num_output: int) -> int:
+        """Full blocks of known and computed tokens; they stay cached when they are released."""
+        num_known = request.num_prompt + num_output
+        return min(self.state.computed(r), num_known) // self.state.block_size
 
     def _decode(self, plan: Plan) -> _Gains:
         """Advance the requests that decode; those that reach their limit do not decode again."""
-        state, gains = self.state, _Gains(plan.num_steps if plan.decodes else 0)
-        deferred = [r for r in plan.deferred if r in self.numbers]
+        requests, gains = self.state.requests, _Gains(plan.num_steps if plan.decodes else 0, {})
         deferred = [
-            r for r in deferred if state.requests[self.numbers[r]].status is Status.DECODING
-        ]
+            request for request in plan.deferred
+            if request in self.numbers and requests[self.numbers[request]].status is Status.DECODING
+        ]  # fmt: skip
         for request in deferred:
             r = self.numbers[request]
             gains.others[r] = 0
             self._emit(Op.DEFER, r)
             self._leave(r)
         if plan.decodes:
-            before = self._num_decoded
             self._emit(Op.DECODE, plan.num_steps)
-            self._num_decoded += plan.num_steps
-            for count in range(before + 1, self._num_decoded + 1):
-                for request in self._ending.pop(count, ()):
-                    self._end_decoding(request, count - before, gains)
+        for num_steps, reaching in enumerate(plan.reaching_limit, start=1):
+            for request in reaching:
+                r = self.numbers.get(request, -1)
+                if r in self.state.joined:  # not one that its chunk brings there
+                    gains.others[r] = num_steps
+                    if num_steps < plan.num_steps:  # the last token is not computed
+                        self._emit(Op.COMPUTED, r, request.limit - 1)
+                    self._leave(r)
         for request in deferred:
             self._join(request)
         return gains
 
-    def _end_decoding(self, request: Request, num_steps: int, gains: _Gains) -> None:
-        """A request reaches its limit, unless it has left and joined again meanwhile."""
-        r, num_last = self.numbers.get(request, -1), request.limit - 1  # the last is not computed
-        if r in self.state.joined and self.state.computed(r) >= num_last:
-            gains.others[r] = num_steps
-            if self.state.computed(r) > num_last:
-                self._emit(Op.COMPUTED, r, num_last)
-            self._leave(r)
-
-    def _join(self, request: Request, *, is_new: bool = True) -> None:
+    def _join(self, request: Request) -> None:
         r = self.numbers[request]
-        left = request.limit - 1 - self.state.computed(r)
-        if left > 0:
-            for gains in self._in_flight if is_new else ():
+        if self.state.computed(r) < request.limit - 1:
+            for gains in self._in_flight:
                 gains.others.setdefault(r, 0)
             self._emit(Op.JOIN, r)
-            self._ending.setdefault(self._num_decoded + left, []).append(request)
 
     def _leave(self, r: int) -> None:
         """Stop advancing a request; results in flight still bring it their tokens."""
@@ -265,30 +218,20 @@ class FilmBuilder:
 
     def _wait(self, plan: Plan) -> None:
         """Changes of what requests wait for."""
-        state = self.state
-        now: dict[Request, Wait] = {
-            b.request: (REASONS.index(b.reason), b.need, b.have) for b in plan.blocked
-        }
-        for request in [request for request in self._blocked if request not in now]:
-            if state.requests[self.numbers[request]].blocked:
-                self._emit(Op.WAIT, self.numbers[request], -1, 0, 0)
-        for request, blocked in now.items():
-            r = self.numbers[request]
-            before = state.requests[r].blocked
-            if before != blocked:
-                self._emit(Op.WAIT, r, *blocked)
-                self.has_new_block |= before is None or before[0] != blocked[0]
-        self._blocked = now
+        requests, self.has_new_block = self.state.requests, False
+        blocked = {
+            self.numbers[b.request]: (REASONS.index(b.reason), b.need, b.have)
+            for b in plan.blocked
+        }  # fmt: skip
+        for r in self._blocked:
+            if r not in blocked and r in requests and requests[r].blocked:
+                self._emit(Op.WAIT, r, -1, 0, 0)
+        for r, why in blocked.items():
+            if (known := requests[r].blocked) != why:
+                self._emit(Op.WAIT, r, *why)
+                self.has_new_block |= known is None or known[0] != why[0]
+        self._blocked = list(blocked)
         rest = plan.not_considered
-        now_rest = (REASONS.index(rest.reason), rest.num_requests) if rest else None
-        if now_rest != state.rest:
-            self._emit(Op.REST, *(now_rest or (0, 0)))
-
-    def _num_published(self, r: int, request: Request, num_output: int) -> int:
-        """Full blocks of known and computed tokens; they stay cached when they are released."""
-        num_known = request.num_prompt + num_output
-        return min(self.state.computed(r), num_known) // self._size
-
-    def _emit(self, op: Op, *args: int) -> None:
-        self.ops += (op, *args)
-        self.state.apply(op, args)
+        now = (REASONS.index(rest.reason), rest.num_requests) if rest else None
+        if now != self.state.rest:
+            self._emit(Op.REST, *(now or (0, 0)))

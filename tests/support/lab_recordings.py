@@ -1,6 +1,6 @@
-"""Films for the unit tests of the lab page: swaps, shared prefixes, async scheduling, preemptions.
+"""Recordings for the unit tests of the lab page: swaps, shared prefixes, async scheduling, preemptions.
 
-python -m tests.support.lab_films DIRECTORY     write them
+python -m tests.support.lab_recordings DIRECTORY     write them
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headway.lab.film.run import FilmedRun
-from headway.lab.film.spec import read_spec
+from headway.lab.recording.run import SimulatedRun
+from headway.lab.recording.spec import read_spec
 
 TWENTY = zip("ABCDEF", (40, 64, 30, 80, 50, 20), (60, 40, 50, 30, 40, 60), strict=True)
 SPECS: dict[str, dict[str, Any]] = {
@@ -38,11 +38,11 @@ SPECS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_films(folder: Path) -> None:
+def write_recordings(folder: Path) -> None:
     """One file for each spec."""
     for name, spec in SPECS.items():
-        (folder / f"{name}.film").write_bytes(b"".join(FilmedRun(read_spec(spec)).film()))
+        (folder / f"{name}.recording").write_bytes(b"".join(SimulatedRun(read_spec(spec)).record()))
 
 
 if __name__ == "__main__":
-    write_films(Path(sys.argv[1]))
+    write_recordings(Path(sys.argv[1]))

@@ -1,9 +1,8 @@
-"""Named numbers of one run: what a story promises, and the film shows.
+"""Named numbers of one run: what a story promises, and the recording shows.
 
 A metric is a path into the run's summary (`steps`, `ttft.mean`) or a function from METRICS with its
-arguments: `admitted(r3)` is the step in which r3 was first admitted, `admitted(r3, 2)` its second
-admission. A request id that ends in `*` stands for all requests with this beginning; their mean is
-taken. Times are in seconds, shares from 0 to 1.
+arguments, such as `admitted(r3, 2)`; docs/course/write-a-story.md lists them. Times are in seconds,
+shares from 0 to 1.
 """
 
 from __future__ import annotations
@@ -31,37 +30,40 @@ class RunMetrics:
 
     def __init__(self, stats: RunStats) -> None:
         self.stats = stats
-        self._events: dict[tuple[str, str], list[int]] = defaultdict(list)  # kind and id
+        # By kind and id; None: of any request.
+        self._events: dict[tuple[str, str | None], list[int]] = defaultdict(list)
         self._places: dict[int, int] = {}  # of a step in the statistics, which count steps alone
         self._step = -1  # of the latest plan
         self.num_read = 0  # tokens that the attention of all chunks reads
 
     def follow(self, event: Event) -> None:
         """Note what an event does. `stats` must have counted it."""
+        step = self._step
         if isinstance(event, Planned):
-            self._step = event.plan.step
-            if not event.plan.is_empty:
-                self._plan(event.plan)
+            step = self._step = event.plan.step
+            self._plan(event.plan)
         elif isinstance(event, Completed):
-            self._places[event.plan.step] = len(self._places)
+            step = event.plan.step
+            self._places[step] = len(self._places)
         for preemption in preempted_by(event):
-            self._events["preempted", preemption.request.id].append(self._step)
-            self._events["victims", ""].append(self._step)
+            self._note("preempted", preemption.request.id, step)
         for request in ended_by(event):
-            step = event.plan.step if isinstance(event, Completed) else self._step
-            self._events["finished", request.id].append(step)
+            self._note("finished", request.id, step)
 
     def _plan(self, plan: Plan) -> None:
         for admission in plan.admitted:
-            id = admission.request.id
-            self._events["admitted", id].append(plan.step)
-            self._events["admissions", ""].append(plan.step)
-            self._events["cached", id].append(admission.num_cached)
+            self._note("admitted", admission.request.id, plan.step)
+            self._note("cached", admission.request.id, admission.num_cached)
         for chunk in plan.chunks:
-            self._events["chunk", chunk.request.id].append(chunk.end - chunk.start)
+            self._note("chunk", chunk.request.id, chunk.end - chunk.start)
             self.num_read += chunk.end
         for request, _ in plan.new_blocks:
-            self._events["new_block", request.id].append(plan.step)
+            self._note("new_block", request.id, plan.step)
+
+    def _note(self, kind: str, id: str, value: int) -> None:
+        """Note an event of a request, and of the run."""
+        self._events[kind, id].append(value)
+        self._events[kind, None].append(value)
 
     def value(self, metric: str) -> float | None:
         """The value of a metric; None if the run has no such request, event or step.
@@ -74,14 +76,14 @@ class RunMetrics:
             return None if found is None else float(found)
         return float(_look_up(summarize(self.stats), name))
 
-    def event(self, kind: str, id: str, count: str = "1") -> int | None:
+    def event(self, kind: str, id: str | None, count: str = "1") -> int | None:
         """The value of the count-th event of this kind."""
         events = self._events.get((kind, id), [])
         return events[int(count) - 1] if int(count) <= len(events) else None
 
     def count(self, kind: str, step: str) -> int:
         """Events of this kind in a step."""
-        return self._events[kind, ""].count(int(step))
+        return self._events[kind, None].count(int(step))
 
     def mean(self, id: str, value: Callable[[RequestTimeline], float]) -> float | None:
         """The mean over one request, or over all whose ids begin with the text before a `*`.
@@ -110,39 +112,24 @@ class RunMetrics:
         return sum(counts) / len(counts) / int(self.stats.config["max_num_seqs"])
 
 
-Function = Callable[..., float | None]
 ID, NTH, STEP, NONE = r"[^,]+", r"[^,]+(,\s*[1-9]\d*)?", r"\d+", ""  # forms of the arguments
-
-
-def _event(kind: str) -> Function:
-    return lambda run, request, count="1": run.event(kind, request, count)
-
-
-def _mean(time: Callable[[RequestTimeline], float]) -> Function:
-    return lambda run, request: run.mean(request, time)
-
-
-def _at_step(column: str) -> Function:
-    return lambda run, step: run.at_step(column, step)
-
-
-METRICS: dict[str, tuple[str, Function]] = {
-    "admitted": (NTH, _event("admitted")),  # steps
-    "preempted": (NTH, _event("preempted")),
-    "new_block": (NTH, _event("new_block")),
-    "finished": (ID, _event("finished")),
-    "cached": (NTH, _event("cached")),  # tokens of an admission that were found in the cache
-    "chunk": (NTH, _event("chunk")),  # tokens of a chunk
-    "ttft": (ID, _mean(lambda request: request.first_token - request.arrival)),
-    "queue_time": (ID, _mean(lambda request: request.admitted - request.arrival)),
-    "output": (ID, _mean(lambda request: request.num_output)),
+METRICS: dict[str, tuple[str, Callable[..., float | None]]] = {
+    "admitted": (NTH, lambda run, *nth: run.event("admitted", *nth)),  # steps
+    "preempted": (NTH, lambda run, *nth: run.event("preempted", *nth)),
+    "new_block": (NTH, lambda run, *nth: run.event("new_block", *nth)),
+    "finished": (ID, lambda run, at: run.event("finished", at)),
+    "cached": (NTH, lambda run, *nth: run.event("cached", *nth)),  # tokens, of an admission
+    "chunk": (NTH, lambda run, *nth: run.event("chunk", *nth)),  # tokens of a chunk
+    "ttft": (ID, lambda run, at: run.mean(at, lambda r: r.first_token - r.arrival)),
+    "queue_time": (ID, lambda run, at: run.mean(at, lambda r: r.admitted - r.arrival)),
+    "output": (ID, lambda run, at: run.mean(at, lambda r: r.num_output)),
     "running_share": (ID, RunMetrics.running_share),
-    "running_at": (STEP, _at_step("running")),
-    "decodes_at": (STEP, _at_step("decodes")),
-    "tokens_at": (STEP, _at_step("tokens")),
-    "admitted_at": (STEP, lambda run, step: run.count("admissions", step)),
-    "preempted_at": (STEP, lambda run, step: run.count("victims", step)),
-    "first_preemption": (NONE, lambda run: run.event("victims", "")),
+    "running_at": (STEP, lambda run, step: run.at_step("running", step)),
+    "decodes_at": (STEP, lambda run, step: run.at_step("decodes", step)),
+    "tokens_at": (STEP, lambda run, step: run.at_step("tokens", step)),
+    "admitted_at": (STEP, lambda run, step: run.count("admitted", step)),
+    "preempted_at": (STEP, lambda run, step: run.count("preempted", step)),
+    "first_preemption": (NONE, lambda run: run.event("preempted", None)),
     "tokens_read": (NONE, lambda run: run.num_read),
     "longest_step": (NONE, lambda run: max(run.stats.steps["seconds"], default=None)),
     "busy_seconds": (NONE, lambda run: sum(run.stats.steps["seconds"])),

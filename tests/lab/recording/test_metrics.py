@@ -8,8 +8,9 @@ import pytest
 
 from headway.errors import ConfigError
 from headway.events import Event
-from headway.lab.film.metrics import RunMetrics, parse_metric
-from headway.lab.film.spec import MAX_REQUESTS, config_of, profile_of, read_spec, requests_of
+from headway.lab.cost import load_profile
+from headway.lab.recording.metrics import RunMetrics, parse_metric
+from headway.lab.recording.spec import MAX_REQUESTS, config_of, read_spec, requests_of
 from headway.lab.simulate import simulate
 from headway.lab.workload.request import TokenSpace
 from headway.record.stats import RunStats
@@ -27,7 +28,7 @@ REQUESTS = [
 def run() -> RunMetrics:
     """Two requests that outgrow six blocks, and two small ones later."""
     spec = read_spec({"requests": REQUESTS, "preset": "vllm_v1", "set": {"num_blocks": 6}})
-    profile = profile_of(spec)
+    profile = load_profile(spec.profile)
     config = config_of(spec, profile)
     stats = RunStats(header(config, False))
     metrics = RunMetrics(stats)

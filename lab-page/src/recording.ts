@@ -1,9 +1,9 @@
-// Reads a film: the numbers of every frame, and the state at any of them.
-// The same as headway/lab/film/reader.py. Frames are kept as the bytes that arrived; numbers that
+// Reads a recording: the numbers of every frame, and the state at any of them.
+// The same as headway/lab/recording/reader.py. Frames are kept as the bytes that arrived; numbers that
 // charts and searches need are also in columns that grow. Sentences are parsed when they are shown.
 
 import { Growing, join, lastAtMost } from "./growing";
-import { FilmState, nextOp, OP } from "./state";
+import { RecordedState, nextOp, OP } from "./state";
 import { Timeline } from "./timeline";
 
 const HEADER = 1, CHUNK = 2, END = 3, IDLE = 4;
@@ -11,7 +11,7 @@ const VERSION = 2;
 const NUM_PARSED = 12; // chunks whose sentences stay parsed
 
 export interface Header {
-  film: number;
+  recording: number;
   config: Record<string, string | number | null>;
   columns: string[];
   reasons: string[];
@@ -79,7 +79,7 @@ interface Chunk {
 const ints = () => new Growing(new Int32Array(64));
 const floats = () => new Growing(new Float64Array(64));
 
-export class Film {
+export class Recording {
   header: Header | null = null;
   end: End | null = null;
   entries: Entry[] = [];
@@ -97,7 +97,7 @@ export class Film {
   private rest: Uint8Array[] = []; // bytes of records that are not complete
   private restLength = 0;
   private parsed = new Map<Chunk, Text[]>();
-  private at: { frame: number; chunk: Chunk; state: FilmState } | null = null;
+  private at: { frame: number; chunk: Chunk; state: RecordedState } | null = null;
 
   get numFrames(): number {
     return this.planned.length;
@@ -147,12 +147,12 @@ export class Film {
     if (kind === CHUNK) this.addChunk(payload);
     else if (kind === HEADER) this.readHeader(JSON.parse(decode(payload)) as Header);
     else if (kind === END) this.end = JSON.parse(decode(payload)) as End;
-    else if (kind !== IDLE) throw new Error(`the film has a record of unknown kind ${kind}`);
+    else if (kind !== IDLE) throw new Error(`the recording has a record of unknown kind ${kind}`);
   }
 
   private readHeader(header: Header): void {
-    if (header.film !== VERSION) {
-      throw new Error(`film version ${header.film} cannot be read; this page reads ${VERSION}`);
+    if (header.recording !== VERSION) {
+      throw new Error(`recording version ${header.recording} cannot be read; this page reads ${VERSION}`);
     }
     this.header = header;
     for (const name of header.columns) this.columns[name] = ints();
@@ -188,12 +188,12 @@ export class Film {
     const from = first - this.numDropped, size = payload.byteLength;
     const chunk = { first: from, length, size, offsets, ops, keyframe, names, firstText };
     this.size += size;
-    if (!this.chunks.length) this.timeline.start(FilmState.restore(keyframe, this.blockSize));
+    if (!this.chunks.length) this.timeline.start(RecordedState.restore(keyframe, this.blockSize));
     this.timeline.add(from, offsets, ops);
     this.chunks.push(chunk);
   }
 
-  /** Whether the film is longer than one of these limits. */
+  /** Whether the recording is longer than one of these limits. */
   isOver(maxFrames: number, maxBytes: number): boolean {
     return this.numFrames > maxFrames || this.size > maxBytes;
   }
@@ -230,14 +230,14 @@ export class Film {
   }
 
   /** The state right after the plan of a frame. Valid until the next call. */
-  state(frame: number): FilmState {
+  state(frame: number): RecordedState {
     const chunk = this.chunkOf(frame), here = frame - chunk.first;
     if (this.at && this.at.chunk === chunk && this.at.frame <= frame) {
       const from = chunk.offsets[this.at.frame - chunk.first + 1];
       this.at.state.applyAll(chunk.ops, from, chunk.offsets[here + 1]);
       this.at.frame = frame;
     } else {
-      const state = FilmState.restore(chunk.keyframe, this.blockSize, this.numBlocks);
+      const state = RecordedState.restore(chunk.keyframe, this.blockSize, this.numBlocks);
       state.applyAll(chunk.ops, 0, chunk.offsets[here + 1]);
       this.at = { frame, chunk, state };
     }
@@ -330,8 +330,8 @@ export class Film {
 }
 
 /** The operations of a frame, without those that only say why requests wait. */
-function decided(film: Film, frame: number): number[] {
-  const ops = film.ops(frame), found: number[] = [];
+function decided(recording: Recording, frame: number): number[] {
+  const ops = recording.ops(frame), found: number[] = [];
   for (let p = 0; p < ops.length; ) {
     const next = nextOp(ops, p);
     if (ops[p] !== OP.WAIT && ops[p] !== OP.REST) found.push(...ops.subarray(p, next));
@@ -340,8 +340,8 @@ function decided(film: Film, frame: number): number[] {
   return found;
 }
 
-/** The first frame from `from` on in which two films decide differently; -1 if none does so far. */
-export function whereTheyPart(a: Film, b: Film, from = 0): number {
+/** The first frame from `from` on in which two recordings decide differently; -1 if none does so far. */
+export function whereTheyPart(a: Recording, b: Recording, from = 0): number {
   const shared = Math.min(a.numFrames, b.numFrames);
   const names = Object.keys(a.columns).filter((name) => name !== "blocked" && name !== "marks");
   for (let frame = from; frame < shared; frame++) {

@@ -1,4 +1,4 @@
-"""What a film shows is what the scheduler knew: by seek, by play, and by replay.
+"""What a recording shows is what the scheduler knew: by seek, by play, and by replay.
 
 For every preset, with and without async scheduling: random seeks. The world is small, and it
 has everything that changes a state: swaps, aborts, samples of one prompt, several decode steps in a
@@ -28,14 +28,14 @@ from headway.events import (
     preempted_by,
 )
 from headway.executor.simulated import Script, SimulatedExecutor, SimulatedHandle
-from headway.lab.film.reader import Film
-from headway.lab.film.run import film_of_journal, film_of_replay
-from headway.lab.film.state import FilmState, split
+from headway.lab.recording.reader import RunRecording
+from headway.lab.recording.run import recording_of_journal, recording_of_replay
+from headway.lab.recording.state import RecordedState, split
 from headway.plan import Plan
 from headway.request import RequestParams
 from headway.scheduler import PRESETS, Scheduler, preset
-from tests.support.film_states import State, note_states, shown, state_of
 from tests.support.journals import Recorder
+from tests.support.recorded_states import State, note_states, shown, state_of
 
 NUM_SEEKS, NUM_REQUESTS, END = 60, 26, 0
 SIZES: dict[str, Any] = {
@@ -133,37 +133,41 @@ def world_of(name: str, is_async: bool, *failing: int) -> World:
     return World(name, is_async, frozenset(failing))
 
 
-def film_of(data: bytes) -> Film:
-    film = Film()
-    assert film.read(data) == len(data) and film.end and not film.end["error"]
-    return film
+def recording_of(data: bytes) -> RunRecording:
+    recording = RunRecording()
+    assert recording.read(data) == len(data) and recording.end and not recording.end["error"]
+    return recording
 
 
-def check(film: Film, world: World) -> None:
+def check(recording: RunRecording, world: World) -> None:
     """State by play = the scheduler's; state by random seeks = state by play; columns = state."""
-    ids = [request[0] for request in film.requests]
-    played, by_play = FilmState(SIZES["block_size"]), list[State]()
+    ids = [request[0] for request in recording.requests]
+    played, by_play = RecordedState(SIZES["block_size"]), list[State]()
     between = iter(world.between)
-    for frame in range(film.num_frames):
-        for op, args in split(film.ops(frame)):
+    for frame in range(recording.num_frames):
+        for op, args in split(recording.ops(frame)):
             played.apply(op, args)
         by_play.append(copied(shown(played, ids)))
-        step = film.column("step", frame)
+        step = recording.column("step", frame)
         if step >= 0:
             assert by_play[-1] == world.states[step], f"step {step}"
         else:
             assert holdings(by_play[-1]) == holdings(next(between)), f"frame {frame}"
-        assert film.column("free", frame) == SIZES["num_blocks"] - len(played.refs), f"step {step}"
-        assert film.column("swapped", frame) == played.num_swapped
-    num_ended = sum(film.column("finished", frame) for frame in range(film.num_frames))
-    assert num_ended == played.num_finished == len(film.requests)
-    num_preempted = sum(film.column("preempted", frame) for frame in range(film.num_frames))
+        assert recording.column("free", frame) == SIZES["num_blocks"] - len(played.refs), (
+            f"step {step}"
+        )
+        assert recording.column("swapped", frame) == played.num_swapped
+    num_ended = sum(recording.column("finished", frame) for frame in range(recording.num_frames))
+    assert num_ended == played.num_finished == len(recording.requests)
+    num_preempted = sum(
+        recording.column("preempted", frame) for frame in range(recording.num_frames)
+    )
     assert num_preempted == sum(len(preempted_by(event)) for event in world.events)
     assert not played.requests and not played.refs and len(list(between)) <= 1
-    rng = random.Random(film.num_frames)
+    rng = random.Random(recording.num_frames)
     for _ in range(NUM_SEEKS):
-        frame = rng.randrange(film.num_frames)
-        assert shown(film.state(frame), ids) == by_play[frame], f"frame {frame}"
+        frame = rng.randrange(recording.num_frames)
+        assert shown(recording.state(frame), ids) == by_play[frame], f"frame {frame}"
 
 
 def holdings(state: State) -> State:
@@ -182,18 +186,18 @@ def copied(state: State) -> State:
 @each_depth
 @each_preset
 @pytest.mark.parametrize("failing", [(), (7, 20, 30, 41, 60)], ids=["", "failed steps"])
-def test_a_film_shows_what_the_scheduler_knew(
+def test_a_recording_shows_what_the_scheduler_knew(
     name: str, is_async: bool, failing: tuple[int, ...]
 ) -> None:
     world = world_of(name, is_async, *failing)
-    film = film_of(b"".join(film_of_journal(world.journal)))
-    check(film, world)
-    replayed = film_of(b"".join(film_of_replay(world.journal)))
-    assert replayed.num_frames == film.num_frames
-    for frame in range(film.num_frames):
-        assert replayed.ops(frame) == film.ops(frame), f"frame {frame}"
-        for column in film.header["columns"]:
-            assert replayed.column(column, frame) == film.column(column, frame), column
+    recording = recording_of(b"".join(recording_of_journal(world.journal)))
+    check(recording, world)
+    replayed = recording_of(b"".join(recording_of_replay(world.journal)))
+    assert replayed.num_frames == recording.num_frames
+    for frame in range(recording.num_frames):
+        assert replayed.ops(frame) == recording.ops(frame), f"frame {frame}"
+        for column in recording.header["columns"]:
+            assert replayed.column(column, frame) == recording.column(column, frame), column
 
 
 def test_the_worlds_have_everything_that_changes_a_state() -> None:

@@ -1,19 +1,23 @@
 """The state of a recorded run at one step, and the operations that change it.
 
-A film stores a run as operations on small integers. `FilmState` applies them; the lab page has the
-same interpreter in TypeScript. The state is that of the scheduler right after it has made a plan:
-tokens that the plan computes count as computed, tokens that it samples are not known yet.
+The lab page has the same interpreter in TypeScript. The state is that of the scheduler right after
+it has made a plan: tokens that the plan computes count as computed, tokens that it samples are not
+known yet.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from inspect import signature
+from itertools import islice
 
 
 class Op(IntEnum):
-    """An operation, followed by its arguments; r is the number of a request in the film."""
+    """An operation, followed by its arguments; r is the number of a request in the recording."""
 
     ADD = 1  # r: it waits
     ADMIT = 2  # r, computed tokens, cached tokens, hit blocks, published blocks, n, n blocks
@@ -35,15 +39,6 @@ class Op(IntEnum):
     FORGET = 18  # is_all: cached content; with 1 also the copies on the host
 
 
-NUM_ARGUMENTS = {
-    Op.ADD: 1, Op.ADMIT: 6, Op.CHUNK: 3, Op.DECODING: 1, Op.JOIN: 1, Op.LEAVE: 1, Op.DECODE: 1,
-    Op.COMPUTED: 2, Op.RESULT: 1, Op.GENERATED: 2, Op.BLOCK: 2, Op.PREEMPT: 4, Op.FINISH: 4,
-    Op.WAIT: 4, Op.REST: 2, Op.DEFER: 1, Op.COPY: 2, Op.FORGET: 1,
-}  # fmt: skip
-OPS = {op.value: op for op in Op}
-HAS_LIST = frozenset({Op.ADMIT, Op.PREEMPT})  # the last argument is the length of a list
-
-
 class Status(IntEnum):
     """The state of a request, as request.RequestState."""
 
@@ -54,7 +49,7 @@ class Status(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class FilmRequest:
+class RecordedRequest:
     """A request that has not finished."""
 
     status: Status = Status.WAITING
@@ -67,26 +62,14 @@ class FilmRequest:
     blocked: tuple[int, int, int] | None = None  # reason, need, have
 
 
-def split(ops: Sequence[int]) -> Iterator[tuple[Op, Sequence[int]]]:
-    """The operations of a list, each with its arguments."""
-    place, end = 0, len(ops)
-    while place < end:
-        op = OPS[ops[place]]  # faster than Op(...)
-        last = place + 1 + NUM_ARGUMENTS[op]
-        if op in HAS_LIST:
-            last += ops[last - 1]
-        yield op, ops[place + 1 : last]
-        place = last
-
-
-class FilmState:
+class RecordedState:
     """All requests that have not finished, and the content of the KV blocks."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.requests: dict[int, FilmRequest] = {}
-        self.joined: dict[int, None] = {}  # requests that decode steps advance
-        self.refs: dict[int, int] = {}  # holders of each held block
+        self.requests: dict[int, RecordedRequest] = {}
+        self.joined: set[int] = set()  # requests that decode steps advance
+        self.refs: Counter[int] = Counter()  # holders of each held block
         self.published: set[int] = set()  # blocks whose content can be matched
         self.rest: tuple[int, int] | None = None  # reason and number of requests not considered
         self.num_swapped = self.num_finished = 0
@@ -102,15 +85,10 @@ class FilmState:
     def generated(self, r: int) -> int:
         return self.requests[r].generated + (self._num_results if r in self.joined else 0)
 
-    @property
-    def cached_blocks(self) -> set[int]:
-        """Blocks without a holder whose content can be matched."""
-        return self.published - self.refs.keys()
-
     # The operations.
 
     def _add(self, r: int) -> None:
-        self.requests[r] = FilmRequest()
+        self.requests[r] = RecordedRequest()
 
     def _admit(
         self, r: int, computed: int, cached: int, num_hits: int, published: int, *blocks: int
@@ -118,14 +96,10 @@ class FilmState:
         request = self.requests[r]
         self.num_swapped -= request.status is Status.SWAPPED
         request.status, request.computed, request.cached = Status.PREFILL, computed, cached
-        request.blocked = None
-        request.host.clear()
-        request.blocks = list(blocks[1:])
-        for place, block in enumerate(request.blocks):
-            if place < num_hits:
-                self.refs[block] = self.refs.get(block, 0) + 1
-            else:
-                self._take(block)
+        request.blocked, request.host, request.blocks = None, [], list(blocks[1:])
+        self.refs.update(request.blocks[:num_hits])
+        for block in request.blocks[num_hits:]:
+            self._take(block)
         self.published.update(request.blocks[num_hits:published])
 
     def _chunk(self, r: int, start: int, end: int) -> None:
@@ -137,26 +111,26 @@ class FilmState:
         self.requests[r].status = Status.DECODING
 
     def _join(self, r: int) -> None:
-        self.joined[r] = None
+        self.joined.add(r)
         self.requests[r].computed -= self._num_decoded
         self.requests[r].generated -= self._num_results
 
     def _leave(self, r: int) -> None:
-        del self.joined[r]
+        self.joined.remove(r)
         self.requests[r].computed += self._num_decoded
         self.requests[r].generated += self._num_results
 
     def _decode(self, n: int) -> None:
         self._num_decoded += n
 
-    def _set_computed(self, r: int, n: int) -> None:
-        self.requests[r].computed = n - (self._num_decoded if r in self.joined else 0)
+    def _computed(self, r: int, n: int) -> None:
+        self.requests[r].computed += n - self.computed(r)
 
     def _result(self, n: int) -> None:
         self._num_results += n
 
-    def _set_generated(self, r: int, n: int) -> None:
-        self.requests[r].generated = n - (self._num_results if r in self.joined else 0)
+    def _generated(self, r: int, n: int) -> None:
+        self.requests[r].generated += n - self.generated(r)
 
     def _block(self, r: int, block: int) -> None:
         self.requests[r].blocks.append(block)
@@ -172,8 +146,7 @@ class FilmState:
 
     def _finish(self, r: int, reason: int, num_output: int, published: int) -> None:
         self._release(r, published)
-        self.num_swapped -= self.requests[r].status is Status.SWAPPED
-        del self.requests[r]
+        self.num_swapped -= self.requests.pop(r).status is Status.SWAPPED
         self.num_finished += 1
 
     def _wait(self, r: int, reason: int, need: int, have: int) -> None:
@@ -182,8 +155,10 @@ class FilmState:
     def _rest(self, reason: int, n: int) -> None:
         self.rest = (reason, n) if n else None
 
-    def _nothing(self, *args: int) -> None:
-        """For what concerns one step only, and changes no state."""
+    def _defer(self, r: int) -> None:
+        """Concerns one step only, as `_copy`."""
+
+    def _copy(self, num_out: int, num_in: int) -> None: ...
 
     def _forget(self, is_all: int) -> None:
         self.published.clear()
@@ -205,13 +180,62 @@ class FilmState:
                 del self.refs[block]
         request.blocks = []
 
+    # Keyframes.
+
+    def keyframe(self) -> array[int]:
+        """The whole state as integers."""
+        numbers = array("i", [self.num_finished, *(self.rest or (0, 0)), len(self.requests)])
+        for r, request in self.requests.items():
+            numbers.extend((r, request.status, self.computed(r), self.generated(r), request.cached))
+            numbers.extend((request.num_preemptions, *(request.blocked or (-1, 0, 0))))
+            numbers.extend((r in self.joined, len(request.blocks), *request.blocks))
+            numbers.extend((len(request.host), *request.host))
+        starts = sorted(block for block in self.published if block - 1 not in self.published)
+        ends = sorted(block + 1 for block in self.published if block + 1 not in self.published)
+        numbers.append(len(starts))
+        for start, end in zip(starts, ends, strict=True):
+            numbers.extend((start, end - start))
+        return numbers
+
+    @classmethod
+    def restore(cls, numbers: Sequence[int], block_size: int) -> RecordedState:
+        """The state of a keyframe."""
+        state, rest = cls(block_size), iter(numbers)
+        state.num_finished, reason, num_rest, num_requests = islice(rest, 4)
+        state._rest(reason, num_rest)
+        for _ in range(num_requests):
+            r, status, computed, generated, cached, preemptions = islice(rest, 6)
+            *blocked, is_joined = islice(rest, 4)
+            blocks, host = (list(islice(rest, next(rest))) for _ in range(2))
+            state.requests[r] = RecordedRequest(
+                Status(status), computed, generated, cached, preemptions, blocks, host
+            )
+            state._wait(r, *blocked)
+            state.num_swapped += status == Status.SWAPPED
+            state.refs.update(blocks)
+            if is_joined:
+                state.joined.add(r)
+        for _ in range(next(rest)):
+            start, length = islice(rest, 2)
+            state.published.update(range(start, start + length))
+        return state
+
 
 HANDLERS: dict[Op, Callable[..., None]] = {
-    Op.ADD: FilmState._add, Op.ADMIT: FilmState._admit, Op.CHUNK: FilmState._chunk,
-    Op.DECODING: FilmState._decoding, Op.JOIN: FilmState._join, Op.LEAVE: FilmState._leave,
-    Op.DECODE: FilmState._decode, Op.COMPUTED: FilmState._set_computed,
-    Op.RESULT: FilmState._result, Op.GENERATED: FilmState._set_generated,
-    Op.BLOCK: FilmState._block, Op.PREEMPT: FilmState._preempt, Op.FINISH: FilmState._finish,
-    Op.WAIT: FilmState._wait, Op.REST: FilmState._rest, Op.DEFER: FilmState._nothing,
-    Op.COPY: FilmState._nothing, Op.FORGET: FilmState._forget,
-}  # fmt: skip
+    op: getattr(RecordedState, f"_{op.name.lower()}") for op in Op
+}
+NUM_ARGUMENTS = {op: len(signature(handler).parameters) - 1 for op, handler in HANDLERS.items()}
+HAS_LIST = frozenset({Op.ADMIT, Op.PREEMPT})  # the last argument is the length of a list
+OPS = {op.value: op for op in Op}
+
+
+def split(ops: Sequence[int]) -> Iterator[tuple[Op, Sequence[int]]]:
+    """The operations of a list, each with its arguments."""
+    place, end = 0, len(ops)
+    while place < end:
+        op = OPS[ops[place]]  # faster than Op(...)
+        last = place + 1 + NUM_ARGUMENTS[op]
+        if op in HAS_LIST:
+            last += ops[last - 1]
+        yield op, ops[place + 1 : last]
+        place = last

@@ -1,11 +1,11 @@
-"""What a scheduler knows and what a film shows after a plan, in one form, to compare them."""
+"""What a scheduler knows and what a recording shows after a plan, in one form, to compare them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from headway.lab.film.builder import REASONS
-from headway.lab.film.state import FilmState, Status
+from headway.lab.recording.builder import REASONS
+from headway.lab.recording.state import RecordedState, Status
 from headway.plan import Plan
 from headway.request import RequestState
 from headway.scheduler import Scheduler
@@ -40,22 +40,22 @@ def state_of(scheduler: Scheduler) -> State:
     }  # fmt: skip
 
 
-def shown(film: FilmState, ids: list[str]) -> State:
-    """The same of a film."""
-    names = [ids[r] for r in film.requests]
+def shown(recording: RecordedState, ids: list[str]) -> State:
+    """The same of a recording."""
+    names = [ids[r] for r in recording.requests]
     assert len(set(names)) == len(names), "a request is shown once"
     return {
         "requests": {
             ids[r]: (
-                each.status, film.computed(r), film.generated(r), each.blocks, each.host,
+                each.status, recording.computed(r), recording.generated(r), each.blocks, each.host,
                 each.blocked, each.num_preemptions,
             )
-            for r, each in film.requests.items()
+            for r, each in recording.requests.items()
         },
-        "joined": {ids[r] for r in film.joined},
-        "held": film.refs,
-        "cached": film.cached_blocks,
-        "rest": film.rest,
+        "joined": {ids[r] for r in recording.joined},
+        "held": recording.refs,
+        "cached": recording.published - recording.refs.keys(),
+        "rest": recording.rest,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.events import Completed, Event, Planned
-from headway.lab.film.texts import FilmTexts
+from headway.lab.recording.texts import RecordingTexts
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies.presets import PRESETS, SLOTS, describe
 from tests.scheduler import decisions
@@ -32,10 +32,10 @@ def recording(seed: int) -> Engine:
 def test_recording_changes_no_decision_and_finds_what_led_to_it(seed: int) -> None:
     engine, steps = recording(seed), decisions.Steps()
     config = describe(engine.scheduler.config)
-    film_texts = FilmTexts(config)
+    recording_texts = RecordingTexts(config)
 
     def observe(event: Event) -> None:
-        texts = {(d.kind, d.request): d.text for d in film_texts.follow(event)}
+        texts = {(d.kind, d.request): d.text for d in recording_texts.follow(event)}
         if isinstance(event, Planned):
             check(event, texts)
 

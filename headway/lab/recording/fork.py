@@ -15,18 +15,17 @@ from msgspec.structs import replace as changed
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError
 from headway.events import Added, Completed, Event, Planned
 from headway.executor.simulated import SimulatedHandle
-from headway.lab.film.format import FilmWriter, header_record
-from headway.lab.film.spec import Edit, RunSpec, described, profile_of
-from headway.lab.summary import summarize
+from headway.lab.cost import load_profile
+from headway.lab.recording.run import Recorder
+from headway.lab.recording.spec import Edit, RunSpec, described
 from headway.lab.workload.request import TokenSpace
 from headway.plan import Plan, StepResult
 from headway.record.lines import HeaderLine, Line
 from headway.record.reader import EventReader, split_header
 from headway.record.replay import RecordedTokens, Replay
-from headway.record.stats import RunStats
 from headway.scheduler.policies.presets import read_preset
 from headway.scheduler.policies.text import READY_MADE
 
@@ -47,8 +46,7 @@ class ForkedExecutor:
         self._free_at = event.result.ended
 
     def launch(self, plan: Plan) -> SimulatedHandle:
-        columns, first_tokens = self._tokens.sample(plan)
-        return self.run(plan, StepResult(columns, first_tokens))
+        return self.run(plan, StepResult(*self._tokens.sample(plan)))
 
     def run(self, plan: Plan, result: StepResult) -> SimulatedHandle:
         """A plan in flight with its result; if that has no times, they are estimated."""
@@ -61,41 +59,29 @@ class ForkedExecutor:
 
 
 class ForkedRun:
-    """The film of a recorded run with edits; `own` has the `module:function` to be imported."""
+    """A recorded run with edits; `own` has the `module:function` that may be imported."""
 
     def __init__(
         self, journal: list[HeaderLine | Line], spec: RunSpec, own: Container[str] = READY_MADE
     ) -> None:
         self._own = own
-        self._head, lines = split_header(journal)
-        if self._head.is_redacted:
+        self.head, lines = split_header(journal)
+        if self.head.is_redacted:
             raise ConfigError(
                 "a redacted trace has no tokens, so its run cannot be repeated or edited"
             )
-        reader = EventReader(self._head)
-        self._recorded = deque([reader.event(line) for line in lines])
+        self._recorded = deque(map(EventReader(self.head).event, lines))
         self._edits = deque(sorted(spec.edits, key=lambda edit: edit.step))
-        self._space, self._clock, profile = TokenSpace(), VirtualClock(), profile_of(spec)
-        size = self._head.config["block_size"]
-        self._config = read_preset(self._head.config, own=own)
+        self._space, self._clock, profile = TokenSpace(), VirtualClock(), load_profile(spec.profile)
+        self._config = read_preset(self.head.config, own=own)
         self._replay = Replay(self._config, own, records_answers=True)
         self._executor = ForkedExecutor(
-            self._clock, self._replay.tokens, lambda plan: profile.step_seconds(plan, size)
-        )
+            self._clock, self._replay.tokens,
+            lambda plan: profile.step_seconds(plan, self._config.block_size),
+        )  # fmt: skip
 
-    def film(self) -> Iterator[bytes]:
-        """The bytes of the film; a failure is in the end record."""
-        stats, writer, error = RunStats(self._head), FilmWriter(self._head.config), ""
-        yield header_record(changed(self._head, has_blocks=True), source="fork")
-        try:
-            for event in self._events():
-                stats(event)
-                yield writer.follow(event)
-        except HeadwayError as failure:
-            error = str(failure)
-        yield writer.finish(summary=summarize(stats), rejected=[], error=error)
-
-    def _events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event]:
+        """The recorded events up to the first edit, and those that follow from it."""
         scheduler, recorded, first = self._replay.scheduler, self._recorded, self._edits[0].step
         while recorded and not (isinstance(recorded[0], Planned) and scheduler.num_steps >= first):
             event = self._replay.repeat(recorded.popleft())
@@ -111,11 +97,10 @@ class ForkedRun:
             request for event in self._recorded if isinstance(event, Added)
             for request in event.requests
         )  # fmt: skip
-        events: deque[Event] = deque()
-        scheduler = self._replay.scheduler
+        events, scheduler = deque[Event](), self._replay.scheduler
         engine = Engine(
             scheduler, self._executor, self._clock, observers=[events.append],
-            async_scheduling=self._head.async_scheduling, in_flight=self._in_flight(),
+            async_scheduling=self.head.async_scheduling, in_flight=self._in_flight(),
         )  # fmt: skip
         while coming or engine.has_work or self._edits:
             while self._edits and self._edits[0].step <= scheduler.num_steps:
@@ -142,8 +127,7 @@ class ForkedRun:
             engine.abort(edit.abort)
         elif edit.add is not None:
             request = described(edit.add, self._space, f"added at {edit.step}")
-            samples = engine.add(request.id, request.prompt(), request.params())
-            for sample in samples:
+            for sample in engine.add(request.id, request.prompt(), request.params()):
                 self._replay.tokens.add(sample, [sample.prompt[-1]] * request.num_output)
         else:
             values = {each.name: getattr(self._config, each.name) for each in fields(self._config)}
@@ -154,5 +138,7 @@ class ForkedRun:
 def fork(
     journal: list[HeaderLine | Line], spec: RunSpec, own: Container[str] = READY_MADE
 ) -> Iterator[bytes]:
-    """A film of a recorded run with the edits of a description."""
-    return ForkedRun(journal, spec, own).film()
+    """The recording of a recorded run with the edits of a description."""
+    run = ForkedRun(journal, spec, own)
+    recorder = Recorder(changed(run.head, has_blocks=True))
+    return recorder.record(map(recorder.follow, run.events()), source="fork")

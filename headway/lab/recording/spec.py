@@ -6,14 +6,14 @@ step 17 all mean: run it again, with one more edit.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass, field, fields
+from collections.abc import Container, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from typing import Any
 
 from headway.config import Config
 from headway.errors import ConfigError, shorten
-from headway.lab.cost import Profile, load_profile
+from headway.lab.cost import Profile
 from headway.lab.simulate import config_for
 from headway.lab.workload.request import TokenSpace, WorkloadRequest, join
 from headway.lab.workload.synthetic import parse_synthetic
@@ -26,6 +26,7 @@ DEFAULT_PROFILE = "llama3.1-8b-a100-80gb"
 REQUEST_FIELDS = (
     "id", "arrival", "prompt", "prefix", "output", "max_tokens", "priority", "client", "n",
 )  # fmt: skip
+CHANGES = {"add": dict, "abort": str, "set": dict}  # of an edit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,55 +54,48 @@ class RunSpec:
     story: str = ""
 
 
-def read_spec(data: Any) -> RunSpec:
+def read_spec(data: object) -> RunSpec:
     """The description in JSON; ConfigError names the field that is wrong."""
-    values = _known("the run", data, RunSpec)
-    edits = values.get("edits", [])
-    if not isinstance(edits, list):
-        raise ConfigError(f"edits must be a list, not {shorten(edits)}")
-    values["edits"] = [_edit(each) for each in edits]
-    for name, kind in {
-        "workload": str, "trace": str, "preset": str, "profile": str, "story": str,
-        "requests": list, "set": dict, "async_scheduling": bool,
-    }.items():  # fmt: skip
-        if name in values and not isinstance(values[name], kind):
-            raise ConfigError(f"{name} must be a {kind.__name__}, not {shorten(values[name])}")
-    spec = RunSpec(**values)
+    values = _known("the run", data, [each.name for each in fields(RunSpec)])
+    for each in fields(RunSpec):
+        kind: Any = type(each.default) if each.default is not MISSING else each.default_factory
+        if not isinstance(values.get(each.name, kind()), kind):
+            wrong = shorten(values[each.name])
+            raise ConfigError(f"{each.name} must be a {kind.__name__}, not {wrong}")
+    spec = RunSpec(**{**values, "edits": list(map(_edit, values.get("edits", [])))})
     if sum(map(bool, (spec.workload, spec.requests, spec.trace))) != 1:
         raise ConfigError("give one of workload, requests and trace")
     return spec
 
 
-def _edit(data: Any) -> Edit:
-    edit = Edit(**_known("an edit", data, Edit))
-    if not isinstance(edit.step, int) or isinstance(edit.step, bool) or edit.step < 0:
-        raise ConfigError(f"step of an edit must be a whole number, not {shorten(edit.step)}")
-    given = {name: getattr(edit, name) for name in ("add", "abort", "set")}
-    kinds = {"add": dict, "abort": str, "set": dict}
-    for name, value in given.items():
-        if value is not None and not isinstance(value, kinds[name]):
-            raise ConfigError(f"{name} of an edit must be a {kinds[name].__name__}")
-    if sum(value is not None for value in given.values()) != 1:
+def _edit(data: object) -> Edit:
+    values = _known("an edit", data, ["step", *CHANGES])
+    if "step" not in values:
+        raise ConfigError("an edit needs step")
+    step = values["step"]
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ConfigError(f"step of an edit must be a whole number, not {shorten(step)}")
+    given = [name for name in CHANGES if values.get(name) is not None]
+    for name in given:
+        if not isinstance(values[name], CHANGES[name]):
+            raise ConfigError(f"{name} of an edit must be a {CHANGES[name].__name__}")
+    if len(given) != 1:
         raise ConfigError("an edit needs one of add, abort and set")
-    return edit
+    return Edit(**values)
 
 
-def _known(what: str, data: Any, kind: type) -> dict[str, Any]:
+def _known(what: str, data: object, names: list[str]) -> Mapping[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{what} must be an object, not {shorten(data)}")
-    names = [f.name for f in fields(kind)]
     if unknown := [key for key in data if key not in names]:
         raise ConfigError(f"{what}: unknown field {unknown[0]!r}; known: {', '.join(names)}")
-    missing = [name for name in ("step",) if kind is Edit and name not in data]
-    if missing:
-        raise ConfigError(f"{what} needs {missing[0]}")
-    return dict(data)
+    return data
 
 
 def config_of(
     spec: RunSpec,
     profile: Profile,
-    changes: dict[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
     own: Container[str] = READY_MADE,
 ) -> Config:
     """The config of a run; blocks and host blocks as the profile has them, unless they are set.
@@ -111,17 +105,13 @@ def config_of(
     return config_for(spec.preset, profile, {**spec.set, **(changes or {})}, own)
 
 
-def profile_of(spec: RunSpec) -> Profile:
-    return load_profile(spec.profile)
-
-
 def requests_of(spec: RunSpec, space: TokenSpace) -> list[WorkloadRequest]:
     """The requests of a run in order of arrival; ConfigError if there are too many."""
     if spec.workload:
         synthetic = parse_synthetic(spec.workload)
         _check_number(synthetic.requests)
         return synthetic.generate()
-    listed: list[Any] = []
+    listed: list[object] = []
     for group in spec.requests:
         listed += _copies(group)
         _check_number(len(listed))
@@ -129,12 +119,13 @@ def requests_of(spec: RunSpec, space: TokenSpace) -> list[WorkloadRequest]:
     return sorted(requests, key=lambda request: request.arrival)
 
 
-def _copies(data: Any) -> list[Any]:
+def _copies(data: object) -> list[object]:
     """A listed request, or `count` copies of it: ids with numbers, `every` seconds apart."""
     if not isinstance(data, dict) or not {"count", "every"} & data.keys():
         return [data]
     one = {key: value for key, value in data.items() if key not in ("count", "every")}
-    id, count = str(data.get("id", "")), _number(data, str(data.get("id", "")), "count", 1)
+    id = str(data.get("id", ""))
+    count = _number(data, id, "count", 1)
     arrival, every = _seconds(data, id, "arrival"), _seconds(data, id, "every")
     _check_number(count)
     return [
@@ -151,42 +142,36 @@ def _check_number(number: int) -> None:
         )
 
 
-def described(data: Any, space: TokenSpace, default_id: str) -> WorkloadRequest:
+def described(data: object, space: TokenSpace, default_id: str) -> WorkloadRequest:
     """One request: prompt and output in tokens; `prefix` is [name, tokens] of a shared prefix."""
-    if not isinstance(data, dict):
-        raise ConfigError(f"a request must be an object, not {shorten(data)}")
-    if unknown := [key for key in data if key not in REQUEST_FIELDS]:
-        known = ", ".join(REQUEST_FIELDS)
-        raise ConfigError(f"a request: unknown field {unknown[0]!r}; known: {known}")
-    id = str(data.get("id", default_id))
-    prompt, output = _number(data, id, "prompt", 16), _number(data, id, "output", 16)
-    max_tokens = _number(data, id, "max_tokens", output)
-    arrival = _seconds(data, id, "arrival")
-    pieces: list[Any] = []
-    if prefix := data.get("prefix"):
-        name, length = _prefix(prefix, id)
-        pieces += space.shared(name, length)
+    values = _known("a request", data, list(REQUEST_FIELDS))
+    id = str(values.get("id", default_id))
+    prompt, output = _number(values, id, "prompt", 16), _number(values, id, "output", 16)
+    max_tokens = _number(values, id, "max_tokens", output)
+    arrival, shared = _seconds(values, id, "arrival"), _prefix(values.get("prefix"), id, space)
     return WorkloadRequest(
-        id=id, arrival=arrival, pieces=join([*pieces, space.take(prompt)]),
-        num_output=min(output, max_tokens), max_tokens=max_tokens, client=str(data.get("client", "")),
-        priority=_number(data, id, "priority", 0, -MAX_NUMBER), n=_number(data, id, "n", 1),
+        id=id, arrival=arrival, pieces=join([*shared, space.take(prompt)]),
+        num_output=min(output, max_tokens), max_tokens=max_tokens, client=str(values.get("client", "")),
+        priority=_number(values, id, "priority", 0, -MAX_NUMBER), n=_number(values, id, "n", 1),
     )  # fmt: skip
 
 
-def _seconds(data: dict[str, Any], id: str, name: str) -> float:
+def _prefix(prefix: Any, id: str, space: TokenSpace) -> list[Any]:
+    if not prefix:
+        return []
+    if not isinstance(prefix, list) or len(prefix) != 2:
+        raise ConfigError(f"request {id}: prefix must be [name, tokens], not {shorten(prefix)}")
+    return space.shared(str(prefix[0]), _number({"prefix": prefix[1]}, id, "prefix", 1))
+
+
+def _seconds(data: Mapping[str, Any], id: str, name: str) -> float:
     value = data.get(name, 0.0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
         raise ConfigError(f"request {id}: {name} must be at least 0 seconds, not {shorten(value)}")
     return float(value)
 
 
-def _prefix(prefix: Any, id: str) -> tuple[str, int]:
-    if not isinstance(prefix, list) or len(prefix) != 2:
-        raise ConfigError(f"request {id}: prefix must be [name, tokens], not {shorten(prefix)}")
-    return str(prefix[0]), _number({"prefix": prefix[1]}, id, "prefix", 1)
-
-
-def _number(data: dict[str, Any], id: str, name: str, default: int, low: int = 1) -> int:
+def _number(data: Mapping[str, Any], id: str, name: str, default: int, low: int = 1) -> int:
     value = data.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_NUMBER:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A film shows the state of the scheduler: after every plan, in every scenario, by seek and by play."""
+"""A recording shows the state of the scheduler: after every plan, in every scenario, by seek and by play."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from headway.events import Completed, Planned
-from headway.lab.film.format import FilmWriter, header_record
-from headway.lab.film.live import LiveFilms
-from headway.lab.film.reader import Film
-from headway.lab.film.state import FilmState, split
+from headway.lab.recording.format import RecordingWriter, header_record
+from headway.lab.recording.live import LiveRecordings
+from headway.lab.recording.reader import RunRecording
+from headway.lab.recording.state import RecordedState, split
 from headway.record.reader import events_of, split_header
 from headway.request import Request
 from tests.scheduler import decisions
-from tests.support.film_states import note_states, shown
 from tests.support.journals import Recorder
+from tests.support.recorded_states import note_states, shown
 
 
 class Recorded:
@@ -39,17 +39,17 @@ class Recorded:
 
 
 class Watched(Recorded):
-    """A run that is filmed from the end of a step on, or from the next arrival after it."""
+    """A run that is recorded from the end of a step on, or from the next arrival after it."""
 
     def __init__(self, seed: int, after: int, is_at_arrival: bool) -> None:
         self.after, self.is_at_arrival = after, is_at_arrival
-        self.film, self.data = Film(), b""
-        self.first, self.in_flight = inf, set[int]()  # the first step that is filmed
+        self.recording, self.data = RunRecording(), b""
+        self.first, self.in_flight = inf, set[int]()  # the first step that is recorded
         super().__init__(seed)
 
     def run(self, seed: int) -> None:
         engine, step, known = self.engine, self.engine.step, set[Request]()
-        live, scheduler, viewer = LiveFilms(engine), engine.scheduler, 0
+        live, scheduler, viewer = LiveRecordings(engine), engine.scheduler, 0
 
         def start() -> None:
             nonlocal viewer
@@ -66,7 +66,7 @@ class Watched(Recorded):
             known = set(scheduler.requests.values())
             if viewer:
                 self.data += live.take(viewer)
-                self.data = self.data[self.film.read(self.data) :]
+                self.data = self.data[self.recording.read(self.data) :]
             return completed
 
         engine.step = stepping  # type: ignore[method-assign]
@@ -81,77 +81,77 @@ def recorded(seed: int) -> Recorded:
     return Recorded(seed)
 
 
-def film_of(run: Recorded) -> Film:
-    """The film of a run, written and read again in pieces."""
-    writer, film = FilmWriter(run.header.config), Film()
+def recording_of(run: Recorded) -> RunRecording:
+    """The recording of a run, written and read again in pieces."""
+    writer, recording = RecordingWriter(run.header.config), RunRecording()
     data = header_record(run.header)
     for event in events_of(run.journal):
         data += writer.follow(event)
-        data = data[film.read(data) :]
+        data = data[recording.read(data) :]
     data += writer.finish(steps=len(run.plans))
-    assert film.read(data) == len(data) and film.end == {"steps": len(run.plans)}
-    return film
+    assert recording.read(data) == len(data) and recording.end == {"steps": len(run.plans)}
+    return recording
 
 
 @pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 47))
-def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> None:
+def test_a_recording_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> None:
     """By playing from start to end, and by seeking any frame."""
-    check_film(recorded(seed), seed)
+    check_recording(recorded(seed), seed)
 
 
-def check_film(run: Recorded, seed: int) -> None:
-    film = film_of(run)
-    ids = [request[0] for request in film.requests]
+def check_recording(run: Recorded, seed: int) -> None:
+    recording = recording_of(run)
+    ids = [request[0] for request in recording.requests]
     num_running = {e.plan.step: e.num_running for e in run.plans if not e.plan.is_empty}
-    played = FilmState(run.engine.scheduler.config.block_size)
+    played = RecordedState(run.engine.scheduler.config.block_size)
     rng = random.Random(seed)
-    for frame in range(film.num_frames):
-        for op, args in split(film.ops(frame)):
+    for frame in range(recording.num_frames):
+        for op, args in split(recording.ops(frame)):
             played.apply(op, args)
-        step = film.column("step", frame)
+        step = recording.column("step", frame)
         if step >= 0:
             assert shown(played, ids) == run.states[step], f"step {step}"
-            assert film.column("running", frame) == num_running[step]
+            assert recording.column("running", frame) == num_running[step]
         if rng.random() < 0.1:
-            assert shown(film.state(frame), ids) == shown(played, ids), f"frame {frame}"
+            assert shown(recording.state(frame), ids) == shown(played, ids), f"frame {frame}"
     assert not played.requests and not played.refs
-    assert played.num_finished == len(film.requests)
+    assert played.num_finished == len(recording.requests)
 
 
 @pytest.mark.parametrize("is_at_arrival", [False, True])
 @pytest.mark.parametrize("seed", range(2, decisions.NUM_RUNS, 29))
-def test_a_film_that_starts_in_the_middle_shows_the_same_states(
+def test_a_recording_that_starts_in_the_middle_shows_the_same_states(
     seed: int, is_at_arrival: bool
 ) -> None:
     run = Watched(seed, random.Random(seed).randrange(2, 40), is_at_arrival)
-    film, ids = run.film, [request[0] for request in run.film.requests]
+    recording, ids = run.recording, [request[0] for request in run.recording.requests]
     shown_steps = set[int]()
-    for frame in range(film.num_frames):
-        step = film.column("step", frame)
+    for frame in range(recording.num_frames):
+        step = recording.column("step", frame)
         if step >= 0:
-            assert shown(film.state(frame), ids) == run.states[step], f"step {step}"
+            assert shown(recording.state(frame), ids) == run.states[step], f"step {step}"
             shown_steps.add(step)
     assert shown_steps == {s for s in run.states if s >= run.first and s not in run.in_flight}
 
 
-def test_a_film_of_an_idle_engine_has_no_requests_and_goes_on_later() -> None:
+def test_a_recording_of_an_idle_engine_has_no_requests_and_goes_on_later() -> None:
     run = recorded(0)
-    writer, film = FilmWriter(run.header.config), Film()
-    film.read(header_record(run.header))
+    writer, recording = RecordingWriter(run.header.config), RunRecording()
+    recording.read(header_record(run.header))
     *_, last = events = list(events_of(run.journal))
     for event in events:
-        film.read(writer.follow(event))
-    film.read(writer.flush())
+        recording.read(writer.follow(event))
+    recording.read(writer.flush())
     writer.settle()
     writer.settle()  # has nothing to add
-    film.read(writer.flush())
-    frame = film.num_frames - 1
-    assert frame == len(run.states) and film.column("step", frame) == -1
-    assert not film.state(frame).requests
-    assert film.chunks[-1].times[-1].tolist() == [last.time] * 3
+    recording.read(writer.flush())
+    frame = recording.num_frames - 1
+    assert frame == len(run.states) and recording.column("step", frame) == -1
+    assert not recording.state(frame).requests
+    assert recording.chunks[-1].times[-1].tolist() == [last.time] * 3
     for event in events_of(run.journal):
-        film.read(writer.follow(event))
+        recording.read(writer.follow(event))
         if isinstance(event, Completed):
             break
-    film.read(writer.flush())
-    assert film.state(frame + 1).requests
+    recording.read(writer.flush())
+    assert recording.state(frame + 1).requests

@@ -1,1 +1,0 @@
-"""Films: runs of a scheduler, recorded so that any step can be shown at once."""

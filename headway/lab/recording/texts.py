@@ -1,0 +1,40 @@
+"""The sentences of a recording: every decision, with what the scheduler compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headway.events import Event, Planned, Reconfigured
+from headway.record.sentences import Alternatives, Decision, DecisionLog, preempted, waits
+
+
+class RecordingTexts:
+    """Follows a run event by event. A reason to wait is given when it changes."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._log = DecisionLog(config["max_num_seqs"])
+
+    def follow(self, event: Event) -> Iterator[Decision]:
+        """The sentences of the next event."""
+        if isinstance(event, Reconfigured):
+            self._config = event.settings
+        for each in self._log.follow(event):
+            yield self._explained(each, event) if isinstance(event, Planned) else each
+
+    def _explained(self, decision: Decision, planned: Planned) -> Decision:
+        """The decision with what was compared, if that is known."""
+        plan, answers = planned.plan, planned.answers
+        request, text = decision.request, decision.text
+        if answers is None or request is None:
+            return decision
+        if decision.kind == "preempted" and request in answers.num_candidates:
+            found = next(each for each in plan.preempted if each.request is request)
+            rule, seconds = str(self._config["victim"]), answers.swap_seconds.get(request)
+            text = preempted(found, Alternatives(rule, answers.num_candidates[request], seconds))
+        elif decision.kind == "waiting" and request in answers.headroom:
+            blocked = next(each for each in plan.blocked if each.request is request)
+            rule, headroom = str(self._config["headroom"]), answers.headroom[request]
+            text = waits(request.id, *blocked[1:], headroom, rule)
+        return decision._replace(text=text)
