@@ -134,7 +134,7 @@ class Scheduler:
         """Make the next plan. With work present it is empty only while another is in flight."""
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         state = self.state
-        state.plan = plan = Plan(self._num_steps)
+        plan = Plan(self._num_steps)
         planned = Planned(plan, answers=Answers() if self._records_answers else None)
         state.planned, state.preempted, self._is_planning = planned, plan.preempted, True
         state.queue.counters.start_step()

@@ -33,8 +33,7 @@ class SchedulerState:
         self.use(config)
         window = WindowCache(config) if config.sliding_window else None
         self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks, window)
-        self.plan = Plan(-1)  # the latest plan
-        self.planned = Planned(self.plan)
+        self.planned = Planned(Plan(-1))  # the latest plan; incomplete if a policy raised
         self.requests: dict[str, Request] = {}
         self.running: dict[Request, None] = {}  # in the order of admission
         self.prefilling: dict[Request, None] = {}  # running ones with prompt tokens left
@@ -51,6 +50,10 @@ class SchedulerState:
         self._num_admitted = 0
         self.view = StateView(self)
         self.queue = WaitingQueue(config.queue, self.view)
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
 
     def use(self, config: Config) -> None:
         """Use the policies and numbers of a config; the waiting queue changes its rule itself."""

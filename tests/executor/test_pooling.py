@@ -16,7 +16,7 @@ from headway import LLM, Engine, Request, SamplingParams, Scheduler, preset
 from headway.config import Config
 from headway.engine.input_processor import embedding_params
 from headway.errors import ExecutorError, InvalidRequest, RequestTooLong
-from headway.events import Completed, Event, preempted_by
+from headway.events import Completed, Event, Planned, preempted_by
 from headway.executor.cpu import CpuExecutor
 from headway.executor.pooling import SLICE, add_rows
 from headway.executor.sampling.logprobs import ExtraOutputs
@@ -255,7 +255,7 @@ def test_an_aborted_embedding_leaves_no_sum() -> None:
     assert len(run.executor.pooler._sums) == 1
     run.engine.abort("a")
     run.engine.run()
-    run.engine.scheduler.state.plan = Plan(-1)  # the last plan refers to the request
+    run.engine.scheduler.state.planned = Planned(Plan(-1))  # the last plan refers to the request
     gc.collect()
     assert not len(run.executor.pooler._sums) and not run.found
 

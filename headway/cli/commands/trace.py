@@ -24,7 +24,7 @@ from headway.scheduler.policies.text import ANY, READY_MADE
 
 
 def trace_command(
-    file: Path = argument(MISSING, "Trace file, options.written with --trace-out."),
+    file: Path = argument(MISSING, "Trace file, written with --trace-out."),
     perfetto: Path | None = option(None, "Export the trace for ui.perfetto.dev to this file."),
     diff_with: Path | None = option(
         None,
@@ -62,7 +62,7 @@ def _export(file: Path, target: Path, as_json: bool) -> None:
     events = list(to_perfetto(read_journal(file)))
     with options.written(target) as output:
         output.write(json.dumps({"traceEvents": events}).encode())
-    text = f"{render.counted(len(events), 'event')} options.written to {target}; open the file in ui.perfetto.dev"
+    text = f"{render.counted(len(events), 'event')} written to {target}; open the file in ui.perfetto.dev"
     print(json.dumps({"events": len(events)}) if as_json else text)
 
 

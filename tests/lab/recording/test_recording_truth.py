@@ -232,7 +232,7 @@ def count(events: list[Event], seen: Counter[str]) -> None:
                 seen["copied out"] += bool(plan.copies_out)
                 seen["copied in"] += bool(plan.copies_in)
                 num_in_flight += not plan.is_empty
-            case Completed(plan):
+            case Completed(Planned(plan)):
                 seen["dropped"] += any(plan.dropped)
                 num_in_flight -= 1
             case Added(requests):
