@@ -29,15 +29,14 @@ class RateWindow:
     def follow(self, event: Event, stats: StepStats) -> None:
         if isinstance(event, Planned) and not event.plan.preempted:
             return  # its work is counted when it is complete
-        second, num_preempted = int(stats.now or event.time), len(preempted_by(event))
+        second = int(stats.now or event.time)
         if not self._seconds or self._seconds[-1][0] < second:
             self._seconds.append((second, Counter()))
         counts = self._seconds[-1][1]
-        if num_preempted:
-            counts["preemptions"] += num_preempted
         if stats.finished:
             self._count_finished(stats, counts)
         if not isinstance(event, Completed):
+            counts["preemptions"] += len(preempted_by(event))
             return
         counts["steps"] += 1
         counts["output_tokens"] += stats.num_output

@@ -52,8 +52,8 @@ class ServerMetrics:
         try:
             with self._engine.lock:
                 stats = self._timeline.follow(event)
-                self._count(event, stats)
                 if not isinstance(event, Planned) or event.plan.preempted:
+                    self._count(event, stats)
                     self._recent.count(event, stats, self._timeline)
                 self._builder.follow(event, stats)
         except Exception:  # a failure in the metrics must not stop the engine
@@ -93,15 +93,16 @@ class ServerMetrics:
         if isinstance(event, Completed):
             counters["generation_tokens", ""] += stats.num_output
             counters["builds", ""] += event.result.num_builds
+            seconds = event.planned.time - event.planned.began
+            histograms["scheduler_step_seconds"].observe(seconds)
             histograms["iteration_tokens_total"].observe(stats.num_computed)
             gaps = histograms["inter_token_latency_seconds"]
             for seconds, count in stats.gaps:
                 gaps.observe(seconds, count)
             if event.plan.admitted or event.plan.chunks or event.plan.copies_out:
                 self._count_changes(event, stats)
-        elif isinstance(event, Planned) and not event.plan.is_empty:
-            histograms["scheduler_step_seconds"].observe(event.time - event.began)
-        counters["num_preemptions", ""] += len(preempted_by(event))
+        else:
+            counters["num_preemptions", ""] += len(preempted_by(event))
         for request, times in stats.finished:
             counters["request_success", times.finish_reason] += 1
             if times.finish_reason in COMPLETED:

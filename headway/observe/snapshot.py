@@ -45,7 +45,8 @@ class SnapshotBuilder:
 
     def follow(self, event: Event, stats: StepStats) -> None:
         self._window.follow(event, stats)
-        self._decisions += [each for each in self._log.follow(event) if each.kind != "arrived"]
+        if decisions := self._log.follow(event):
+            self._decisions += [each for each in decisions if each.kind != "arrived"]
 
     def snapshot(self, p99_stall: float | None) -> Snapshot:
         """The present state as plain data. The caller holds the engine's lock.

@@ -72,9 +72,10 @@ class RunStats:
             self._count_step(event, stats)
         elif isinstance(event, Added):
             self.requests += [timeline.open[request] for request in event.requests]
-        for preemption in preempted_by(event):
-            totals["swaps" if preemption.is_swap else "recomputes"] += 1
-            totals["priority_preemptions"] += preemption.is_priority
+        else:
+            for preemption in preempted_by(event):
+                totals["swaps" if preemption.is_swap else "recomputes"] += 1
+                totals["priority_preemptions"] += preemption.is_priority
         if stats.finished:
             self._count_finished(stats)
 

@@ -117,8 +117,9 @@ class Timeline:
 
     def _plan(self, event: Planned) -> None:
         plan = event.plan
-        self._later += [(event.time, each) for each in plan.preempted]
-        if not self._stats:
+        if plan.preempted:
+            self._later += [(event.time, each) for each in plan.preempted]
+        if self._later and not self._stats:
             self._preempt_later()
         if plan.is_empty:
             return
@@ -140,7 +141,8 @@ class Timeline:
                 self._sample(chunk.request, stats)
         for request in event.finished:
             self._finish(request, stats)
-        self._preempt_later()
+        if self._later:
+            self._preempt_later()
         return stats
 
     def _interrupt(self, event: Event) -> StepStats:

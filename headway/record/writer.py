@@ -82,28 +82,37 @@ class LineMaker:
 
     def _planned(self, event: Planned) -> PlannedLine:
         plan = event.plan
-        return PlannedLine(
+        line = PlannedLine(
             step=plan.step, t=event.time, running=event.num_running, waiting=event.num_waiting,
-            free=event.num_free, preempted=_preempted(plan.preempted),
-            admitted=[(a.request.id, a.num_cached, a.num_swapped, a.is_resume) for a in plan.admitted],
-            chunks=[(c.request.id, c.start, c.end, c.is_last) for c in plan.chunks],
-            decodes=len(plan.decodes), num_steps=plan.num_steps, decode_context=plan.decode_context,
-            deferred=[request.id for request in plan.deferred],
-            copied_out=len(plan.copies_out), copied_in=len(plan.copies_in),
-            blocked=[(b.request.id, b.reason, b.need, b.have) for b in plan.blocked],
-            not_considered=plan.not_considered,
-            blocks=_blocks(plan) if self._has_blocks else None,
+            free=event.num_free, decodes=len(plan.decodes), num_steps=plan.num_steps,
+            decode_context=plan.decode_context, not_considered=plan.not_considered,
         )  # fmt: skip
+        if plan.admitted or plan.chunks:  # a steady decode step has none of these
+            line.admitted = [
+                (a.request.id, a.num_cached, a.num_swapped, a.is_resume) for a in plan.admitted
+            ]
+            line.chunks = [(c.request.id, c.start, c.end, c.is_last) for c in plan.chunks]
+        if plan.preempted or plan.copies_out or plan.copies_in:
+            line.preempted = _preempted(plan.preempted)
+            line.copied_out, line.copied_in = len(plan.copies_out), len(plan.copies_in)
+        if plan.blocked or plan.deferred:
+            line.blocked = [(b.request.id, b.reason, b.need, b.have) for b in plan.blocked]
+            line.deferred = [request.id for request in plan.deferred]
+        if self._has_blocks:
+            line.blocks = _blocks(plan)
+        return line
 
     def _completed(self, event: Completed) -> CompletedLine:
         plan, result = event.plan, event.result
-        kept = plan.tokens_kept if plan.num_steps > 1 else {}
-        return CompletedLine(
+        line = CompletedLine(
             step=plan.step, start=result.started, end=result.ended, swap_in=result.swap_in or 0,
             builds=result.num_builds,
-            failed=[(r.id, *failure) for r, failure in result.failed.items()],
-            finished=[self.end(r, kept.get(r, 0)) for r in event.finished],
         )  # fmt: skip
+        if event.finished or result.failed:
+            kept = plan.tokens_kept if plan.num_steps > 1 else {}
+            line.failed = [(r.id, *failure) for r, failure in result.failed.items()]
+            line.finished = [self.end(r, kept.get(r, 0)) for r in event.finished]
+        return line
 
     def request(self, request: Request) -> RequestLine:
         params, resumed = request.params, request.history.resumed
