@@ -123,7 +123,7 @@ class RecordingWriter:
         if isinstance(event, Added | Planned):  # others may end requests, which then have no number
             self.builder.follow(event)
         numbers, data = self.builder.numbers, b""
-        texts = [
+        texts: list[tuple[str, int, str]] = [
             (d.kind, numbers.get(d.request, -1) if d.request else -1, d.text)
             for d in self._texts_of(event)
         ]
@@ -231,7 +231,7 @@ class RecordingWriter:
 
 
 def _described(request: Request) -> list[str | int | float | None]:
-    params, parent = request.params, request.parent and request.parent.id
+    params, parent = request.params, request.parent.id if request.parent else None
     return [
         request.id, request.num_prompt, request.limit, request.arrival, params.max_tokens,
         params.priority, params.client, parent,
