@@ -112,9 +112,10 @@ class RecordingWriter:
             state = RecordedState.restore(self._keyframe, state.block_size)
             for op, args in split(self._ops):
                 state.apply(op, args)
-        self._keyframe = state.keyframe()
+        self._keyframe: array[int] = state.keyframe()
         self._times, self._columns = array("d"), [array("i") for _ in COLUMNS]
-        self._offsets, self._ops = array("i", [0]), array("i")
+        self._ops: array[int] = array("i")
+        self._offsets = array("i", [0])
         self._entries: list[Request] = []
         self._texts: list[Text] = []
 
@@ -210,11 +211,12 @@ class RecordingWriter:
         """The frames since the last chunk, as a chunk; nothing if there are none."""
         if self.num_frames == self._first:
             return b""
-        parts = (self._times, *self._columns, self._offsets, self._ops, self._keyframe)
+        parts = (*self._columns, self._offsets, self._ops, self._keyframe)
         requests = [_described(request) for request in self._entries]
         names = {"first": self._first, "requests": requests, "texts": self._texts}
         sizes = (self.num_frames - self._first, len(self._ops), len(self._keyframe), 0)
-        data = struct.pack("<IIII", *sizes) + b"".join(part.tobytes() for part in parts)
+        data = struct.pack("<IIII", *sizes) + self._times.tobytes()
+        data += b"".join(part.tobytes() for part in parts)
         self._start_chunk()
         return record(Record.CHUNK, data + json.dumps(names).encode())
 
