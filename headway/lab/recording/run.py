@@ -210,7 +210,7 @@ def _recording_of_trace(
     recording's header has the names of the policies in `own`.
     """
     assert isinstance(head, HeaderLine), "the first line is the header"
-    notice, names = "", list[str]()
+    notice, names = "", tuple[str, ...]()
     if num_lines <= MAX_REPLAYED and not head.is_redacted:
         try:
             lines = list(read())
