@@ -158,8 +158,10 @@ def _conversations(
     for conversation in conversations:
         turns = conversation.get("conversations") or ()
         texts = [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)]
-        encoded = [tokenizer.encode(text) if isinstance(text, str) else [] for text in texts]
-        question, answer, *_ = *encoded, [], []
+        question, answer = (
+            tokenizer.encode(text) if isinstance(text, str) else []
+            for text in (*texts, None, None)[:2]
+        )
         if min(len(question), len(answer)) >= MIN_TOKENS:
             yield question, len(answer)
 

@@ -118,7 +118,8 @@ def _fill(entry: PromptEntry, row: dict[str, Any]) -> None:
         has = " and ".join(found) or "none"
         raise ValueError(f"a line needs exactly one of {', '.join(CONTENTS)}, found {has}")
     content = row.pop(name := found[0])
-    if not isinstance(content, str if name == "prompt" else list):
+    kind: Any = str if name == "prompt" else list
+    if not isinstance(content, kind):
         wanted = "a string" if name == "prompt" else "a list"
         raise ValueError(f"{name} must be {wanted}, not {content!r}")
     if name == "messages":

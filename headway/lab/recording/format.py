@@ -112,9 +112,10 @@ class RecordingWriter:
             state = RecordedState.restore(self._keyframe, state.block_size)
             for op, args in split(self._ops):
                 state.apply(op, args)
-        self._keyframe = state.keyframe()
+        self._keyframe: array[int] = state.keyframe()
         self._times, self._columns = array("d"), [array("i") for _ in COLUMNS]
-        self._offsets, self._ops = array("i", [0]), array("i")
+        self._ops: array[int] = array("i")
+        self._offsets = array("i", [0])
         self._entries: list[Request] = []
         self._texts: list[Text] = []
 
@@ -123,7 +124,7 @@ class RecordingWriter:
         if isinstance(event, Added | Planned):  # others may end requests, which then have no number
             self.builder.follow(event)
         numbers, data = self.builder.numbers, b""
-        texts = [
+        texts: list[tuple[str, int, str]] = [
             (d.kind, numbers.get(d.request, -1) if d.request else -1, d.text)
             for d in self._texts_of(event)
         ]
@@ -210,11 +211,12 @@ class RecordingWriter:
         """The frames since the last chunk, as a chunk; nothing if there are none."""
         if self.num_frames == self._first:
             return b""
-        parts = (self._times, *self._columns, self._offsets, self._ops, self._keyframe)
+        parts = (*self._columns, self._offsets, self._ops, self._keyframe)
         requests = [_described(request) for request in self._entries]
         names = {"first": self._first, "requests": requests, "texts": self._texts}
         sizes = (self.num_frames - self._first, len(self._ops), len(self._keyframe), 0)
-        data = struct.pack("<IIII", *sizes) + b"".join(part.tobytes() for part in parts)
+        data = struct.pack("<IIII", *sizes) + self._times.tobytes()
+        data += b"".join(part.tobytes() for part in parts)
         self._start_chunk()
         return record(Record.CHUNK, data + json.dumps(names).encode())
 
@@ -231,7 +233,7 @@ class RecordingWriter:
 
 
 def _described(request: Request) -> list[str | int | float | None]:
-    params, parent = request.params, request.parent and request.parent.id
+    params, parent = request.params, request.parent.id if request.parent else None
     return [
         request.id, request.num_prompt, request.limit, request.arrival, params.max_tokens,
         params.priority, params.client, parent,

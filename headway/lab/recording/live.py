@@ -75,7 +75,8 @@ class LiveRecordings:
 
     def stop(self, number: int) -> None:
         """Stop following."""
-        if self._viewers.pop(number, None) and not self._viewers:
+        self._viewers.pop(number, None)
+        if not self._viewers and self._observe in self._engine.observers:  # else it has failed
             self._engine.observers.remove(self._observe)
 
     def _observe(self, event: Event) -> None:

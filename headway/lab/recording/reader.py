@@ -75,7 +75,7 @@ class RunRecording:
         ints = np.frombuffer(payload, "<i4", sum(sizes), 16 + times.nbytes)
         *columns, offsets, ops, keyframe = np.split(ints, np.cumsum(sizes)[:-1])
         names = json.loads(payload[16 + times.nbytes + ints.nbytes :])
-        self.requests += map(tuple, names["requests"])
+        self.requests += [tuple(each) for each in names["requests"]]
         self.chunks.append(
             Chunk(
                 names["first"], times.reshape(-1, len(TIMES)),

@@ -206,7 +206,7 @@ def _recording_of_trace(
     recording's header has the names of the policies in `own`.
     """
     assert isinstance(head, HeaderLine), "the first line is the header"
-    notice, names = "", list[str]()
+    notice, names = "", tuple[str, ...]()
     if not head.is_redacted:
         try:
             if lines := _short_journal(read()):
