@@ -131,9 +131,8 @@ def rename_params(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ApiError, InvalidRequest) as error:
         found = api_error(error)
-        if found.param in names:
-            name = names[found.param]
-            message = str(found).replace(found.param, name, 1)
+        if name := names.get(found.param or ""):
+            message = str(found).replace(str(found.param), name, 1)
             found = ApiError(
                 found.status, message, param=name, code=found.code, headers=found.headers
             )
