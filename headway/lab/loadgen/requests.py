@@ -10,6 +10,7 @@ import json
 import math
 import random
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 
 from headway.checks import one_of, real_number, whole_number
 from headway.errors import ConfigError
-from headway.lab.workload.request import FIRST_TOKEN, Pieces, TokenSpace, WorkloadRequest
+from headway.lab.workload.request import FIRST_TOKEN, TokenSpace, WorkloadRequest
 
 PATHS = {
     "ids": "/v1/completions",  # prompts as token ids: lengths are exact
@@ -145,10 +146,10 @@ def truncate(
 ) -> WorkloadRequest:
     """The request with at most this many prompt and output tokens."""
     left = request.num_prompt if max_input is None else max_input
-    pieces: Pieces = ()
+    kept: list[range | array[int]] = []
     for piece in request.pieces:
-        pieces += (piece[: max(0, left)],)
+        if left > 0:
+            kept.append(piece[:left])
         left -= len(piece)
     output = min(request.num_output, max_output or request.num_output)
-    kept = tuple(filter(None, pieces))
-    return replace(request, pieces=kept, num_output=output, max_tokens=output)
+    return replace(request, pieces=tuple(kept), num_output=output, max_tokens=output)

@@ -133,8 +133,9 @@ def _short(name: str, value: Any, question: TuneQuestion) -> str:
     """The shortest known text of a slot's value."""
     known = [*(str(each[name]) for each in PRESETS.values()), *question.space.get(name, ())]
     texts = [str(text) for text in known if slot(name, text) == value]
-    changed = replace(question.config({}), **{name: value})
-    return min(texts, key=len) if texts else str(describe(changed)[name])
+    if texts:
+        return min(texts, key=len)
+    return str(describe(replace(question.config({}), **{name: value}))[name])
 
 
 def simplified(question: TuneQuestion, search: Search, limit: float) -> Settings:

@@ -99,12 +99,12 @@ def _line(request: WorkloadRequest) -> dict[str, object]:
     prompt: list[object] = []
     for piece in request.pieces:
         prompt += [[piece[0], len(piece), 1]] if isinstance(piece, range) else piece.tolist()
-    deadline = {} if request.deadline is None else {"deadline": request.deadline}
-    return {
+    line: dict[str, object] = {
         "id": request.id, "arrival": request.arrival, "prompt": prompt,
         "output": request.num_output, "max_tokens": request.max_tokens, "client": request.client,
-        "priority": request.priority, "n": request.n, **deadline,
+        "priority": request.priority, "n": request.n,
     }  # fmt: skip
+    return line if request.deadline is None else {**line, "deadline": request.deadline}
 
 
 def row_reader(max_tokens: int = 1) -> Callable[[Row], WorkloadRequest]:
