@@ -7,6 +7,7 @@ applied and when the output gets it. Helpers that return before that are no hops
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,9 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 
+import httpx
 import pytest
 
 from headway import LLM, SamplingParams
+from headway.engine.async_engine import AsyncEngine
+from headway.server.app import create_app
+from headway.server.context import Context
+from headway.server.settings import Settings
 from tests.support.real import write_tiny
 
 PACKAGE = Path(__file__).parents[2] / "headway"
@@ -28,6 +34,15 @@ TO_TOKEN = (
 BACK = ("scheduler.results.apply_result", "engine.outputs.OutputBuilder.add_one")
 MAX_TO_TOKEN = 20
 MAX_BACK = 6  # that are not on the way to the token
+# Between a request to a server and its event, without the connection of uvicorn.
+POSTED = ("server.openai.completions.completions", "engine.loop.EngineLoop.post")
+ANSWERED = (
+    "engine.thread_client.EventLoopBridge.deliver",
+    "engine.async_engine.AsyncEngine._on_messages",
+    "server.generation.stream.CancellableResponse._send",
+)
+MAX_POST_TO_TOKEN = 32
+MAX_BACK_TO_CLIENT = 13
 
 
 def name_of(code: CodeType) -> str | None:
@@ -92,8 +107,35 @@ def test_few_functions_lie_between_generate_and_its_first_token(llm: LLM) -> Non
     with profiled(hops):
         [output] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=1))
     assert len(output.outputs[0].token_ids) == 1 and not hops.left
+    assert next(iter(hops.found)) == "llm.LLM.generate"
+    check_limits(hops, MAX_TO_TOKEN, MAX_BACK)
+
+
+def test_few_functions_lie_between_a_post_and_its_first_token(llm: LLM) -> None:
+    hops = Hops(POSTED + TO_TOKEN + BACK + ANSWERED)
+    context = Context(
+        engine=AsyncEngine(llm.engine), input_processor=llm.input_processor, model_name="tiny",
+        max_model_len=llm.config.max_model_len, settings=Settings(), fingerprint="fp_test",
+    )  # fmt: skip
+    app = create_app(context)
+
+    async def post() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            with profiled(hops):
+                await context.engine.start()  # its thread is profiled, too
+                body = {"model": "tiny", "prompt": "Hello", "max_tokens": 2, "stream": True}
+                response = await client.post("/v1/completions", json=body)
+        await context.engine.close()
+        return response
+
+    response = asyncio.run(post())
+    assert response.status_code == 200 and not hops.left
+    check_limits(hops, MAX_POST_TO_TOKEN, MAX_BACK_TO_CLIENT)
+
+
+def check_limits(hops: Hops, max_to_token: int, max_back: int) -> None:
     names = list(hops.found)
     num_to_token = names.index(TO_TOKEN[-1]) + 1
-    assert names[0] == "llm.LLM.generate"
-    assert num_to_token <= MAX_TO_TOKEN, names[:num_to_token]
-    assert len(names) - num_to_token <= MAX_BACK, names[num_to_token:]
+    assert num_to_token <= max_to_token, names[:num_to_token]
+    assert len(names) - num_to_token <= max_back, names[num_to_token:]
