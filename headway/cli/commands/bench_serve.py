@@ -29,8 +29,7 @@ MAX_SEND_DELAY = 100  # ms; a larger p99 gives a warning
 
 def serve_command(
     goodput: str | None = option(
-        None,
-        "Count requests per second that meet these limits in ms: ttft:500,tpot:50,e2el:9000.",
+        None, "Count requests per second that meet these limits in ms: ttft:500,tpot:50,e2el:9000."
     ),
     plot: str | None = option(
         None,

@@ -11,28 +11,14 @@ from typing import Annotated, Any
 import numpy as np
 from rich.console import Console
 
-from headway.cli.commands.replicas import (
-    KNOWN,
-    REPLICAS,
-    read_replicas,
-    read_routes,
-    routes_table,
-    run_replicas,
-)
+from headway.cli.commands import replicas as replicas_command
 from headway.cli.options.common import JSON, argument, option, progress_bar
 from headway.cli.options.planner import PLOT, check_plot, save_plot
-from headway.cli.options.simulation import (
-    DEFAULT_WORKLOAD,
-    WORKLOAD,
-    SimulationOptions,
-    make_config,
-    without,
-)
+from headway.cli.options.simulation import DEFAULT_WORKLOAD, WORKLOAD, SimulationOptions, without
 from headway.cli.view import render
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.lab.cluster import ReplicasResult
-from headway.lab.cost import Profile, load_profile
 from headway.lab.plots import distribution
 from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, summarize
@@ -41,7 +27,7 @@ from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler.policies.presets import PRESETS, read_changes
 
-DEMO_PROFILE = "llama3.1-8b-a100-80gb"
+DEMO = SimulationOptions(profile="llama3.1-8b-a100-80gb")
 DEMO_WORKLOAD = (
     "requests=150,arrivals=poisson(20),prompt=lognormal(500,0.8),"
     "output=lognormal(150,0.8),prefix=3x256@0.4"
@@ -64,7 +50,7 @@ class CompareOptions:
         "A further scheduler: 'name: preset; slot=value; number=value'. May be repeated.",
         "--variant",
     )
-    replicas: int | None = option(None, REPLICAS, metavar="N")
+    replicas: int | None = option(None, replicas_command.REPLICAS, metavar="N")
     routes: str | None = option(
         None, "Comma-separated routing rules to compare, with one preset and --replicas."
     )
@@ -98,14 +84,14 @@ def compare_command(
         configs = _configs(compared, simulation)
         requests = simulation.workload(workload).requests()
         title = f"{len(requests)} requests on {machine.name}"
-        results = runs = run_all(requests, configs, machine, simulation.async_scheduling)
+        results = runs = run_all(requests, configs, simulation)
         summaries = summaries_of(runs)
         shown = render.comparison(title, summaries)
     else:
         requests, number, results = _run_routes(compared, simulation, workload)
         title = f"{len(requests)} requests on {number} x {machine.name}"
         summaries = {name: result.summary() for name, result in results.items()}
-        shown = routes_table(title, summaries)
+        shown = replicas_command.routes_table(title, summaries)
     render.show(summaries, shown, as_json=json_)
     save_plot(_ttft_plot(title, results), compared.plot)
 
@@ -128,18 +114,15 @@ def _run_routes(
     compared: CompareOptions, simulation: SimulationOptions, workload: str
 ) -> tuple[list[WorkloadRequest], int, dict[str, ReplicasResult]]:
     """The requests, the number of replicas, and the result under each routing rule."""
-    number = read_replicas(8 if compared.replicas is None else compared.replicas)
-    rules = read_routes(compared.routes or KNOWN)
+    number = replicas_command.read_replicas(8 if compared.replicas is None else compared.replicas)
+    rules = replicas_command.read_routes(compared.routes or replicas_command.KNOWN)
     is_default = compared.presets == ALL_PRESETS
     if compared.variant or (not is_default and "," in compared.presets):
         raise ConfigError("--routes compares rules under one preset; use --presets NAME")
     config = simulation.config("headway" if is_default else compared.presets)
     requests = simulation.workload(workload).requests()
     return requests, number, {
-        name: run_replicas(
-            requests, config, simulation.machine, number, rule, title=name,
-            async_scheduling=simulation.async_scheduling,
-        )
+        name: replicas_command.run_replicas(requests, config, simulation, number, rule, title=name)
         for name, rule in rules.items()
     }  # fmt: skip
 
@@ -160,18 +143,16 @@ def summaries_of(results: dict[str, SimulationResult]) -> dict[str, Summary]:
 
 
 def run_all(
-    requests: list[WorkloadRequest],
-    configs: dict[str, Config],
-    profile: Profile,
-    async_scheduling: bool,
+    requests: list[WorkloadRequest], configs: dict[str, Config], simulation: SimulationOptions
 ) -> dict[str, SimulationResult]:
     """Simulate the workload under every config; the results by name."""
     results, total = {}, sum(request.n for request in requests)
     for name, config in configs.items():
         with progress_bar(f"simulating {name}", total) as progress:
             results[name] = simulate(
-                requests, config, profile, async_scheduling=async_scheduling, progress=progress
-            )
+                requests, config, simulation.machine, progress=progress,
+                async_scheduling=simulation.async_scheduling,
+            )  # fmt: skip
     return results
 
 
@@ -193,12 +174,12 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
 
 def run_demo(*, as_json: bool) -> None:
     """Run and print the demo."""
-    console, profile = Console(), load_profile(DEMO_PROFILE)
+    console = Console()
     running = {name: running_per_step(name) for name in ("static", "vllm_v1", "headway")}
     shares = {name: sum(counts[:LONG]) / LONG / MAX_NUM_SEQS for name, counts in running.items()}
     requests = parse_synthetic(DEMO_WORKLOAD).generate()
-    configs = {name: make_config(name, profile, DEMO_CHANGES) for name in PRESETS}
-    summaries = summaries_of(run_all(requests, configs, profile, False))
+    configs = {name: DEMO.config(name, **DEMO_CHANGES) for name in PRESETS}
+    summaries = summaries_of(run_all(requests, configs, DEMO))
     if as_json:
         render.print_json({"utilization": shares, "presets": summaries})
         return
@@ -215,7 +196,7 @@ def run_demo(*, as_json: bool) -> None:
             highlight=False,
         )
     console.print()
-    title = f"{len(requests)} requests with shared prefixes on {profile.name}, small KV cache"
+    title = f"{len(requests)} requests with shared prefixes on {DEMO.machine.name}, small KV cache"
     console.print(render.comparison(title, summaries))
     console.print(
         "\n[dim]recomp: tokens recomputed after preemptions; between tokens: p50/p99/max[/]"
@@ -231,9 +212,8 @@ def running_per_step(name: str) -> list[float]:
         WorkloadRequest(id=str(i), pieces=(space.take(16),), num_output=length, max_tokens=length)
         for i, length in enumerate(lengths)
     ]
-    profile = load_profile(DEMO_PROFILE)
-    config = replace(make_config(name, profile, {}), max_num_seqs=MAX_NUM_SEQS)
-    return list(simulate(requests, config, profile).metrics.steps["running"])
+    config = replace(DEMO.config(name), max_num_seqs=MAX_NUM_SEQS)
+    return list(simulate(requests, config, DEMO.machine).metrics.steps["running"])
 
 
 def bars(values: list[float], longest: int) -> str:

@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.cli.commands.top import API_KEY, fetch
-from headway.cli.options.common import (
-    ALLOW_OWN_POLICIES,
-    JSON,
-    argument,
-    import_from_working_directory,
-    option,
-)
+from headway.cli.options import common as options
+from headway.cli.options.common import JSON, argument, option
 from headway.errors import ConfigError
 from headway.lab.cost import known_profiles
 from headway.lab.doctor.diagnose import diagnose
@@ -46,7 +41,7 @@ def doctor_command(
     ),
     profile: str | None = option(None, "Model and costs, where the recorded steps do not suffice."),
     api_key: str | None = API_KEY,
-    allow_own_policies: bool = ALLOW_OWN_POLICIES,
+    allow_own_policies: bool = options.ALLOW_OWN_POLICIES,
     json_: bool = JSON,
 ) -> None:
     """Find problems of a running server or a trace; try a remedy before anything is changed.
@@ -56,7 +51,7 @@ def doctor_command(
     """
     changes = _changes(try_ or [])
     if Path(target).is_file():
-        import_from_working_directory()  # the recorded policies may be there
+        options.import_from_working_directory()  # the recorded policies may be there
         own = ANY if allow_own_policies else own_policies(changes)
         found = _of_trace(Path(target), changes, profile, own)
     elif _looks_like_a_file(target):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import HEAVY_HEAD
 from rich.console import Console
@@ -22,6 +21,9 @@ from headway.fleet.routing import ROUTES
 from headway.lab.cost import known_profiles, load_profile
 from headway.model.registry import ModelEntry, list_models, resolve
 from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS, describe, preset
+
+if TYPE_CHECKING:
+    from headway.model.weights.checkpoint import Checkpoint
 
 framed_table = partial(render.table, box=HEAVY_HEAD, pad_edge=True)
 
@@ -77,27 +79,21 @@ def fractions(advance: Callable[[float], None]) -> Callable[[int, int], None]:
 def _machine(verbose: bool) -> dict[str, Any]:
     """The GPUs, and how fast the CPU computes one layer of the default model."""
     try:
-        from headway.model.devices import gpus, why_no_cuda
-        from headway.model.loader import open_checkpoint
-        from headway.model.precision import (
-            byte_products,
-            fastest,
-            num_threads,
-            probe,
-            why_not_native,
-        )
+        from headway.model import devices, loader, precision
     except ModuleNotFoundError as error:
         return {"error": f"{error.name} is not installed: {install('torch')}"}
     default = next((m.path for m in list_models() if m.path is not None), None)
-    found: dict[str, Any] = {"threads": num_threads(), "native_kernels": why_not_native() or "yes"}
-    is_native = found["native_kernels"] == "yes"
-    if is_native:
-        found["byte_products"] = byte_products()
-    found |= {"cuda": why_no_cuda() or "yes", "gpus": [asdict(gpu) for gpu in gpus()]}
+    problem = precision.why_not_native()
+    found = {"threads": precision.num_threads(), "native_kernels": problem or "yes"}
+    if problem is None:
+        found["byte_products"] = precision.byte_products()
+    found["cuda"] = devices.why_no_cuda() or "yes"
+    found["gpus"] = [asdict(gpu) for gpu in devices.gpus()]
     if default is None:
         return found | {"error": "no model is downloaded yet: try --fetch smollm2-135m"}
     try:
-        speeds = probe(open_checkpoint(default).config)
+        checkpoint = loader.open_checkpoint(default)
+        speeds = precision.probe(checkpoint.config)
     except ModelError as error:
         return found | {"error": str(error)}
     layers = {
@@ -107,17 +103,15 @@ def _machine(verbose: bool) -> dict[str, Any]:
         }
         for speed in speeds
     }
-    found |= {"fastest": fastest(speeds), "layer": layers}
-    return found | _kernels(default) if verbose and is_native else found
+    found |= {"fastest": precision.fastest(speeds), "layer": layers}
+    return found | _kernels(checkpoint) if verbose and problem is None else found
 
 
-def _kernels(model: Path) -> dict[str, object]:
+def _kernels(checkpoint: Checkpoint) -> dict[str, object]:
     """The forms of each quantized matrix and why one is chosen, and the KV cache by type."""
     from headway.model.backends.native.kv_probe import probe_kv_cache
-    from headway.model.loader import open_checkpoint
     from headway.model.precision import probe_products
 
-    checkpoint = open_checkpoint(model)
     return {
         "products": {each.matrix: each.summary() for each in probe_products(checkpoint)},
         "kv_cache": {

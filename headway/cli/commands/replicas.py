@@ -14,12 +14,12 @@ from rich.table import Table
 from headway.checks import whole_number
 from headway.cli.options import common as options
 from headway.cli.options.common import option
+from headway.cli.options.simulation import SimulationOptions
 from headway.cli.view import render
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.fleet.routing import DEFAULT_ROUTE, ROUTES, RouteRule, parse_route
 from headway.lab.cluster import ReplicasResult, simulate_replicas
-from headway.lab.cost import Profile
 from headway.lab.doctor.replicas import diagnose_replicas
 from headway.lab.simulate import with_profile
 from headway.lab.summary import Summary
@@ -78,31 +78,30 @@ def read_pools(text: str) -> tuple[int, int]:
 def run_replicas(
     requests: list[WorkloadRequest],
     config: Config,
-    profile: Profile,
+    simulation: SimulationOptions,
     number: int,
     rule: RouteRule,
     *,
     title: str = "",
-    async_scheduling: bool = False,
     trace: TraceFlags | None = None,
 ) -> ReplicasResult:
     """Simulate with a progress bar; write the trace of replica 0 of run.jsonl to run.0.jsonl."""
-    total = sum(request.n for request in requests)
+    total, profile = sum(request.n for request in requests), simulation.machine
     with ExitStack() as stack:
         writers = []
         if trace is not None and (path := trace.trace_out):
             for place in range(number):
                 name = path.with_name(f"{path.stem}.{place}{path.suffix}")
                 head = header(
-                    with_profile(config, profile), async_scheduling, profile=profile.name,
-                    replica=str(place), has_blocks=trace.trace_blocks,
+                    with_profile(config, profile), simulation.async_scheduling,
+                    profile=profile.name, replica=str(place), has_blocks=trace.trace_blocks,
                     is_redacted=trace.trace_redact,
                 )  # fmt: skip
                 writers.append(JournalWriter(stack.enter_context(options.written(name)), head))
         bar = options.progress_bar(f"simulating {title or f'{number} replicas'}", total)
         return simulate_replicas(
-            requests, config, profile, number, route=rule, async_scheduling=async_scheduling,
-            observers=writers, progress=stack.enter_context(bar),
+            requests, config, profile, number, route=rule, observers=writers,
+            async_scheduling=simulation.async_scheduling, progress=stack.enter_context(bar),
         )  # fmt: skip
 
 
@@ -150,11 +149,10 @@ def routes_table(title: str, summaries: dict[str, Summary]) -> Group:
 def compare_pools(
     requests: list[WorkloadRequest],
     config: Config,
-    profile: Profile,
+    simulation: SimulationOptions,
     pools: tuple[int, int],
     *,
     route: RouteRule,
-    async_scheduling: bool,
     as_json: bool,
 ) -> ReplicasResult:
     """Run the requests on separate pools and on as many colocated replicas; print both."""
@@ -167,11 +165,11 @@ def compare_pools(
     for name, (number, decode) in runs.items():
         with options.progress_bar(f"simulating {name}", len(requests)) as progress:
             results.append(simulate_replicas(
-                requests, config, profile, number, route=route, decode=decode,
-                async_scheduling=async_scheduling, progress=progress,
+                requests, config, simulation.machine, number, route=route, decode=decode,
+                async_scheduling=simulation.async_scheduling, progress=progress,
             ))  # fmt: skip
     separate, colocated = (result.summary() for result in results)
-    title = f"{len(requests)} requests, {sum(pools)} replicas on {profile.name}"
+    title = f"{len(requests)} requests, {sum(pools)} replicas on {simulation.machine.name}"
     comparison = render.comparison(title, dict(zip(runs, (separate, colocated), strict=True)))
     tables = (comparison, "", _pools_table(separate, colocated), _pools_note(separate))
     render.show({"disaggregated": separate, "colocated": colocated}, *tables, as_json=as_json)

@@ -7,17 +7,7 @@ from pathlib import Path
 
 import typer
 
-from headway.cli.commands.replicas import (
-    KNOWN,
-    REPLICAS,
-    TraceFlags,
-    compare_pools,
-    print_replicas,
-    read_pools,
-    read_replicas,
-    read_route,
-    run_replicas,
-)
+from headway.cli.commands import replicas as replicas_command
 from headway.cli.options.common import JSON, argument, option, progress_bar, written
 from headway.cli.options.simulation import (
     DEFAULT_WORKLOAD,
@@ -35,12 +25,12 @@ from headway.lab.workload.request import WorkloadRequest
 
 
 def simulate_command(
-    trace: TraceFlags,
+    trace: replicas_command.TraceFlags,
     workload: str = argument(DEFAULT_WORKLOAD, WORKLOAD),
-    replicas: int | None = option(None, REPLICAS, metavar="N"),
+    replicas: int | None = option(None, replicas_command.REPLICAS, metavar="N"),
     route: str | None = option(
         None,
-        f"Which replica gets a request: {KNOWN}, or module:function.",
+        f"Which replica gets a request: {replicas_command.KNOWN}, or module:function.",
         show_default=DEFAULT_ROUTE,
     ),
     disaggregate: str | None = option(
@@ -56,8 +46,7 @@ def simulate_command(
 
     The exit code is 1 if all requests were rejected.
     """
-    config, is_async = simulation.config(), simulation.async_scheduling
-    title = f"{simulation.preset} on "
+    config, title = simulation.config(), f"{simulation.preset} on "
     if disaggregate is None and replicas is None:
         if route is not None:
             raise ConfigError(f"--route {route} needs --replicas or --disaggregate")
@@ -65,21 +54,19 @@ def simulate_command(
         rejected = _run_one(title, requests, config, trace, simulation, as_json=json_)
     else:
         number = _pools(disaggregate, replicas, trace.trace_out)
-        rule = read_route(route)
+        rule = replicas_command.read_route(route)
         requests = simulation.workload(workload).requests()
         if isinstance(number, tuple):
-            rejected = compare_pools(
-                requests, config, simulation.machine, number, route=rule,
-                async_scheduling=is_async, as_json=json_,
-            ).rejected  # fmt: skip
+            rejected = replicas_command.compare_pools(
+                requests, config, simulation, number, route=rule, as_json=json_
+            ).rejected
         else:
-            found = run_replicas(
-                requests, config, simulation.machine, number, rule, trace=trace,
-                async_scheduling=is_async,
-            )  # fmt: skip
+            found = replicas_command.run_replicas(
+                requests, config, simulation, number, rule, trace=trace
+            )
             rejected = found.rejected
             title += f"{number} x {simulation.machine.name}, route {found.route}"
-            print_replicas(title, found, as_json=json_)
+            replicas_command.print_replicas(title, found, as_json=json_)
     if len(rejected) == len(requests):
         render.print_error(f"all requests were rejected; the first: {rejected[0][1]}")
         raise typer.Exit(1)
@@ -89,7 +76,7 @@ def _run_one(
     title: str,
     requests: list[WorkloadRequest],
     config: Config,
-    trace: TraceFlags,
+    trace: replicas_command.TraceFlags,
     simulation: SimulationOptions,
     *,
     as_json: bool,
@@ -116,11 +103,11 @@ def _pools(
 ) -> tuple[int, int] | int:
     """The numbers of prefill and decode replicas, or the number of colocated ones."""
     if disaggregate is None:
-        return read_replicas(replicas or 0)
+        return replicas_command.read_replicas(replicas or 0)
     if replicas is not None:
         raise ConfigError(
             "--replicas cannot be used with --disaggregate, which has its own numbers"
         )
     if trace_out:
         raise ConfigError("--trace-out cannot be used with --disaggregate")
-    return read_pools(disaggregate)
+    return replicas_command.read_pools(disaggregate)

@@ -14,16 +14,8 @@ from headway.cli.options.simulation import DEFAULT_WORKLOAD, PROFILE, Simulation
 from headway.cli.view import render
 from headway.lab.cost import load_profile
 from headway.lab.film.spec import DEFAULT_PROFILE
-from headway.lab.planner import breakeven
+from headway.lab.planner import breakeven, sweep
 from headway.lab.planner.space import KNOBS, WORKLOAD_KNOBS, check, parse_knobs, points, text_of
-from headway.lab.planner.sweep import (
-    SweepPoint,
-    check_metric,
-    metric_of,
-    over_seeds,
-    plot_of,
-    run_sweep,
-)
 
 BREAKEVEN_TERMS = (
     "swap: the copies out and in. recompute: the time that the tokens add to steps that run anyway. "
@@ -41,8 +33,7 @@ def sweep_command(
         DEFAULT_WORKLOAD, "Workload file or text, as for `headway simulate`.", "--workload", "-w"
     ),
     metric: str = option(
-        "output_tokens_per_second",
-        "What is plotted: a number of the JSON report, e.g. ttft.p99.",
+        "output_tokens_per_second", "What is plotted: a number of the JSON report, e.g. ttft.p99."
     ),
     plot: Path | None = PLOT,
     json_: bool = JSON,
@@ -56,12 +47,14 @@ def sweep_command(
     work = simulation.workload(workload)
     with runs.evaluator() as evaluator:
         space = check(parse_knobs(knobs, (*KNOBS, *WORKLOAD_KNOBS)), base, machine)
-        check_metric(metric, base, machine)
+        sweep.check_metric(metric, base, machine)
         with progress_bar("simulating", len(points(space))) as evaluator.advance:
-            results = run_sweep(space, base, machine, work, evaluator, simulation.async_scheduling)
+            results = sweep.run_sweep(
+                space, base, machine, work, evaluator, simulation.async_scheduling
+            )
     num_seeds = len(space.get("seed", ()))
-    shown = over_seeds(results) if num_seeds > 1 and len(space) > 1 else results
-    drawn = plot_of(shown, metric)
+    shown = sweep.over_seeds(results) if num_seeds > 1 and len(space) > 1 else results
+    drawn = sweep.plot_of(shown, metric)
     if json_:
         reports = [{"knobs": each.knobs, **each.outcome.summary} for each in results]
         render.print_json({**planner_options.described(machine), "runs": reports})
@@ -72,12 +65,12 @@ def sweep_command(
     planner_options.save_plot(drawn, plot)
 
 
-def _print_sweep(title: str, results: list[SweepPoint], metric: str) -> None:
+def _print_sweep(title: str, results: list[sweep.SweepPoint], metric: str) -> None:
     rows = {", ".join(map(str, each.knobs.values())): each.outcome.summary for each in results}
     Console().print(render.comparison(title, rows, header=", ".join(results[0].knobs)))
     if metric != "output_tokens_per_second":
         return
-    best = max(results, key=lambda each: metric_of(each.outcome.summary, metric))
+    best = max(results, key=lambda each: sweep.metric_of(each.outcome.summary, metric))
     Console().print(f"\nmost output tokens per second: {text_of(best.knobs)}", highlight=False)
 
 

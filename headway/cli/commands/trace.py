@@ -10,13 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headway.cli.options.common import (
-    ALLOW_OWN_POLICIES,
-    argument,
-    import_from_working_directory,
-    option,
-    written,
-)
+from headway.cli.options import common as options
+from headway.cli.options.common import argument, option
 from headway.cli.view import render
 from headway.errors import ConfigError
 from headway.lab.summary import summarize
@@ -38,13 +33,13 @@ def trace_command(
         "--diff",
     ),
     replay: bool = option(False, "Repeat all decisions and check that they are equal.", "--replay"),
-    allow_own_policies: bool = ALLOW_OWN_POLICIES,
+    allow_own_policies: bool = options.ALLOW_OWN_POLICIES,
     json_: bool = option(False, "Print one JSON object.", "--json"),
 ) -> None:
     """Summarize a trace file, export it, replay it, or compare it with another."""
     if sum(map(bool, (perfetto, diff_with, replay))) > 1:
         raise ConfigError("--perfetto, --diff and --replay cannot be combined; give one of them")
-    import_from_working_directory()  # the recorded policies may be there
+    options.import_from_working_directory()  # the recorded policies may be there
     with complete(file):
         if perfetto:
             _export(file, perfetto, json_)
@@ -65,7 +60,7 @@ def trace_command(
 
 def _export(file: Path, target: Path, as_json: bool) -> None:
     events = list(to_perfetto(read_journal(file)))
-    with written(target) as output:
+    with options.written(target) as output:
         output.write(json.dumps({"traceEvents": events}).encode())
     text = f"{render.counted(len(events), 'event')} written to {target}; open the file in ui.perfetto.dev"
     print(json.dumps({"events": len(events)}) if as_json else text)

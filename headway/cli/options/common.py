@@ -195,7 +195,7 @@ def stderr() -> Console:
 @contextmanager
 def stderr_progress(*columns: ProgressColumn) -> Iterator[Progress]:
     """Progress bars on stderr with these columns after the title, removed at the end."""
-    console, title = stderr(), TextColumn("{task.description}", markup=False)
+    console, title = Console(stderr=True), TextColumn("{task.description}", markup=False)
     is_hidden = not console.is_terminal
     with Progress(title, *columns, console=console, transient=True, disable=is_hidden) as progress:
         yield progress

@@ -21,10 +21,8 @@ from headway.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from headway.llm import LLM
 
-_model, sampling_option = (
-    partial(options.flag, panel="Model"),
-    partial(options.option, panel="Sampling"),
-)
+_model = partial(options.flag, panel="Model")
+sampling_option = partial(options.option, panel="Sampling")
 MODEL_HELP = "Bundled model name, model folder, .gguf file or Hugging Face id."
 
 FLAGS: Flags = {  # of the fields of EngineOptions
