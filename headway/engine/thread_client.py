@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -72,8 +71,10 @@ class ThreadClient:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
-        with suppress(Exception):  # callers learn it from the EngineStopped message
+        try:
             self.loop.run()
+        except Exception:  # callers learn it from the EngineStopped message
+            log.exception("the engine has stopped")
 
     def _refuse(self, refusal: Refusal) -> None:
         assert self._bridge is not None, "opened before anything is sent"

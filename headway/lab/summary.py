@@ -62,7 +62,9 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         "swapped_blocks": {"out": totals["blocks_out"], "in": totals["blocks_in"]},
         "swap_in": percentiles(metrics.swap_ins),
         "cache_hit_ratio": _ratio(totals["cached_tokens"], totals["prompt_tokens"]),
-        "waiting_steps_by_reason": dict(metrics.reasons.most_common()),
+        "waiting_steps_by_reason": dict(
+            sorted(metrics.reasons.items(), key=lambda item: (-item[1], item[0]))
+        ),
         "clients": len({request.client for request in requests}),
         "fairness": fairness(ended),
         "deadlines": len(deadlines),

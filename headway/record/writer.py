@@ -198,6 +198,7 @@ class WholeLines(io.FileIO):
         except OSError:
             with suppress(OSError):  # only a regular file has a part to remove
                 self.truncate(self.num_written)
+                self.seek(self.num_written)
             raise
         self.num_written += len(data)
         return len(data)

@@ -22,7 +22,7 @@ NOT_COMPUTED = frozenset({RequestState.WAITING, RequestState.PREFILL, RequestSta
 
 
 def grant(state: SchedulerState, num_wanted: int, start: int) -> tuple[int, int]:
-    """Tokens of a prompt that the chunk rule allows, from `start` on, and how many were left.
+    """Tokens of a prompt that the chunk rule allows, from `start` on, and the budget it had.
 
     The tokens left are those of the budget and, while requests decode, of the step's time. The first
     prompt may always compute a block, so that a limit of time never stops a prompt.
@@ -38,7 +38,7 @@ def grant(state: SchedulerState, num_wanted: int, start: int) -> tuple[int, int]
 
 
 class Admissions:
-    """The admissions of one step."""
+    """Decides which waiting requests the step under construction admits."""
 
     had_to_preempt = False  # set if blocks were missing for decodes
     _closed: Reason | None = None  # why no more requests can be admitted
@@ -137,7 +137,7 @@ class Admissions:
         if blocked := self._check_blocks(request, cost):
             return blocked
         state.tokens_left -= num_granted
-        state.start(request, cost)
+        state.admit(request, cost)
         state.compute(request, min(num_left, num_granted))
         return None
 

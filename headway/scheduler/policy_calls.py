@@ -111,6 +111,10 @@ QUEUE_GROUP = Call(
     "queue", f"in group() for {REQUEST}", _read_group,
     f"as the group of {REQUEST}; return a string", "group",
 )  # fmt: skip
+OUTRANKS = Call(
+    "queue", f"in outranks() for {REQUEST}", bool,
+    f"in outranks() for {REQUEST}; return True or False", "outranks",
+)  # fmt: skip
 CHUNK = Call("chunk", TOKENS, _read_chunk, f"{TOKENS}; return a number")
 TIME_LIMIT = Call(
     "chunk", "in most_tokens() for {0} tokens wanted", index,
@@ -125,6 +129,7 @@ class Policies:
     """The policies of a config as functions whose results are checked."""
 
     def __init__(self, config: Config) -> None:
+        self.outranks = checked(OUTRANKS, config.queue)
         self.chunk = checked(CHUNK, config.chunk)
         self.most_tokens = checked(TIME_LIMIT, config.chunk) if config.limits_time else None
         self.headroom = checked(HEADROOM, config.headroom)

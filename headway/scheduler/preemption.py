@@ -77,12 +77,11 @@ def choose_victims(first: Request, state: SchedulerState) -> list[Request]:
     Empty if it needs none, if all requests that it outranks would not be enough, or if the batching
     rule admits nothing in this step but will after the next decodes.
     """
-    queue, key = state.config.queue, state.policies.victim
+    outranks, key = state.policies.outranks, state.policies.victim
     outranked = [
         request
         for request in (*state.prefilling, *state.decode_batch.members)
-        if request.history.num_priority_preemptions < MAX_PREEMPTIONS
-        and queue.outranks(first, request)
+        if request.history.num_priority_preemptions < MAX_PREEMPTIONS and outranks(first, request)
     ]
     if not outranked:
         return []

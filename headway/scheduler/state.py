@@ -65,8 +65,8 @@ class SchedulerState:
         for token in request.stops:
             self.stop_tokens[token] += 1
 
-    def start(self, request: Request, cost: AdmissionCost) -> None:
-        """Let a waiting request run: it gets a row, and blocks for all its known tokens."""
+    def admit(self, request: Request, cost: AdmissionCost) -> None:
+        """Move a waiting request to running, with a row, and blocks for prompt and output."""
         self.queue.remove(request)
         self.swapped.pop(request, None)
         self.plan.copies_in += self.kv.allocate(request, cost)

@@ -103,7 +103,7 @@ class StepBuilder:
             self._admissions.admit(self._state.queue.walk(), charge_cached)
 
     def admit_swapped(self) -> None:
-        """Admit swapped requests first, reserving blocks and tokens for the decodes."""
+        """Admit swapped requests only, reserving blocks and tokens for the decodes."""
         if self._state.swapped:
             self._admissions.admit_swapped()
 
@@ -146,14 +146,14 @@ class StepBuilder:
         return victim
 
     def _force(self) -> None:
-        """The policies left the step empty although there is work: do the first piece of it."""
+        """Do the first work at hand without asking policies, because they left the step empty."""
         state, budget = self._state, self._state.config.max_num_batched_tokens
         self.decode()
         if not self.plan.is_empty:
             return
         if not state.prefilling:
             request = next(state.queue.walk())
-            state.start(request, state.kv.admission_cost(request))
+            state.admit(request, state.kv.admission_cost(request))
             self.plan.blocked = [b for b in self.plan.blocked if b.request is not request]
         request = next(iter(state.prefilling))
         state.compute(request, min(request.prefill_end - request.num_computed, budget))

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from headway.config import StepActions
+from headway.errors import PolicyError
+from headway.request import Request
+from headway.scheduler.policies import queue as queues
 from headway.scheduler.policies.batching import MAX_PREFILL_STEPS
 from headway.scheduler.policies.presets import SLOTS
 from tests.support.drive import Driver
@@ -198,3 +201,24 @@ def test_a_decode_step_of_prefill_first_does_not_preempt_the_batch() -> None:
     assert num_steps_waiting(driver, "high") <= MAX_WAIT
     num_preemptions = [r.history.num_priority_preemptions for r in driver.requests.values()]
     assert sum(num_preemptions) == 2  # one for the long prompt before, one for this
+
+
+class Unranked(queues.Rule):
+    """A user's rule with a mistake."""
+
+    preempts = True
+
+    def key(self, request: Request, view: object) -> int:
+        return request.params.priority
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        return bool(running.params.deadline < 1)  # type: ignore[operator]  # it has no deadline
+
+
+def test_a_rule_that_cannot_compare_priorities_is_named_with_the_request() -> None:
+    driver = full_batch("mixed", "split_any", 16, queue=Unranked())
+    start_decoding(driver)
+    driver.add("high", [1], 2, priority=0)
+    with pytest.raises(PolicyError, match=r"outranks\(\).*'high'") as found:
+        driver.plan()
+    assert found.value.request_id == "high"

@@ -47,9 +47,10 @@ def test_a_trace_on_a_full_disk_consists_of_whole_lines(tmp_path: Path) -> None:
         while num_lines < 1000:
             write(Reset(False, [], 0.5))
             num_lines += 1
-    file.close()  # nothing is left to write
+    write(Reset(False, [], 0.5))  # there is space again
+    file.close()
     _, *lines = read_journal(path)
-    assert num_lines > 0 and lines == [ResetLine(0.5)] * num_lines
+    assert num_lines > 0 and lines == [ResetLine(0.5)] * (num_lines + 1)
 
 
 def test_a_trace_that_cannot_be_started_is_an_error_that_names_the_file() -> None:

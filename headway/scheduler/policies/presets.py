@@ -37,6 +37,7 @@ SLOTS: dict[str, tuple[Any, ...]] = {
     ),
     "swap": (swap.recompute, swap.swap, swap.swap_if_cheaper, swap.discard_output),
 }  # fmt: skip
+QUEUE_RULE = ("max_overtakes", "keys_change", "preempts", "group", "outranks")  # besides `key`
 ARGUMENTS = {"batching": "step", "chunk": "want left is_first"} | dict.fromkeys(
     ("queue", "headroom", "victim", "swap"), "request view"
 )
@@ -140,7 +141,9 @@ def _read_slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
     if any(value is part or type(value) is part for part in PARTS):
         raise ConfigError(f"{name}: {shorten(value)} is an estimate; use future_peak(estimate)")
     value = text.instantiate(value)
-    if name == "queue" and hasattr(value, "key") and hasattr(value, "outranks"):
+    if name == "queue" and hasattr(value, "key"):
+        if missing := [each for each in QUEUE_RULE if not hasattr(value, each)]:
+            raise ConfigError(f"queue: {shorten(value)} has no {missing[0]}; see config.QueueRule")
         return value
     if not callable(value):
         raise ConfigError(
@@ -161,6 +164,7 @@ def _by_name(policies: Iterable[Any]) -> dict[str, Any]:
 def describe(config: Config) -> dict[str, str | int]:
     """All slots as text and all numbers; `preset(**describe(config))` restores the config.
 
+    Only a user's function in `custom` with `max_overtakes` has a text that cannot be read back.
     Numbers of sliding-window layers are left out if there are no such layers.
     """
     known = [policy for group in (*SLOTS.values(), PARTS) for policy in group]
