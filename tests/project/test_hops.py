@@ -28,11 +28,11 @@ from tests.support.real import write_tiny
 PACKAGE = Path(__file__).parents[2] / "headway"
 TO_TOKEN = (
     "scheduler.queue.WaitingQueue.push",
-    "scheduler.state.SchedulerState.start",
+    "scheduler.state.SchedulerState.admit",
     "executor.cpu.CpuExecutor._sample",
 )
 BACK = ("scheduler.results.apply_result", "engine.outputs.OutputBuilder.add_one")
-MAX_TO_TOKEN = 20
+MAX_TO_TOKEN = 18
 MAX_BACK = 6  # that are not on the way to the token
 # Between a request to a server and its event, without the connection of uvicorn.
 POSTED = ("server.openai.completions.completions", "engine.loop.EngineLoop.post")

@@ -15,7 +15,9 @@ def mixed(step: StepActions) -> None:
 def swapped_first(step: StepActions) -> None:
     """As mixed, but swapped requests are admitted before anything else."""
     step.admit_swapped()
-    mixed(step)
+    step.decode()
+    step.prefill()
+    step.admit()
 
 
 MAX_PREFILL_STEPS = 16  # consecutive, while decodes wait
