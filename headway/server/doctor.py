@@ -101,7 +101,11 @@ async def run_trial(engine: AsyncEngine, changes: dict[str, str], profile: str |
     try:
         _check(first.header.config, changes, profile)
         async with asyncio.timeout(TRIAL_SECONDS):
-            asked = {"changes": changes, "profile": profile, "niceness": NICENESS}
+            asked: dict[str, object] = {
+                "changes": changes,
+                "profile": profile,
+                "niceness": NICENESS,
+            }
             return await _in_process(engine, first, asked)
     except TimeoutError:
         problem = f"the trial took more than {TRIAL_SECONDS:g} s"

@@ -69,9 +69,10 @@ class PendingStep:
 class GpuExecutor:
     """A decoder on a device, its KV blocks on device and host, and the rows' state."""
 
-    def __init__(self, decoder: Decoder, config: Config) -> None:
-        self.decoder = decoder
-        self.now: Callable[[], float] = time.monotonic  # LLM sets that of its clock
+    def __init__(
+        self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.decoder, self.now = decoder, now
         self.free_at = 0.0  # when the device was last seen idle
         size, num_rows = config.block_size, config.max_num_seqs
         self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
