@@ -26,15 +26,7 @@ from headway.events import Completed, Event
 from headway.request import RequestParams
 from tests.support.drive import check_no_leaks
 from tests.support.events import Events
-from tests.support.scripted import (
-    END,
-    Breaking,
-    Double,
-    GetPid,
-    Stepped,
-    make_engine,
-    script,
-)
+from tests.support.scripted import END, Breaking, Double, GetPid, Stepped, make_engine, script
 from tests.support.waiting import LIMIT, until, wait_until
 
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])

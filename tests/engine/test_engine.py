@@ -89,11 +89,7 @@ def make_broken(async_scheduling: int = 0, **failures: Any) -> tuple[Engine, Eve
     events = Events()
     executor = BrokenExecutor(scheduler, **failures)
     engine = Engine(
-        scheduler,
-        executor,
-        VirtualClock(),
-        async_scheduling=async_scheduling,
-        observers=[events],
+        scheduler, executor, VirtualClock(), async_scheduling=async_scheduling, observers=[events]
     )
     return engine, events
 

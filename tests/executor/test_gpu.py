@@ -169,11 +169,7 @@ def test_tokens_do_not_depend_on_the_schedule(way: str) -> None:
     config, async_scheduling = WAYS[way]
     seen = Events()
     found = answers(
-        on_device,
-        config,
-        FAMILIES["norms of heads"],
-        async_scheduling=async_scheduling,
-        watch=seen,
+        on_device, config, FAMILIES["norms of heads"], async_scheduling=async_scheduling, watch=seen
     )
     assert found == answers(plain, settings(), FAMILIES["norms of heads"])
     if way in ("recomputed", "swapped"):

@@ -233,9 +233,7 @@ def test_prompts_are_split_as_the_scheduler_splits_them(chunk: str, sizes: list[
 @pytest.mark.parametrize("seconds", [
     [0.01], [3.0, 0.03, 0.01], [5.0, 0.4, 0.33, 0.33], [0.3, 0.3, 0.1], [30.0, 29.0], [0.03, 0.02, 0.015, 0.01],
 ])  # fmt: skip
-def test_attempts_repeat_until_compiling_and_capturing_are_over(
-    seconds: list[float],
-) -> None:
+def test_attempts_repeat_until_compiling_and_capturing_are_over(seconds: list[float]) -> None:
     tries = chain(seconds, repeat(seconds[-1]))
     assert _best_time(lambda: next(tries)) == seconds[-1]
 

@@ -396,8 +396,7 @@ def test_a_request_that_fills_every_lexer_ends(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("speller", "ends", "reason"),
-    [(None, {1}, "no tokenizer"), (LETTERS, set(), "no end token")],
+    ("speller", "ends", "reason"), [(None, {1}, "no tokenizer"), (LETTERS, set(), "no end token")]
 )
 def test_a_grammar_that_cannot_be_compiled_is_reported(
     speller: Any, ends: Any, reason: str

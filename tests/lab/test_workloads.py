@@ -18,13 +18,7 @@ from headway.errors import ConfigError, FormatError
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.workload.files import read_workload, write_workload
-from headway.lab.workload.request import (
-    EOS,
-    FIRST_TOKEN,
-    LAST_TOKEN,
-    TokenSpace,
-    WorkloadRequest,
-)
+from headway.lab.workload.request import EOS, FIRST_TOKEN, LAST_TOKEN, TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.packing import num_packed
 from headway.scheduler import preset

@@ -27,9 +27,7 @@ from tests.support.served import on_loop, server
 from tests.support.waiting import LIMIT
 
 
-def test_the_service_name_comes_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_service_name_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, given in (("headway", None), ("chat", "chat")):
         if given:
             monkeypatch.setenv("OTEL_SERVICE_NAME", given)

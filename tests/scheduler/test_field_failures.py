@@ -91,11 +91,7 @@ def test_a_prompt_over_the_budget_is_split_or_refused() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
-    [
-        (0, 4, "empty prompt"),
-        (4, 0, "max_tokens.* 1"),
-        (4, -1, "max_tokens"),
-    ],
+    [(0, 4, "empty prompt"), (4, 0, "max_tokens.* 1"), (4, -1, "max_tokens")],
 )
 def test_an_invalid_request_is_refused_and_names_the_field(
     prompt: int, max_tokens: int, message: str

@@ -169,9 +169,7 @@ def test_cached_recomputed_and_resumed_tokens_are_counted() -> None:
 
 
 @pytest.mark.parametrize("num_steps", (1, 2, 5))
-def test_a_plan_has_as_many_steps_as_set_while_requests_and_blocks_last(
-    num_steps: int,
-) -> None:
+def test_a_plan_has_as_many_steps_as_set_while_requests_and_blocks_last(num_steps: int) -> None:
     world = Driver(
         "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, num_scheduler_steps=num_steps
     )

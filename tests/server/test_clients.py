@@ -89,11 +89,7 @@ class Serving:
             settings=Settings(tool_call_parser="hermes"),
         )  # fmt: skip
         config = uvicorn.Config(
-            create_app(context),
-            port=0,
-            log_level="error",
-            ws="none",
-            timeout_keep_alive=int(LIMIT),
+            create_app(context), port=0, log_level="error", ws="none", timeout_keep_alive=int(LIMIT)
         )
         self._server = uvicorn.Server(config)
         serving = asyncio.create_task(self._server.serve())

@@ -18,15 +18,7 @@ from headway.engine.queue_limits import QueueLimits
 from headway.remote.codec import encode, from_engine
 from headway.request import RequestParams
 from tests.server.test_http import error
-from tests.support.served import (
-    HIDDEN_SIZE,
-    MODEL,
-    Capitals,
-    Server,
-    embedding,
-    on_loop,
-    server,
-)
+from tests.support.served import HIDDEN_SIZE, MODEL, Capitals, Server, embedding, on_loop, server
 from tests.support.waiting import until
 
 PATH = "/v1/embeddings"

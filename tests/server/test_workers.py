@@ -36,15 +36,7 @@ from tests.engine.test_async_engine import (
 )
 from tests.support.drive import check_no_leaks
 from tests.support.processes import Server, refuses_connections, stable_port
-from tests.support.scripted import (
-    END,
-    Double,
-    GetPid,
-    MiniApp,
-    make_engine,
-    mini_served,
-    script,
-)
+from tests.support.scripted import END, Double, GetPid, MiniApp, make_engine, mini_served, script
 from tests.support.waiting import LIMIT, until, wait_until
 
 

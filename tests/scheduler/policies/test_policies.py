@@ -23,12 +23,7 @@ from tests.support.drive import Driver, Row, small_driver
 
 @pytest.mark.parametrize(
     ("rule", "first_fits", "first_too_long", "later_too_long"),
-    [
-        (whole, 5, 0, 0),
-        (split_first, 5, 8, 0),
-        (split_any, 5, 8, 8),
-        (at_most(3), 3, 3, 3),
-    ],
+    [(whole, 5, 0, 0), (split_first, 5, 8, 0), (split_any, 5, 8, 8), (at_most(3), 3, 3, 3)],
 )
 def test_chunk_rules(rule: Any, first_fits: int, first_too_long: int, later_too_long: int) -> None:
     assert rule(5, 8, True) == first_fits
@@ -311,16 +306,12 @@ def test_headroom_with_exact_lengths_never_preempts(batching: str, headroom: str
 
 
 @pytest.mark.parametrize("headroom", EXACT)
-def test_headroom_with_exact_lengths_never_preempts_with_split_prompts(
-    headroom: str,
-) -> None:
+def test_headroom_with_exact_lengths_never_preempts_with_split_prompts(headroom: str) -> None:
     assert seeds_with_preemptions(headroom, "mixed", max_tokens=8, num_shared=0) == []
 
 
 @pytest.mark.parametrize("headroom", EXACT)
-def test_headroom_with_exact_lengths_never_preempts_with_shared_prefixes(
-    headroom: str,
-) -> None:
+def test_headroom_with_exact_lengths_never_preempts_with_shared_prefixes(headroom: str) -> None:
     assert seeds_with_preemptions(headroom, "mixed", max_tokens=512, num_shared=16) == []
 
 
