@@ -24,10 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from headway import LLM, SamplingParams
 from headway.cli.commands.chat import MAX_HELD, Writer
 from headway.cli.view.chat_session import HELP, ChatSession
-from headway.llm import LLM
-from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import headway, refused, sentence
 from tests.cli.test_cli_generate import ROOT, SHAPE, options_of, save_tiny, typed
 from tests.support.waiting import LIMIT

@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from headway import LLM, SamplingParams
 from headway.errors import FormatError
 from headway.lab.real import prompts
-from headway.llm import LLM
-from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import headway, sentence
 
 ROOT = Path(__file__).parents[2]

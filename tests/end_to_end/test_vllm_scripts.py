@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from headway import LLM, AsyncEngine, SamplingParams
+from headway import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from headway.engine.input_processor import RESERVED_VARIABLES
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.events import Event, ended_by
-from headway.sampling_params import StructuredOutputsParams
 from tests.support import real
 from tests.support.events import Events
 from tests.support.held import Held, Hold

@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway import LLM, RequestOutput, SamplingParams
+from headway import LLM, RequestOutput, SamplingParams, Scheduler, VirtualClock, preset
 from headway.checks import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID
-from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import EngineStopped, FromLoop, Refusal, Submit, TokenBatch
@@ -31,7 +30,6 @@ from headway.errors import (
     shorten,
 )
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies import queue as queues
 from headway.scheduler.policies.presets import NUMBERS
 from headway.scheduler.policy_calls import CHUNK, HEADROOM, SWAP, checked

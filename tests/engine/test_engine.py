@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from headway.engine.clock import VirtualClock
+from headway import Plan, Scheduler, StepResult, VirtualClock, preset
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.events import Aborted, Added, Completed, Event, Failed
 from headway.executor.base import Handle
-from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.drive import check_no_leaks
 from tests.support.events import Events
 from tests.support.shadow import EOS, ShadowExecutor, oracle

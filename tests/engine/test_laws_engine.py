@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from headway.engine.clock import VirtualClock
+from headway import Scheduler, VirtualClock, preset
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
 from headway.events import Aborted, Event
 from headway.plan import Failure, Plan, StepResult
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.drive import result
 from tests.support.events import Events
 

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from headway import LLM
+from headway import LLM, Engine, VirtualClock
 from headway.engine import loop as engine_loop
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import (
     Cancel,

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.config import Config
+from headway import Config, Scheduler, preset
 from headway.engine.engine import Engine, Observer
 from headway.engine.input_processor import embedding_params
 from headway.errors import ConfigError
@@ -35,7 +35,6 @@ from headway.model.weights.checkpoint import DummyCheckpoint
 from headway.plan import Chunk, Copy, Embedding, Plan
 from headway.request import Pooling, Request, RequestParams
 from headway.sampling_params import Sampling
-from headway.scheduler import Scheduler, preset
 
 pytest.importorskip("triton")
 from headway.executor.gpu.executor import GpuExecutor

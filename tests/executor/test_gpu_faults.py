@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway import Plan, Scheduler
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ExecutorError
 from headway.executor.gpu.graphs import capture_into
@@ -31,9 +32,7 @@ from headway.model.backends.plain import PlainBackend, PlainPass
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler
 from tests.support.waiting import LIMIT
 
 pytest.importorskip("triton")

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway import LLM, Engine, Request, SamplingParams, Scheduler, preset
-from headway.config import Config
+from headway import LLM, Config, Engine, Request, SamplingParams, Scheduler, preset
 from headway.engine.input_processor import embedding_params
 from headway.errors import ExecutorError, InvalidRequest, RequestTooLong
 from headway.events import Completed, Event, preempted_by

@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import PRESETS, Engine, Plan, Scheduler, VirtualClock, preset
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.simulate import SimulationResult, simulate, with_profile
 from headway.lab.summary import summarize
 from headway.lab.workload.request import EOS, TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.plan import Plan
 from headway.record.reader import split_header
 from headway.record.writer import LineMaker
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, Scheduler, preset
 from headway.scheduler.policies.swap import swap_if_cheaper
 from tests.support.events import Events
 from tests.support.journals import Lines

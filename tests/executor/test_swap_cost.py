@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Plan, Scheduler, VirtualClock, preset
 from headway.executor.cpu import CpuExecutor
 from headway.executor.gpu.swap_cost import (
     MIN_TRIES,
@@ -36,9 +35,7 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.config import from_hf
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import DummyCheckpoint
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies.presets import describe, slot
 from headway.scheduler.policies.swap import swap_if_cheaper
 from tests.support.processes import printed_by

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from headway import Engine, Scheduler, preset
+from headway import Engine, Plan, Scheduler, preset
 from headway.engine import load_reporter
 from headway.engine import loop as engine_loop
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.fleet import discovery
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.settings import FleetSettings
-from headway.plan import Plan
 from headway.remote import auth, service
 from headway.remote.auth import Identity
 from headway.remote.service import EngineService

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from headway import LLM
+from headway import LLM, RequestOutput, SamplingParams
 from headway.engine.async_engine import AsyncEngine, ThreadClient
-from headway.engine.outputs import RequestOutput
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
-from headway.sampling_params import SamplingParams
 from tests.support import real
 from tests.support.faults import Faults
 from tests.support.features import FEATURES, PROMPT

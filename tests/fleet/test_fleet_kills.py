@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from headway import LLM
-from headway.engine.async_engine import AsyncEngine
-from headway.engine.outputs import RequestOutput
+from headway import LLM, AsyncEngine, RequestOutput, SamplingParams
 from headway.fleet import discovery
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
-from headway.sampling_params import SamplingParams
 from tests.support import real
 from tests.support.features import FEATURES, PROMPT
 from tests.support.forked_replicas import (

@@ -18,8 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway import LLM, Engine, Grammar, Request, SamplingParams, Scheduler, preset
-from headway.engine.async_engine import AsyncEngine
+from headway import LLM, AsyncEngine, Engine, Grammar, Request, SamplingParams, Scheduler, preset
 from headway.engine.input_processor import InputProcessor
 from headway.errors import InvalidRequest
 from headway.executor.cpu import CpuExecutor

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway import LLM
+from headway import LLM, preset
 from headway.errors import ConfigError, RequestTooLong
 from headway.lab.cost import load_profile
 from headway.lab.real.run import run_workload
@@ -15,7 +15,6 @@ from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler import preset
 from tests.support import real
 
 LIMITS = {"block_size": 16, "num_blocks": 60, "num_host_blocks": 60, "max_num_seqs": 12,

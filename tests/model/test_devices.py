@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway import Config, preset
+from headway import LLM, Config, preset
 from headway.errors import ConfigError
 from headway.executor.cpu import CpuExecutor
 from headway.executor.factory import make_executor
@@ -35,7 +35,6 @@ from headway.executor.gpu.memory import (
     shared_bytes,
 )
 from headway.executor.sampling.logprobs import SLICE
-from headway.llm import LLM
 from headway.loading import GpuRoom, _check_memory, fit
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig, from_hf

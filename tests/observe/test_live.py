@@ -15,14 +15,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from headway.config import SchedulerView
+from headway import Engine, Request, SchedulerView
 from headway.engine.async_engine import AsyncEngine, ThreadClient
-from headway.engine.engine import Engine
 from headway.engine.queries import GetSnapshot, ResetPrefixCache
 from headway.fleet.merge import merge_snapshots
 from headway.observe.server_metrics import ServerMetrics
 from headway.record.sentences import DecisionLog, why_not_considered
-from headway.request import Request
 from headway.scheduler.policies.queue import custom
 from headway.server import live
 from headway.server.context import Context

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Plan, Scheduler, VirtualClock, preset
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import FromLoop, QueryResult
 from headway.engine.queries import GetMetrics, GetSnapshot
@@ -27,11 +26,9 @@ from headway.lab.simulate import with_profile
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.prometheus import COUNTERS, GAUGES, HISTOGRAMS, ITL_BUCKETS, Histogram
 from headway.observe.server_metrics import ServerMetrics
-from headway.plan import Plan
 from headway.record.lines import CompletedLine
 from headway.record.writer import LineMaker
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.events import Events
 from tests.support.journals import of_kind
 

@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway import Engine, Scheduler
+from headway import Engine, Plan, Scheduler, StepResult, preset
 from headway.executor.cpu import CompletedStep
 from headway.parallel.channel import Channel, anonymous_file
 from headway.parallel.delta import PlanDecoder, PlanEncoder, largest_delta
 from headway.parallel.spec import config_of, config_sizes
-from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.sampling_params import Sampling
-from headway.scheduler import preset
 
 MAX_BYTES = 2048  # of a step of 256 decodes
 

@@ -19,7 +19,7 @@ import typer.main
 from msgspec import UNSET
 
 import headway
-from headway import errors
+from headway import PRESETS, SamplingParams, errors, preset
 from headway.cli.main import app
 from headway.lab.cost import known_profiles, load_profile
 from headway.lab.simulate import simulate
@@ -27,8 +27,6 @@ from headway.lab.workload.synthetic import FIELDS, parse_synthetic
 from headway.record import lines as record_lines
 from headway.record.lines import VERSION
 from headway.request import RequestParams, RequestState
-from headway.sampling_params import SamplingParams
-from headway.scheduler import PRESETS, preset
 from headway.scheduler.policies.presets import NUMBERS, PARTS, SLOTS
 from tests.support.journals import Lines
 from tests.support.served import server

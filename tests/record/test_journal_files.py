@@ -12,16 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway import PRESETS, Plan, StepResult, preset
 from headway.errors import FormatError
 from headway.events import Added, Completed, Event, Planned
-from headway.plan import Plan, StepResult
 from headway.record.diff import TIMES, decisions
 from headway.record.lines import VERSION, AddedLine, CompletedLine, HeaderLine, Line, PlannedLine
 from headway.record.packing import _pack_few, _pack_many, num_packed, pack_tokens, unpack_tokens
 from headway.record.reader import EventReader, read_journal
 from headway.record.writer import JournalWriter, LineMaker, header, open_journal
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, preset
 from headway.scheduler.policies.presets import describe
 from tests.support.journals import all_ends, of_kind, record
 

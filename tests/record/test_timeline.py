@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from headway import PRESETS, Plan, Request, preset
 from headway.events import Completed, Event, Planned, ended_by, preempted_by
 from headway.lab.cost import load_profile
 from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, fairness, summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.plan import Plan
 from headway.record.lines import (
     AbortedLine,
     AddedLine,
@@ -29,8 +29,6 @@ from headway.record.reader import EventReader
 from headway.record.stats import PERCENTILES, percentiles, stats_of
 from headway.record.timeline import RequestTimeline, Timeline
 from headway.record.writer import LineMaker, header
-from headway.request import Request
-from headway.scheduler import PRESETS, preset
 from tests.support.journals import PROFILE, Lines
 
 SMALL = {"block_size": 4, "num_blocks": 44, "max_num_seqs": 8, "max_num_batched_tokens": 128}

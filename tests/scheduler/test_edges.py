@@ -11,20 +11,17 @@ from typing import Any
 
 import pytest
 
+from headway import Engine, Plan, Scheduler, VirtualClock, preset
 from headway.cli.main import main
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
 from headway.errors import InvalidRequest, PolicyError
 from headway.events import Aborted, Completed, Event, Planned, ended_by, preempted_by
 from headway.executor.simulated import Script, SimulatedExecutor, SimulatedHandle
 from headway.lab.cost import load_profile
 from headway.lab.summary import summarize
-from headway.plan import Plan
 from headway.record.reader import events_of
 from headway.record.replay import check_replay
 from headway.record.stats import stats_of
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.record.test_timeline import Log, check
 from tests.support.events import Events
 from tests.support.journals import Lines, Recorder

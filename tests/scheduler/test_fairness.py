@@ -14,13 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Plan, VirtualClock
 from headway.events import Completed, Event
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.loadgen.requests import LengthRange, random_requests, with_poisson_arrivals
 from headway.lab.workload.request import WorkloadRequest
-from headway.plan import Plan
 from headway.record.lines import PlannedLine
 from headway.record.replay import check_replay
 from headway.record.writer import JournalWriter, header

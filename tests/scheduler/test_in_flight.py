@@ -7,8 +7,7 @@ from collections import deque
 
 import pytest
 
-from headway.plan import Plan
-from headway.request import RequestState
+from headway import Plan, RequestState
 from tests.support.drive import Driver, Row, count_up, names, small_driver
 
 

@@ -6,10 +6,9 @@ import random
 
 import pytest
 
+from headway import Plan, Scheduler, preset
 from headway.events import Aborted, Added, Failed
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.drive import Driver
 from tests.support.events import Events
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
+from headway import Plan, preset
 from headway.errors import PolicyError
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import preset
 from headway.scheduler.policies import queue as queues
 from tests.support.drive import Driver
 from tests.support.scenarios import Scenario, ScenarioRun, random_scenario

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from headway.config import SchedulerView
+from headway import Plan, Request, SchedulerView
 from headway.errors import ConfigError, PolicyError
-from headway.plan import Plan
-from headway.request import Request
 from headway.scheduler.fairness import group_of, weighted_tokens
 from headway.scheduler.policies import queue as queues
 from tests.support.drive import Driver, Row

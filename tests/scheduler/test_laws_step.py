@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from headway import Completed, Plan, StepResult
 from headway.config import StepActions
-from headway.events import Completed
-from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler.policies.batching import mixed
 from headway.scheduler.policies.headroom import back_off

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from headway import PRESETS, Plan, Scheduler, preset
 from headway.config import Config, SchedulerView, StepActions
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, Scheduler, preset
 from headway.scheduler.policies import queue as queues
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError, oracle

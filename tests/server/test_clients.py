@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from headway import LLM, SamplingParams
+from headway import LLM, AsyncEngine, SamplingParams
 from headway.cli.options.serve import ServeOptions
-from headway.engine.async_engine import AsyncEngine
 from headway.engine.queue_limits import QueueLimits
 from headway.lab.loadgen import report as serve_report
 from headway.lab.loadgen.http_client import Address

@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import ValidationError
 
-from headway.engine.async_engine import AsyncEngine
+from headway import AsyncEngine, SamplingParams
 from headway.engine.asyncio_bridge import EventLoopBridge, RequestStream
 from headway.engine.input_processor import InputProcessor, Prompt
 from headway.engine.messages import FinishInfo, FromLoop, SampleUpdate, TokenBatch, ToLoop
 from headway.request import RequestParams
-from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun
 from headway.server.generation.prompts import tokens_of

@@ -11,9 +11,8 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from headway import Engine, Scheduler, VirtualClock, preset
 from headway.engine.async_engine import AsyncEngine, ThreadClient
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.queries import ResetPrefixCache, StartTrial
 from headway.executor.simulated import Script, SimulatedExecutor
@@ -21,7 +20,6 @@ from headway.lab.cost import load_profile
 from headway.lab.doctor import live as live_doctor
 from headway.observe.server_metrics import ServerMetrics
 from headway.request import RequestParams
-from headway.scheduler import Scheduler, preset
 from headway.server import doctor, live
 from headway.server.app import create_app
 from headway.server.context import Context

@@ -11,8 +11,7 @@ import httpx
 import pytest
 import torch
 
-from headway import LLM
-from headway.engine.async_engine import AsyncEngine
+from headway import LLM, AsyncEngine
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.settings import Settings

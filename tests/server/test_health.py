@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
+from headway import Request, VirtualClock
 from headway.engine.async_engine import AsyncEngine, ThreadClient
-from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS
 from headway.errors import ConfigError
-from headway.request import Request
 from headway.server.health import RemoteWatchdog, Watchdog, watch
 from headway.server.settings import Settings
 from tests.support.gated import gated_engine, scripted

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from headway.events import Completed
+from headway import Completed, Scheduler, preset
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.events import Events
 
 Sample = Callable[[Request, int], int]  # (request, position of the token) -> token

@@ -6,13 +6,10 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.engine.clock import RealClock, VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Plan, RealClock, Scheduler, StepResult, VirtualClock, preset
 from headway.executor.base import Handle
 from headway.executor.simulated import Script, SimulatedExecutor
-from headway.plan import Plan, StepResult
 from headway.request import RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.waiting import LIMIT
 
 SIZES = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 2, "max_num_batched_tokens": 64}

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway import LLM, Engine, Scheduler, loading
+from headway import LLM, Engine, Plan, Scheduler, loading
 from headway.events import Completed, Event, preempted_by
 from headway.executor.cpu import CpuExecutor
 from headway.loading import find_tokenizer, fit
@@ -32,7 +32,6 @@ from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend
 from headway.model.registry import resolve
 from headway.options import EngineOptions
-from headway.plan import Plan
 from headway.request import RequestParams
 from headway.text.chat_template import render_chat
 from headway.text.tokenizer import Tokenizer

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headway import Plan, Scheduler
 from headway.config import Config, HeadroomRule, SchedulerView, StepActions
 from headway.errors import RequestTooLong
 from headway.events import Event, ended_by, preempted_by
 from headway.kv.cache import KVCache
 from headway.kv.window import most_useful_window_blocks
-from headway.plan import Plan
 from headway.request import Request, RequestParams, RequestState
-from headway.scheduler import Scheduler
 from headway.scheduler.policies import headroom
 from headway.scheduler.policies import queue as queues
 from headway.scheduler.policies.batching import prefill_first_charge_cached

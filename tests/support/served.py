@@ -20,14 +20,13 @@ from fastapi import FastAPI, routing
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from headway import Engine, Scheduler, preset
+from headway import Engine, Request, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.clock import Clock
 from headway.engine.input_processor import InputProcessor
 from headway.engine.queries import GetMetrics
 from headway.engine.queue_limits import QueueLimits
 from headway.plan import Embedding, Plan, StepResult
-from headway.request import Request
 from headway.sampling_params import Sampling, TokenLogprobs, pack_top
 from headway.server import app as app_module
 from headway.server.app import create_app

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Scheduler, VirtualClock, preset
 from headway.engine.loop import EngineLoop
 from headway.engine.queries import GetDiagnosis, TrialStart
 from headway.errors import ConfigError
@@ -29,7 +28,6 @@ from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.server_metrics import ServerMetrics
 from headway.record.lines import Line, ends_of, time_of
 from headway.record.stats import stats_of
-from headway.scheduler import Scheduler, preset
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
 LONG_PROMPTS = (

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from headway import checks
+from headway import Scheduler, checks
 from headway.errors import PolicyError
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler
 from headway.scheduler.policies import batching, headroom, victim
 from headway.scheduler.policies.batching import MAX_PREFILL_STEPS
 from headway.scheduler.policies.chunk import at_most, split_any, split_first, whole

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway import Plan, preset
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import ENDS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import preset
 from headway.scheduler.policies.lengths import OPEN_ENDED, is_open_ended, survival_curve
 from tests.support.drive import Driver
 from tests.support.events import Events

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.config import SchedulerView
-from headway.plan import Plan
+from headway import Plan, SchedulerView
 from headway.request import Request, RequestParams
 from headway.scheduler.policies import headroom
 from headway.scheduler.policies.chunk import at_most, split_any, split_first, whole

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from headway import PRESETS, RequestState
 from headway.plan import Blocked, NotConsidered
-from headway.request import RequestState
-from headway.scheduler import PRESETS
 from tests.support.drive import Driver, Row, small_driver
 
 # nano_vllm
