@@ -29,7 +29,7 @@ from headway.server.http.json_output import large_to_json, to_json
 from headway.server.openai.protocol import CompletionRequest, DetokenizeRequest
 from headway.text import long_text, tokenizer
 from headway.text.tokenizer import Tokenizer, tokenizer_from_gguf
-from tests.support.served import Server, letters, on_loop, server
+from tests.support.served import Server, letters, on_loop, server, with_server
 from tests.support.waiting import until, wait_until
 from tests.text.test_tokenizer import CORPUS, bundled, byte_level_metadata, sentencepiece_metadata
 
@@ -365,17 +365,16 @@ LARGE: list[tuple[str, dict[str, Any], str | None, int]] = [  # path, body, fiel
 ]  # fmt: skip
 
 
-@on_loop
-async def test_large_fields_are_refused_with_field_and_limit() -> None:
-    async with server() as here:
-        for path, body, param, limit in LARGE:
-            response = await here.post(path, **body)
-            assert response.status_code == 400, (path, list(body), response.text[:200])
-            found = response.json()["error"]
-            assert (found["param"], str(limit) in found["message"]) == (param, True), found
-            is_too_long = limit == 256 or (path == "/tokenize" and param == "prompt")
-            assert (found["code"] == "context_length_exceeded") == is_too_long, found
-        await here.settled()
+@with_server()
+async def test_large_fields_are_refused_with_field_and_limit(here: Server) -> None:
+    for path, body, param, limit in LARGE:
+        response = await here.post(path, **body)
+        assert response.status_code == 400, (path, list(body), response.text[:200])
+        found = response.json()["error"]
+        assert (found["param"], str(limit) in found["message"]) == (param, True), found
+        is_too_long = limit == 256 or (path == "/tokenize" and param == "prompt")
+        assert (found["code"] == "context_length_exceeded") == is_too_long, found
+    await here.settled()
 
 
 @on_loop
@@ -430,12 +429,11 @@ async def test_more_prompts_than_the_queue_holds_still_run(limit: str) -> None:
         await here.settled()
 
 
-@on_loop
-async def test_several_prompts_get_a_429_if_none_fits_into_the_queue() -> None:
-    async with server(QueueLimits(max_waiting=0)) as here:
-        response = await here.post(COMPLETIONS, prompt=["a", "b"])
-        assert response.status_code == 429 and "retry-after" in response.headers
-        await here.settled()
+@with_server(QueueLimits(max_waiting=0))
+async def test_several_prompts_get_a_429_if_none_fits_into_the_queue(here: Server) -> None:
+    response = await here.post(COMPLETIONS, prompt=["a", "b"])
+    assert response.status_code == 429 and "retry-after" in response.headers
+    await here.settled()
 
 
 def test_params_of_many_prompts_are_validated_once() -> None:

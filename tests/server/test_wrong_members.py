@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.served import MODEL, on_loop, server
+from tests.support.served import MODEL, Server, on_loop, server, with_server
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -55,8 +55,7 @@ async def test_a_wrong_member_is_a_400_that_names_its_place(
         assert place in response.json()["error"]["message"]
 
 
-@on_loop
-async def test_null_as_the_id_of_a_call_means_that_it_is_absent() -> None:
-    async with server() as here:
-        response = await here.post(RESPONSES, model=MODEL, **output(None))
-        assert response.status_code == 200, response.text
+@with_server()
+async def test_null_as_the_id_of_a_call_means_that_it_is_absent(here: Server) -> None:
+    response = await here.post(RESPONSES, model=MODEL, **output(None))
+    assert response.status_code == 200, response.text

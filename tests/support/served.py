@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -238,3 +239,20 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         asyncio.run(asyncio.wait_for(test(*args, **names), LIMIT))  # type: ignore[arg-type]
 
     return run
+
+
+def with_server(**options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Run an async test like `on_loop`; its first argument is a server with these options."""
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        @functools.wraps(test)
+        async def run(*args: Any, **names: Any) -> None:
+            async with server(**options) as here:
+                await test(here, *args, **names)
+
+        signature = inspect.signature(test)
+        own = list(signature.parameters.values())[1:]  # those that pytest fills
+        run.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return on_loop(run)
+
+    return decorate
