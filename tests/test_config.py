@@ -28,9 +28,6 @@ def error_of(**changes: Any) -> str:
     return text
 
 
-# Numbers.
-
-
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("value", [-1, 1.5, "7", None, "many"])
 def test_a_value_that_is_not_a_whole_number_is_refused_with_field_and_value(
@@ -89,9 +86,6 @@ def test_a_policy_argument_out_of_range_is_refused(name: str, text: str) -> None
     assert name in error_of(**{name: text})
 
 
-# Names.
-
-
 def test_the_error_for_an_unknown_preset_lists_and_suggests_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         preset("vlm")
@@ -134,9 +128,6 @@ def test_an_unknown_estimate_lists_the_estimates(text: str) -> None:
 def test_errors_with_and_without_a_suggestion_are_punctuated() -> None:
     assert "'zzzzzz'. Known: " in error_of(queue="zzzzzz")
     assert "'fcfsx'; did you mean fcfs? Known: " in error_of(queue="fcfsx")
-
-
-# Texts.
 
 
 def test_a_text_is_parsed_as_a_policy() -> None:
@@ -265,9 +256,6 @@ def test_errors_for_wrong_slot_values_show_the_value_and_what_is_accepted() -> N
         slot("chunk", "split_any(5)")
     with pytest.raises(ConfigError, match=r"chunk: .*'\(whole'.*module:function"):
         slot("chunk", "(whole")
-
-
-# Round trips.
 
 
 @pytest.mark.parametrize("name", PRESETS)

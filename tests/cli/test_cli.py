@@ -85,9 +85,6 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return files
 
 
-# Commands.
-
-
 def test_the_module_runs_as_a_program() -> None:
     wrong = subprocess.run(
         [sys.executable, "-m", "headway", "simulate", "--preset", "unknown"],
@@ -402,9 +399,6 @@ def test_the_demo_names_the_command_that_runs_it() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
     target = makefile.partition("\ndemo:")[2].partition("\n\n")[0]
     assert "headway compare --demo" in target
-
-
-# Errors.
 
 
 def test_a_missing_file_is_reported_with_its_name() -> None:

@@ -198,9 +198,6 @@ def test_an_invalid_length_range_is_reported_with_its_name() -> None:
         parse_length_range("output-len", "7x")
 
 
-# Datasets.
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options for a model whose tokens are bytes."""

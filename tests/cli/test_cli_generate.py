@@ -80,9 +80,6 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return sorted(map(json.loads, text.splitlines()), key=lambda row: int(row["index"]))
 
 
-# Commands.
-
-
 @pytest.mark.usefixtures("shared_weights")
 def test_the_bundled_model_knows_the_capital_of_france(smollm2: Path) -> None:
     done = headway(
@@ -185,9 +182,6 @@ def test_commands_import_the_model_code_only_when_needed() -> None:
     assert done.stdout.endswith("done\n"), done.stderr
 
 
-# Errors.
-
-
 def test_without_torch_the_error_names_what_to_install() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.argv = ['headway', 'generate', 'hello']\n"
@@ -287,8 +281,6 @@ def test_invalid_settings_are_reported(
 ) -> None:
     assert problem in sentence("generate", "a", *tiny, *arguments)
 
-
-# Reading prompts.
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

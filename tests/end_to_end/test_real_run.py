@@ -89,9 +89,6 @@ def stops(tiny: str) -> list[str]:
     return [result.outputs[0].text[10:14] for result in results]
 
 
-# Traces.
-
-
 @MODES
 @pytest.mark.parametrize("swap", ["recompute", "swap"])
 def test_a_recorded_run_replays_with_the_same_decisions(
@@ -145,9 +142,6 @@ def test_a_run_is_recorded_to_its_end_however_it_ends(
     assert check_replay(journal) == len(of_kind(CompletedLine, journal))
     num_added = sum(len(line.requests) for line in of_kind(AddedLine, journal))
     assert len(all_ends(journal)) == num_added
-
-
-# Interrupts and failures.
 
 
 class FailingDecoder:
@@ -308,8 +302,6 @@ def test_a_failed_step_ends_only_requests_in_flight(
         assert outcome(llm.generate(PROMPTS, sampled())) == expected
 
 
-# Validation.
-
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature must be a number from 0 to 1000, not -0.1"),
     ({"top_p": 0}, "top_p must be a number above 0 and at most 1, not 0"),
@@ -396,9 +388,6 @@ def test_the_number_of_params_must_match_the_prompts(tiny: str) -> None:
             llm.generate(PROMPTS[:3], sampled(2))
         assert llm.generate([]) == []
         check_idle(llm)
-
-
-# Streams and stop strings.
 
 
 def streamed(llm: LLM, params: list[SamplingParams]) -> Outcome:
@@ -521,9 +510,6 @@ def test_a_conversation_continues_from_the_cache_with_the_same_output(
                 for cached, tokens in zip(num_cached, turns, strict=True)
             )
             turns = [[*t, *r.outputs[0].token_ids] for t, r in zip(turns, results, strict=True)]
-
-
-# Sampling and log probabilities.
 
 
 def test_a_seed_gives_the_same_output_under_all_settings(tiny: str) -> None:
@@ -672,9 +658,6 @@ def test_changes_of_the_logits_apply_to_every_token(
                 starts = range(len(tokens) - len(word) + 1)
                 assert not any(tuple(tokens[at : at + len(word)]) == word for at in starts)
         check_idle(llm)
-
-
-# Memory.
 
 
 def alive() -> Counter[type]:

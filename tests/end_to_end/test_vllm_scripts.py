@@ -44,9 +44,6 @@ def llm(model: str) -> LLM:
     )  # fmt: skip
 
 
-# The scripts.
-
-
 def test_quickstart_generate(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [
         "Hello, my name is",
@@ -127,9 +124,6 @@ def test_benchmark_loop_of_nano_vllm(model: str) -> None:
     total_tokens = sum(sp.max_tokens or 0 for sp in sampling_params)
     assert sum(len(output.outputs[0].token_ids) for output in outputs) == total_tokens
     assert [output.prompt_token_ids for output in outputs] == prompt_token_ids
-
-
-# What the scripts rely on.
 
 
 def test_prompts_may_be_texts_token_ids_or_dicts(llm: LLM) -> None:

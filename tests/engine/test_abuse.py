@@ -105,9 +105,6 @@ def slot_of(poison: str) -> str:
     return next(iter(POISONS[poison]))
 
 
-# Policies that raise when a request arrives.
-
-
 def trace_of(poison: str, async_scheduling: int, num_poisoned: int) -> list[bytes]:
     """The trace of a run; after every request, `num_poisoned` others are refused."""
     engine = make(async_scheduling, **POISONS[poison])
@@ -291,9 +288,6 @@ def test_a_policy_error_offline_refuses_only_its_prompt(tiny: Path) -> None:
         assert llm.engine.scheduler.is_idle and not llm.engine.has_work
 
 
-# Policies that raise within a step.
-
-
 def failing(policy: Callable[..., Any], calls: range) -> Callable[..., Any]:
     """The policy, with some calls that raise."""
     count = iter(range(1 << 30))
@@ -421,8 +415,6 @@ def check_idle(engine: Engine) -> None:
     assert scheduler.is_idle and not engine.has_work and not scheduler.state.stop_tokens
     assert not scheduler.state.prefilling and not scheduler.state.decode_batch.members
 
-
-# Absurd values.
 
 HUGE = (10**30, -(10**30), 10**400, -(10**400), 10**5000, 1 << 63, 1e300, 1e400, -1e400)
 JUNK: tuple[Any, ...] = (

@@ -105,9 +105,6 @@ def expected(request: Request) -> tuple[list[int], str]:
     return oracle(request.prompt, request.params, 1 << 20)
 
 
-# Steps and reports.
-
-
 @each_scheduling
 @pytest.mark.parametrize("changes", [{}, {"num_blocks": 9}, {"num_scheduler_steps": 3}])
 def test_reports_are_in_order_and_carry_every_token_once(
@@ -152,9 +149,6 @@ def test_a_step_with_nothing_to_do_reports_nothing() -> None:
     assert not events
 
 
-# Samples of one prompt.
-
-
 @each_scheduling
 def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(async_scheduling: int) -> None:
     engine, events = make(async_scheduling, num_blocks=64)
@@ -173,9 +167,6 @@ def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(async_schedu
     assert most_shared == len(prompt) // SMALL["block_size"]
     tokens = streamed(events)
     assert all(tokens[s.id] == expected(s)[0] for s in samples)
-
-
-# Validation.
 
 
 @pytest.mark.parametrize("n", [0, -1])
@@ -208,9 +199,6 @@ def test_a_request_that_can_never_run_is_refused_and_no_sample_is_added() -> Non
         engine.add("c", [1], params(max_tokens=0, n=3))
     assert not engine.has_work and not engine.scheduler.queue
     check_no_leaks(engine.scheduler)
-
-
-# Aborts.
 
 
 @each_scheduling
@@ -250,9 +238,6 @@ def test_a_run_to_the_end_reports_every_abort(async_scheduling: int, num_steps: 
     assert engine.has_work  # the end of "a" is not reported yet
     engine.run()
     assert [r.id for r in events.ended] == ["a"]
-
-
-# Failures.
 
 
 @each_scheduling

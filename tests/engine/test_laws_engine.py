@@ -63,9 +63,6 @@ def params(max_tokens: int = 4, **more: Any) -> RequestParams:
     return RequestParams(max_tokens=max_tokens, **more)
 
 
-# Time.
-
-
 def test_idle_time_counts_from_the_last_step_or_from_the_first_work() -> None:
     engine, stub = an_engine()
     pass_time(stub.clock, 5.0)
@@ -102,9 +99,6 @@ def test_the_arrival_of_a_request_is_now_unless_it_is_given(async_scheduling: bo
     assert engine.add("a", [1], params())[0].arrival == 5.0
     assert engine.add("b", [1], params(), 0.0)[0].arrival == 0.0
     assert all(sample.arrival == 5.0 for sample in engine.add("c", [1], params(n=3)))
-
-
-# Samples.
 
 
 def test_the_number_of_samples_has_its_bounds() -> None:
@@ -172,9 +166,6 @@ def test_samples_are_aborted_by_the_id_of_a_request_that_has_ended() -> None:
     assert not engine.stop("a")
 
 
-# Work and reports.
-
-
 @each_scheduling
 def test_an_engine_has_work_until_everything_is_reported(async_scheduling: bool) -> None:
     engine, _ = an_engine(async_scheduling)
@@ -219,9 +210,6 @@ def test_async_scheduling_is_true_or_false() -> None:
         with pytest.raises(ConfigError, match="async_scheduling"):
             Engine(scheduler, Stub(clock), clock, async_scheduling=value)
     assert Engine(scheduler, Stub(clock), clock).async_scheduling is False
-
-
-# Failures.
 
 
 def test_a_request_that_fails_ends_with_its_reason_and_the_others_go_on() -> None:

@@ -173,9 +173,6 @@ def check_after(engine: Engine, executor: GpuExecutor, requests: Sequence[Reques
     check_sent_state(executor)
 
 
-# A step that fails.
-
-
 @each_scheduling
 @pytest.mark.parametrize("first", [1, 2, 4])
 def test_requests_in_flight_fail_with_the_reason_and_others_finish(
@@ -265,9 +262,6 @@ def test_a_plan_that_fails_on_the_device_is_reported_like_a_failed_launch(
     check_after(engine, executor, requests)
 
 
-# A device that is lost.
-
-
 def raising(error: BaseException) -> Callable[[], None]:
     def probe() -> None:
         raise error
@@ -315,9 +309,6 @@ def test_out_of_memory_names_the_flags_and_is_not_fatal(async_scheduling: int) -
         assert request.error and "CUDA out of memory" in request.error
         assert "--max-num-batched-tokens" in request.error and "If reserved" not in request.error
     check_after(engine, executor, requests)
-
-
-# Captures.
 
 
 @each_scheduling

@@ -129,9 +129,6 @@ histories = st.builds(
 )  # fmt: skip
 
 
-# Distribution
-
-
 @settings(deadline=None, max_examples=80)
 @given(
     st.lists(cuts, min_size=1, max_size=6), st.sampled_from([3, 66, 700, 5000]), st.integers(0, 99)
@@ -222,9 +219,6 @@ def test_samples_of_one_prompt_differ_with_one_seed() -> None:
         sampler.add_request(row, request, [0])
     drawn = [tuple(run(sampler, row, steps)) for row in range(4)]
     assert len(set(drawn)) == 3 and drawn[1] == drawn[3]
-
-
-# Independence
 
 
 @settings(deadline=None, max_examples=60)
@@ -327,9 +321,6 @@ def test_a_row_of_nan_yields_a_token_and_does_not_affect_others() -> None:
     assert chosen.min() >= 0 and chosen.max() < 300
 
 
-# Greedy
-
-
 def test_greedy_takes_the_first_of_the_largest() -> None:
     logits = torch.tensor([[0.0, 3, 1, 3], [5, 5, 5, 5], [-1, -2, -3, 0]])
     samplings = [None, Sampling(temperature=0), Sampling(temperature=0, seed=4, top_p=0.1)]
@@ -357,9 +348,6 @@ def test_half_precision_logits_are_accepted() -> None:
         sampler_of(samplings, 50).sample(logits, np.arange(2)),
         sampler_of(samplings, 50).sample(logits.float(), np.arange(2)),
     )
-
-
-# Masks, biases, penalties
 
 
 @settings(deadline=None, max_examples=80)
@@ -496,9 +484,6 @@ def test_a_bias_of_100_forces_and_minus_100_bans(temperature: float) -> None:
 def test_a_sampling_of_another_type_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match=r"'r'.*sampling.*temperature"):
         Sampler(1, 5).add_request(0, a_request({"temperature": 1.0}), [0])
-
-
-# Log probabilities
 
 
 def test_logprobs_are_of_the_raw_logits_and_only_where_requested() -> None:

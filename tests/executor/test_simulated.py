@@ -44,9 +44,6 @@ def record(
     return run, lines
 
 
-# Time.
-
-
 def test_a_virtual_clock_only_moves_forwards() -> None:
     clock = VirtualClock()
     assert clock.now() == 0.0
@@ -103,9 +100,6 @@ def test_idle_time_is_skipped_and_requests_start_after_they_arrive(async_schedul
         assert life.admitted < life.first_token < life.finished < job.arrival + 1
     assert 3000 < run.metrics.ended_at < 3001
     assert len(run.metrics.steps["running"]) == 12
-
-
-# Scripts.
 
 
 def scripted(request: Request) -> list[int]:
@@ -172,9 +166,6 @@ def test_a_request_without_a_script_fails_an_assertion() -> None:
         executor.launch(scheduler.schedule())
 
 
-# Whole runs.
-
-
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm", "static"])
 def test_a_run_is_the_same_every_time(name: str, async_scheduling: int) -> None:
@@ -212,9 +203,6 @@ def test_observers_see_every_event_of_the_trace() -> None:
     jobs = parse_synthetic("requests=5,prompt=9,output=4").generate()
     simulate(jobs, preset(), PROFILE, observers=[events], trace=lines)
     assert lines.read()[1:] == [*map(LineMaker().line, events)]
-
-
-# The profile.
 
 
 def test_the_default_swap_rule_takes_the_profiles_costs() -> None:

@@ -164,8 +164,6 @@ def test_only_the_default_rule_is_replaced_and_only_with_host_blocks() -> None:
     assert SwapCost._fields == tuple(swap_if_cheaper.__dataclass_fields__)
 
 
-# On tensors.
-
 SMALL = replace(CONFIG, num_blocks=12, num_host_blocks=12, block_size=4, max_model_len=64,
                 max_num_seqs=4, max_num_batched_tokens=24)  # fmt: skip
 
@@ -248,9 +246,6 @@ def test_measuring_changes_no_output(make: Callable[[], Any]) -> None:
     times = measured(executor, replace(SMALL, num_blocks=2))  # small, for the interpreter
     assert min(times) >= 0 and times.copy + times.start > 0
     assert outputs(executor) == outputs(make())
-
-
-# The benchmark.
 
 
 def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:

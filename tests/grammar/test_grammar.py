@@ -257,9 +257,6 @@ def test_masks_are_unpacked_alike_on_host_and_device() -> None:
         assert torch.equal(truths, unpacked_on_device(torch.from_numpy(words), size))
 
 
-# Choices.
-
-
 def allowed_texts(grammar: Grammar, most: int = 1000) -> set[bytes]:
     """All texts that a grammar allows, enumerated byte by byte."""
     from llguidance import LLMatcher, LLParserLimits
@@ -313,9 +310,6 @@ def test_a_choice_may_have_thousands_of_texts(num_texts: int) -> None:
     assert sampler.grammars.take_failed() == {}
 
 
-# Grammars that fail.
-
-
 def test_a_dead_end_is_reported_and_allows_only_the_end() -> None:
     sampler, request = a_sampler(1), a_request(DEAD_END)
     sampler.add_request(0, request, [0])
@@ -357,9 +351,6 @@ def test_a_slow_mask_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(failed) == requests[:1] and "CPU time" in failed[requests[0]].reason
     monkeypatch.undo()
     assert len(answer(sampler, 1, noise(1, 5))) == 5
-
-
-# Matchers of one grammar share a lexer.
 
 
 def with_few_states(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
@@ -493,9 +484,6 @@ def test_a_dead_end_after_the_last_token_is_ignored(tiny: Path, num_scheduler_st
     assert found == {1: "length", 2: "length", 3: "error", 4: "error"}
 
 
-# Validation.
-
-
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
@@ -548,9 +536,6 @@ def test_a_grammar_can_be_pickled() -> None:
     for grammar in GRAMMARS:
         assert pickle.loads(pickle.dumps(Sampling(grammar=grammar))).grammar == grammar
         assert hash(grammar) == hash(Grammar(grammar.kind, grammar.text))
-
-
-# The bundled model.
 
 
 def test_the_bundled_model_satisfies_grammars_under_preemption(smollm2: Path) -> None:

@@ -91,9 +91,6 @@ def load(
     return send(Address.parse(server.url), RequestFormat(model=model), requests, **more).outcomes
 
 
-# HTTP parsing.
-
-
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
     places = sorted({0, len(data), *(place % (len(data) + 1) for place in cuts)})
     return [data[a:b] for a, b in pairwise(places)]
@@ -168,9 +165,6 @@ def test_common_forms_of_a_url_are_parsed(url: str, want: Address) -> None:
     assert Address.parse(url) == want
 
 
-# Request bodies.
-
-
 def test_prompts_have_their_length_and_share_the_prefixes_of_the_trace(tmp_path: Path) -> None:
     file = tmp_path / "mooncake.jsonl"
     lines = [{"timestamp": 100 * i, "input_length": 600, "output_length": 3, "hash_ids": [7, i]}
@@ -229,9 +223,6 @@ def test_arrivals_have_the_given_rate() -> None:
     gaps = np.diff([request.arrival for request in requests])
     assert (gaps >= 0).all() and 0.018 < gaps.mean() < 0.022
     assert 0.8 < gaps.std() / gaps.mean() < 1.2  # as in a Poisson process
-
-
-# Sending times.
 
 
 class VirtualTimeSelector(selectors.DefaultSelector):
@@ -303,9 +294,6 @@ def test_a_server_may_close_idle_connections(model: str) -> None:
     assert [outcome.error for outcome in outcomes] == [None] * 6
 
 
-# Every request ends.
-
-
 @pytest.mark.parametrize(("model", "kind"), [
     ("busy", "HTTP 429"), ("broken", "connection lost"), ("mute", "timeout"),
     ("failing", "error in stream"), ("garbage", "bad response"), ("odd", "bad response"),
@@ -326,9 +314,6 @@ def test_a_refused_connection_is_counted_as_failure() -> None:
         address = Address("127.0.0.1", closed.getsockname()[1], "", False)
         found = send(address, RequestFormat(model="good"), same_requests(2)).outcomes
     assert found[0].error == "connection refused"
-
-
-# The report.
 
 
 def outcome(sent: float, first: float, gaps: list[float], error: str | None = None) -> Outcome:
@@ -370,9 +355,6 @@ def test_a_text_plot_shows_every_curve_within_its_size(
     assert len(lines) == plots.HEIGHT + 3 and "o A" in lines[0]
     assert ("+ B" in lines[0]) == bool(second)
     assert max(len(line) for line in lines[1:-1]) <= plots.WIDTH + 11
-
-
-# The command.
 
 
 def test_json_output_has_the_keys_of_vllm() -> None:

@@ -235,8 +235,6 @@ def test_a_token_space_starts_again_within_32_bits() -> None:
     assert len({run.start for run in runs}) == len(runs)
 
 
-# Decision traces.
-
 TRACED = (
     "requests=30,arrivals=poisson(200),prompt=uniform(5,60),output=uniform(2,30),max_tokens=40,"
     "prefix=2x32@0.5,clients=3,priorities=3,slack=uniform(0.1,2),n=2"

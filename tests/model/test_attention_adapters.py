@@ -50,9 +50,6 @@ def attend(q_thd: Tensor, k_pgd: Tensor, v_pgd: Tensor) -> Tensor:
     return found[0].transpose(0, 1)
 
 
-# Stand-ins.
-
-
 class Wrapper:
     """FlashInfer's prefill over a paged cache."""
 
@@ -120,9 +117,6 @@ FLASH_ATTENTION = SimpleNamespace(
     flash_attn_with_kvcache=flash_attn_with_kvcache, flash_attn_varlen_func=flash_attn_varlen_func
 )
 FLASH_INFER = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
-
-
-# The batch for both.
 
 
 def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -82,9 +82,6 @@ def model() -> ModelConfig:
     return from_hf({**SHAPE, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}, "here")
 
 
-# Devices.
-
-
 @pytest.mark.parametrize(
     ("is_built", "message", "has_triton", "reason"),
     [
@@ -146,9 +143,6 @@ def test_a_number_selects_that_gpu_or_raises(number: int, count: int) -> None:
             gpu_index(f"cuda:{number}", count, 0)
 
 
-# Precisions.
-
-
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_but_auto_is_used_as_given(dtype: str, device: torch.device) -> None:
@@ -204,8 +198,6 @@ def test_a_missing_attention_package_is_named(
         monkeypatch.syspath_prepend(str(tmp_path))
         check_attention(name, CUDA)
 
-
-# Memory budget.
 
 SIZES = st.integers(0, 80 * GIB)
 
@@ -297,9 +289,6 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
     assert 0 < free_memory() < 2**50
 
 
-# The step that measures memory.
-
-
 def config_of(**changes: Any) -> Config:
     return preset(**{"max_model_len": 40, "block_size": 8, "max_num_seqs": 6, **changes})
 
@@ -375,9 +364,6 @@ def test_a_cpu_needs_no_triton(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "2\n"
-
-
-# Configs on a GPU.
 
 
 def room(blocks: int, seen: list[Config] | None = None, free: int = 80 * GIB) -> GpuRoom:
@@ -611,9 +597,6 @@ def test_partial_results_of_prompts_with_few_tokens_are_reserved(
             sums = shared_sums(num_tokens * num_heads, 128, torch.device("meta"))
             needs.append(sums.nbytes)
     assert 0.8 * shared_bytes(decoder) < max(needs) <= shared_bytes(decoder)
-
-
-# Options and commands.
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.01, float("nan")])

@@ -105,9 +105,6 @@ def write(
     return floats
 
 
-# Quantizing.
-
-
 def test_every_row_has_the_scale_of_its_largest_number() -> None:
     matrix = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     matrix *= 10.0 ** torch.arange(-2, 3)[:, None]
@@ -121,9 +118,6 @@ def test_every_row_has_the_scale_of_its_largest_number() -> None:
     tops = matrix.abs().amax(1, keepdim=True)
     # Half of the distance between neighbours: 2^-4 of a number, or of the smallest normal one.
     assert ((rounded.wide() - matrix).abs() <= matrix.abs() / 16 + tops / MAX_FP8 / 1024).all()
-
-
-# Files.
 
 
 def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
@@ -202,9 +196,6 @@ def test_other_formats_are_named(found: Any, named: str) -> None:
         config_of(quantization_config=found)
 
 
-# Options.
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """A GPU of a compute capability, as far as its properties are read."""
@@ -246,9 +237,6 @@ def test_a_file_in_fp8_runs_in_fp8_unless_another_type_is_chosen(
 def test_sizes_must_be_multiples_of_16() -> None:
     with pytest.raises(ConfigError, match=r"multiples of 16, but intermediate_size is 100;"):
         choose_backend(config_of(intermediate_size=100), "fp8", "cuda")
-
-
-# The backend.
 
 
 def fp8_backend(config: ModelConfig, kv_dtype: torch.dtype | None = None) -> Backend:

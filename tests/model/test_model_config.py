@@ -428,9 +428,6 @@ def test_random_gguf_values_are_read_or_rejected(key: str, value: Any) -> None:
         assert str(error).startswith("m.gguf: ")
 
 
-# Gemma 3.
-
-
 def gemma_values(**changes: Any) -> dict[str, Any]:
     """A config.json of the form that the published models have, which older versions wrote."""
     return {

@@ -68,9 +68,6 @@ def served(test: Callable[[AsyncEngine, httpx.AsyncClient], Awaitable[None]]) ->
     asyncio.run(serve())
 
 
-# Snapshots.
-
-
 def test_a_snapshot_lists_requests_and_decisions_but_no_prompt() -> None:
     engine, _, metrics = observed()
     log, decisions = DecisionLog(engine.scheduler.config.max_num_seqs), []
@@ -192,9 +189,6 @@ def test_a_snapshot_has_latencies_hit_rate_errors_and_aborts() -> None:
     now += 120
     s = metrics.snapshot()
     assert (s["last_minute"]["errors"], s["totals"]["errors"]) == (0, 1)
-
-
-# The page.
 
 
 def test_the_page_allows_only_its_own_script_and_has_every_element_that_it_uses() -> None:

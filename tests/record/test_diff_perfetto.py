@@ -47,9 +47,6 @@ def waiting(journal: Journal, step: int) -> set[str]:
     return {each.text for each in found if each.kind == "waiting"}
 
 
-# Diff.
-
-
 @pytest.mark.parametrize("name", ["headway", "vllm_v1", "static"])
 def test_a_trace_does_not_differ_from_itself(name: str) -> None:
     lines = record(name)
@@ -117,9 +114,6 @@ def test_every_pair_of_presets_has_a_difference() -> None:
             difference = diff(one, other, (left, right))
             assert difference.lines or left == right
             assert all(0 < len(line) < 400 for line in difference.lines)
-
-
-# Perfetto.
 
 
 TRACES: list[tuple[str, int, dict[str, Any]]] = [

@@ -36,9 +36,6 @@ SMALL = {
 }  # fmt: skip
 
 
-# Tokens.
-
-
 def spread(pieces: list[tuple[int, int, int]]) -> array[int]:
     return array("i", [first + i * stride for first, count, stride in pieces for i in range(count)])
 
@@ -71,9 +68,6 @@ def test_a_long_run_is_one_entry() -> None:
     assert pack_tokens(array("i", [7] * 5000)) == [(7, 5000, 0)]
     assert pack_tokens(array("i", [1, 2, 9, 9, 9, 4, 5, 6])) == [1, 2, (9, 3, 0), (4, 3, 1)]
     assert pack_tokens(array("i")) == []
-
-
-# Requests.
 
 
 PARAMS = st.builds(
@@ -110,9 +104,6 @@ def test_a_described_request_reads_back_as_the_same_request(
         "max_tokens", "min_tokens", "priority", "client", "deadline", "salt", "reads_cache",
     ):  # fmt: skip
         assert getattr(again.params, field) == getattr(params, field), field
-
-
-# Files.
 
 
 def test_the_reader_returns_what_the_writer_wrote(tmp_path: Path) -> None:
@@ -188,9 +179,6 @@ def test_the_error_for_an_unreadable_file_names_it(tmp_path: Path, name: str) ->
     with pytest.raises(FormatError) as caught:
         list(read_journal(tmp_path / name))
     assert str(tmp_path) in str(caught.value)
-
-
-# Steps.
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])

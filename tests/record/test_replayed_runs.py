@@ -398,9 +398,6 @@ def test_a_run_with_a_failed_step_replays(async_scheduling: int) -> None:
         check_replay(lines)
 
 
-# Mismatches.
-
-
 def test_an_abort_of_an_unknown_id_is_a_mismatch() -> None:
     lines = record(WORKLOADS["at once"], 0, "headway")
     end = EndLine(id="unknown", finish_reason="abort", output=0)

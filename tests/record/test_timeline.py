@@ -235,9 +235,6 @@ def test_a_prompt_that_delays_decodes_raises_the_time_between_tokens() -> None:
     assert summary["time_between_tokens"]["p50"] < stall / 9
 
 
-# Live events and journal files.
-
-
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm"])
 def test_a_journal_gives_the_same_numbers_as_the_live_run(name: str, async_scheduling: int) -> None:
@@ -301,9 +298,6 @@ def test_an_id_reused_while_its_aborted_request_is_in_flight_is_two_requests() -
     first, second = stats.requests
     assert (first.finish_reason, first.finished, first.num_output) == ("abort", 1.25, 1)
     assert (second.finish_reason, second.first_token, second.num_output) == ("stop", 3.0, 2)
-
-
-# Fairness, deadlines, percentiles.
 
 
 def test_equal_service_gives_fairness_1() -> None:

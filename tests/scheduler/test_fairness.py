@@ -308,8 +308,6 @@ def test_every_law_of_the_scheduler_holds_while_requests_overtake(async_scheduli
     assert seen["preempted, swapped"] > 20 and seen["preempted, recomputed"] > 20
 
 
-# Times to first token, in simulated time.
-
 RATE, TIMES, NUM_SMALL = 1.0, 20, 20
 LIKE_SMALL, LONG_PROMPTS = (
     (LengthRange(200, 300), LengthRange(8, 24)),

@@ -143,9 +143,6 @@ def test_admission_counts_blocks_and_not_tokens() -> None:
     )  # although four tokens fit in one block
 
 
-# Repeated preemption
-
-
 def test_a_long_prompt_is_not_admitted_without_blocks_for_all_its_chunks() -> None:
     driver = small_driver(num_blocks=12, max_num_batched_tokens=8)
     driver.add("a", 8, 24)  # 2 blocks, later 8
@@ -228,9 +225,6 @@ def test_recomputed_tokens_are_counted() -> None:
     assert b.history.num_recomputed == 4  # its only block, with 4 tokens, was reused
 
 
-# Starvation of decodes and prompts
-
-
 def test_mixed_batches_never_skip_a_decode_for_prompts() -> None:
     driver = small_driver(num_blocks=512, max_num_seqs=64, max_num_batched_tokens=64)
     driver.add("a", 4, 100)
@@ -308,9 +302,6 @@ def test_a_swapped_prompt_resumes_with_the_tokens_that_decodes_leave() -> None:
     ]  # 3 tokens and 1 token of a budget of 4
 
 
-# Priority
-
-
 def test_a_high_priority_preempts_at_once() -> None:
     driver = small_driver(queue="priority(preempts=True)", num_blocks=64, max_num_seqs=1)
     driver.add("low", 4, 210, priority=9)
@@ -343,9 +334,6 @@ def test_a_high_priority_preempts_as_many_requests_as_its_blocks_need() -> None:
     assert row.admitted == "urgent" and row.preempted == "3 2" and row.decodes == "0 1"
     driver.run()
     driver.check_outputs()
-
-
-# Counts
 
 
 def test_counts_of_unfinished_requests_are_exact_after_add_and_abort() -> None:

@@ -172,9 +172,6 @@ def add_random(driver: Driver, name: str, rng: random.Random) -> None:
     )  # fmt: skip
 
 
-# Faults and resets
-
-
 def test_an_executor_failure_ends_only_requests_in_flight() -> None:
     driver = small_driver(num_blocks=8, max_num_seqs=2)
     a = driver.add("a", 4, 4)

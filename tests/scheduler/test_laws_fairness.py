@@ -33,9 +33,6 @@ def counters_of(**served: float) -> ServiceCounters:
     return counters
 
 
-# Service.
-
-
 def test_service_is_the_prompt_once_and_twice_the_sampled_tokens() -> None:
     request = of_group("a", 10)
     request.prefill_end = 10
@@ -62,9 +59,6 @@ def test_running_requests_count_before_they_are_charged() -> None:
     counters.charge(first)
     assert counters.served == {"a": 21.0, "b": 7.0}
     assert counters.service([second]) == {"a": 21.0, "b": 10.0}
-
-
-# Groups that come and go.
 
 
 def test_a_group_that_returns_starts_level_with_the_least_served_active_group() -> None:
@@ -118,9 +112,6 @@ def test_idle_groups_are_forgotten_the_least_served_first_and_active_ones_never(
         f"g{number}" for number in range(MAX_IDLE // 2, MAX_IDLE + 1)
     }
     assert len(counters.served) == num_left + 1
-
-
-# Overtaking.
 
 
 def test_a_prompt_may_be_overtaken_up_to_its_service_less_what_is_left_of_it() -> None:
@@ -183,9 +174,6 @@ def test_the_first_partial_prompt_is_overtaken_by_what_may_overtake_it_and_not_t
     assert overtaking_limit(second, {"client b": 700.0}) > 104.0
     row = world.steps(1)[0]
     assert row.chunks[0][0] == "first"
-
-
-# Reserved rows.
 
 
 @pytest.mark.parametrize("max_num_seqs", (1, 7, 8, 15, 16, 24, 40))

@@ -59,9 +59,6 @@ def order(queue: WaitingQueue, **more: Any) -> list[str]:
     return [request.id for request in queue.walk(**more)]
 
 
-# Keys that change while requests wait.
-
-
 def test_new_keys_at_the_front_count_at_once() -> None:
     assert NUM_REFRESHED == 16
     rule = listed()
@@ -136,9 +133,6 @@ def test_a_request_is_found_where_its_key_has_no_order() -> None:
         queue.remove(request)
         left.remove(request.id)
         assert {each.id for each in queue} == left
-
-
-# Groups.
 
 
 def test_another_rule_orders_those_that_wait_and_those_that_come() -> None:
@@ -235,9 +229,6 @@ def test_other_groups_are_those_that_wait_and_are_not_the_requests_own() -> None
     assert queue.has_other_groups(requests["b10"])  # runs, while only the other group waits
 
 
-# Ready-made rules.
-
-
 def test_ready_made_keys_order_by_what_their_names_say() -> None:
     def key(rule: Any, arrival: float = 0.0, num_uncached: int = 0, **params: Any) -> Any:
         class Cached:
@@ -275,9 +266,6 @@ def test_only_a_priority_rule_that_preempts_outranks_a_lower_priority() -> None:
     ):
         assert not other.preempts and not other.outranks(first, second)
         assert other.group(first) == ("client " if isinstance(other, queues.fair) else "all")
-
-
-# Overtaking a blocked request.
 
 
 @pytest.mark.parametrize("max_overtakes", (0, 1, 3))

@@ -66,8 +66,6 @@ def test_a_rule_that_replaces_another_before_the_first_step_decides_alone(
     assert table(first) == table(second)
 
 
-# A rule that cannot be used.
-
 WAYS = ["key raises", "key has no order", "keys do not compare", "group is no text"]
 
 

@@ -100,9 +100,6 @@ def test_while_room_is_made_for_a_priority_no_swapped_request_takes_it() -> None
     world.check_empty()
 
 
-# What a plan records.
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) -> None:
     rng = random.Random(seed)

@@ -58,9 +58,6 @@ def test_output_depends_neither_on_policy_nor_on_a_plan_in_flight() -> None:
     assert set(seen) <= {*MIN_EVENTS, *TOO_RARE}
 
 
-# Cases that are rare in random scenarios.
-
-
 def make(id: str, num_prompt: int, max_tokens: int, **params: object) -> Request:
     each = RequestParams(max_tokens=max_tokens, sampling=int(id), **params)  # type: ignore[arg-type]
     return Request(id, [int(id) + 3] * num_prompt, each, arrival=float(id))
@@ -200,9 +197,6 @@ def test_many_steps_without_changes_deliver_every_token(
     )
     requests = [make(str(i), 2 + i, 140 + i, ignore_eos=True) for i in range(3)]
     run(Scenario(config, async_scheduling, {0: requests[:2], 70: requests[2:]}))
-
-
-# The executor detects plans with one error.
 
 
 def swap_two_blocks(plan: Plan, scheduler: Scheduler) -> None:

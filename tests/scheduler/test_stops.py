@@ -160,9 +160,6 @@ def test_each_output_is_reported_once_and_finished_once(num_scheduler_steps: int
     assert all(gained[r] == generated(r) for r in driver.requests.values())
 
 
-# States
-
-
 def test_states_change_only_along_the_listed_transitions() -> None:
     for before, after in product(RequestState, RequestState):
         request = Request("a", [1], RequestParams())
@@ -208,9 +205,6 @@ def test_requests_with_swaps_change_state_only_along_the_listed_transitions() ->
                 RequestState.PREFILL in TRANSITIONS[before] and after is RequestState.DECODING
             )
         assert seen[-1] is RequestState.FINISHED
-
-
-# Abort
 
 
 def test_abort_while_waiting_removes_the_request() -> None:

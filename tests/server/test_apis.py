@@ -48,9 +48,6 @@ def anthropic(**more: Any) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": 200, "messages": HELLO, **more}
 
 
-# Responses.
-
-
 @with_server()
 async def test_a_response_has_text_and_usage(here: Server) -> None:
     body = (await here.post(RESPONSES, input="hello", instructions="Be brief.")).json()
@@ -165,9 +162,6 @@ async def test_a_failed_response_stream_ends_with_an_error_event(here: Server) -
     last = named_events(await asked)[-1]
     assert last["type"] == "error" and last["code"] == "step_failed"
     await here.settled()
-
-
-# Messages.
 
 
 @with_server()
@@ -285,9 +279,6 @@ async def test_anthropics_tool_choice_is_converted(here: Server) -> None:
         assert body["content"][0]["type"] == "tool_use", (choice, is_forced)
     none = anthropic(tools=[ANTHROPIC_TOOL], tool_choice={"type": "none"})
     assert (await here.post(MESSAGES, **none)).json()["content"][0]["type"] == "text"
-
-
-# Fields of vLLM's server.
 
 
 @with_server()

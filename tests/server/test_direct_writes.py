@@ -118,9 +118,6 @@ async def test_several_samples_are_never_written_directly(here: Server) -> None:
     await here.settled()
 
 
-# Streams and readers.
-
-
 @on_loop
 async def test_a_sink_is_used_only_while_the_reader_waits() -> None:
     stream, sunk = RequestStream(1), []
@@ -169,9 +166,6 @@ async def test_tokens_of_several_steps_arrive_together() -> None:
         client.receive([SampleUpdate("a", 0, [], end=DONE)])
 
 
-# Between threads and processes.
-
-
 @on_loop
 async def test_the_event_loop_bridge_keeps_order_and_wakes_rarely() -> None:
     received: list[list[FromLoop]] = []
@@ -213,9 +207,6 @@ async def test_giving_way_ends_when_all_is_received_or_in_time() -> None:
     thread.join()  # the event loop is busy with this
     assert len(received) == 1 and waited[1] >= 0.01
     await until(lambda: len(received) == 2)
-
-
-# Long prompts.
 
 
 @pytest.mark.parametrize("prompt", [[1] * 999 + ["a"], ["a"] * 999 + [1], [[1] * 999 + ["a"]] * 9])

@@ -246,9 +246,6 @@ def test_a_full_disk_ends_the_trace_with_one_warning_and_fails_no_request(
     assert len(lines) > 5 and all(json.loads(line) for line in lines)
 
 
-# Signals to separate processes.
-
-
 async def load(
     server: Server, lengths: list[int], signals: tuple[int, ...] = ()
 ) -> list[list[dict[str, Any]]]:

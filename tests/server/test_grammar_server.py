@@ -108,9 +108,6 @@ async def test_a_grammar_that_fails_during_generation_is_a_400(llm: LLM) -> None
         assert (await client.post(COMPLETIONS, json=asked())).status_code == 200
 
 
-# Closed objects.
-
-
 STRICT = {"type": "json_schema", "json_schema": {"schema": OBJECT, "strict": True}}
 LOOSE = {"type": "json_schema", "json_schema": {"schema": OBJECT}}
 

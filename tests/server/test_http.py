@@ -67,9 +67,6 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     return found
 
 
-# Completions.
-
-
 @pytest.mark.parametrize(
     "prompt", ["hello", list(b"hello"), ["hello"], [list(b"hello")]], ids=["a", "b", "c", "d"]
 )
@@ -208,9 +205,6 @@ async def test_a_repeated_prompt_counts_as_cached(here: Server) -> None:
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-# Chats.
-
-
 @with_server()
 async def test_a_chat_uses_the_template_complete_and_streamed(here: Server) -> None:
     parts = [{"type": "text", "text": "hello"}]
@@ -325,8 +319,6 @@ async def test_tool_calls_are_parsed_complete_and_streamed(here: Server) -> None
     assert (cut["message"]["content"], cut["finish_reason"]) == ("Well.", "length")
     assert not cut["message"].get("tool_calls")
 
-
-# Client errors.
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {}, "prompt"),
@@ -550,9 +542,6 @@ async def test_unknown_models_paths_and_methods_are_errors(here: Server) -> None
         assert MODEL in found["message"] and found["code"] == "model_not_found"
     error(await here.client.get("/v2"), 404)
     error(await here.client.get(COMPLETIONS), 405)
-
-
-# Load, timeouts and faults.
 
 
 @pytest.mark.parametrize(

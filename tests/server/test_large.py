@@ -89,9 +89,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_text, "WINDOW", 3)
 
 
-# Texts.
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @relaxed
 @given(text=pieces, special=st.booleans())
@@ -218,8 +215,6 @@ def test_other_threads_run_while_a_long_text_is_encoded(smollm2: Path, text: str
     wait_until(lambda: ticks_during(lambda: ours.decode(ids)) >= 3)
 
 
-# JSON.
-
 values = st.recursive(
     st.none() | st.integers(0, 9) | st.text(alphabet='[]{},:"\\ a\n', max_size=8),
     lambda inner: (
@@ -333,9 +328,6 @@ async def test_only_offloaded_work_pauses(monkeypatch: pytest.MonkeyPatch) -> No
     assert not time.slept
     await offload.offload(10**9, sliced)
     assert time.slept == [pytest.approx(2 * offload.SLICE * offload.PAUSE)]
-
-
-# The server.
 
 
 def long_messages(count: int) -> dict[str, Any]:

@@ -39,9 +39,6 @@ async def error_of(here: Server, path: str, content: bytes, status: int = 400) -
     return found["message"], found["param"]
 
 
-# Unreadable bodies.
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -116,8 +113,6 @@ def test_a_number_with_thousands_of_digits_is_out_of_range() -> None:
     read = parse_object(b'{"n": ' + b"9" * 5000 + b', "m": -' + b"9" * 5000 + b', "k": 3}')
     assert read == {"n": float("inf"), "m": -float("inf"), "k": 3}
 
-
-# Fields.
 
 # Path, wrong fields, and what the message must contain: location, value and limit.
 WRONG_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
@@ -317,9 +312,6 @@ def test_showing_a_huge_value_is_fast() -> None:
 def test_a_grammar_with_a_lone_surrogate_is_refused(kind: Any) -> None:
     with pytest.raises(InvalidRequest, match="lone surrogate"):
         kind("a\ud800")
-
-
-# Paths, methods, headers.
 
 
 @with_server()

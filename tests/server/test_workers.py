@@ -207,9 +207,6 @@ def test_with_random_workers_every_request_has_one_result(seed: int) -> None:
     assert len(outcomes) == 45 and {"read", "left"} <= set(outcomes)
 
 
-# Real processes.
-
-
 @pytest.mark.parametrize("is_ready", [False, True])
 def test_an_error_for_a_used_port_says_what_to_do(is_ready: bool) -> None:
     taken = bind("127.0.0.1", 0)

@@ -158,9 +158,6 @@ def unlike_reference(found: dict[str, Sequence[int]]) -> list[tuple[str, int, in
     return differences
 
 
-# Our engine with a loaded decoder.
-
-
 @dataclass
 class Seen:
     """An observer that counts what happened in a run."""
@@ -233,9 +230,6 @@ class Trial:
         scheduler = self.engine.scheduler
         assert not scheduler.requests and not self.engine.has_work
         assert scheduler.kv.is_unused
-
-
-# Single forward passes.
 
 
 def blocks_for(
@@ -327,9 +321,6 @@ def write_tiny(folder: Path, **numbers: Any) -> Path:
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-# transformers with the same file.
 
 
 @cache

@@ -50,9 +50,6 @@ class Scenario:
         return [request for group in self.arrivals.values() for request in group]
 
 
-# Policies that are allowed, but not sensible.
-
-
 def wild_batching(rng: random.Random) -> Callable[[StepActions], None]:
     """The actions of a step in any order and number, with any arguments, or none of them."""
     actions: list[Callable[[StepActions], None]] = [
@@ -200,9 +197,6 @@ def random_config(rng: random.Random) -> Config:
     )
 
 
-# The workload.
-
-
 def random_tokens(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3) for _ in range(length)]
 
@@ -305,9 +299,6 @@ def continue_some(rng: random.Random, scenario: Scenario) -> None:
         if rng.random() < 0.08 and request.params.max_tokens is not None:
             output, _ = oracle(request.prompt, request.params, scenario.config.max_model_len)
             request.continue_from(output[: rng.randrange(len(output))] if output else [])
-
-
-# The driver.
 
 
 class ScenarioRun:

@@ -108,9 +108,6 @@ class Stepped:
         return self._inner.launch(plan)
 
 
-# Engine and app of a server.
-
-
 def served(seconds: float = 0.0, limits: QueueLimits | None = None, **changes: Any) -> ServedEngine:
     engine = make_engine(seconds, **changes)
     return ServedEngine(

@@ -135,9 +135,6 @@ def sentencepiece_metadata(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# The bundled model.
-
-
 @pytest.mark.parametrize("text", CORPUS)
 def test_the_bundled_model_encodes_like_its_documented_parts(smollm2: Path, text: str) -> None:
     expected = documented(smollm2).encode(text).ids
@@ -210,9 +207,6 @@ def test_encoding_drops_only_bytes_without_a_token(smollm2: Path, text: str) -> 
 def test_half_a_surrogate_pair_is_refused_with_its_position(smollm2: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"the text contains '\\ud83d' at character 3"):
         bundled(smollm2).encode("abc\ud83d")
-
-
-# Named splits.
 
 
 LLAMA_3 = (
@@ -355,9 +349,6 @@ def test_the_error_names_the_key_of_a_broken_vocabulary(
         tokenizer_from_gguf(byte_level_metadata("qwen2", **change), "x.gguf")
 
 
-# Sentencepiece.
-
-
 SPACED = tokenizer_from_gguf(sentencepiece_metadata())
 sentences = st.text(alphabet="thelo wrdingac.é中€▁\n<s>", max_size=25)
 
@@ -424,9 +415,6 @@ def test_merges_in_the_file_take_precedence_over_scores() -> None:
 def test_sentencepiece_needs_scores_or_merges() -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.scores is missing"):
         tokenizer_from_gguf(sentencepiece_metadata(scores=None))
-
-
-# Hugging Face folders.
 
 
 def save(folder: Path, backend: Backend, **files: Any) -> Path:

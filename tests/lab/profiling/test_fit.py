@@ -139,9 +139,6 @@ def step_errors(fitted: Machine, profile: Profile, lines: list[Line]) -> np.ndar
     return np.abs(predict(after, seen) / predict(profile, seen) - 1)
 
 
-# Recovered machines.
-
-
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_a_fit_to_a_clean_log_predicts_another_run_within_one_percent(machine: Machine) -> None:
     profile = profile_of(machine)
@@ -266,8 +263,6 @@ def lines_of(plan: Plan, seconds: float = 1.0) -> list[Line]:
     return [MAKER.line(event) for event in events]
 
 
-# Rates that a log does not determine.
-
 TINY = replace(SMALL, weight_bytes=1e6, dense_flops=1e6, attention_flops=1e3, head_flops=1e5)
 LAUNCH_BOUND = replace(
     SLOW, bandwidth=4e12, flops=6e14, fixed_seconds=2e-3, attention_seconds=0.0, overlap=1.0
@@ -319,9 +314,6 @@ def test_a_noisy_gpu_log_determines_both_rates(spec: CalibrationSpec) -> None:
         assert not warnings
         assert machine.bandwidth == pytest.approx(profile.machine.bandwidth, rel=0.4)
         assert machine.flops == pytest.approx(profile.machine.flops, rel=0.4)
-
-
-# Copies and the host.
 
 
 def copying(profile: Profile, sizes: tuple[int, ...], noise: float = 0.0) -> list[Line]:
@@ -389,9 +381,6 @@ def test_idle_time_is_not_scheduling_time() -> None:
     assert len(gaps) == 2 * num_steps - 2 and gaps.max() < 1
 
 
-# Incomplete logs.
-
-
 def test_a_short_log_is_rejected_with_its_number_of_steps() -> None:
     lines = log_of(profile_of(SLOW), [[(40, 6)]])
     with pytest.raises(ConfigError, match="has 6 steps.*24"):
@@ -423,9 +412,6 @@ def test_a_log_of_one_context_length_is_rejected() -> None:
     plans += [Plan(0, chunks=[Chunk(REQUEST, 0, 400, 0, True)])] * 5
     (problem,) = missing_coverage(observations(chain.from_iterable(map(lines_of, plans))))
     assert "400 to 400 tokens" in problem
-
-
-# The error on a held-out run.
 
 
 def test_the_log_of_a_simulation_is_predicted_without_error() -> None:
@@ -519,9 +505,6 @@ def test_a_calibration_covers_many_sizes_and_holds_out_another_workload(
 def test_a_model_with_a_short_length_is_rejected() -> None:
     with pytest.raises(ConfigError, match="requests of 63 tokens.*64"):
         make_calibration(63)
-
-
-# Overlap in the cost model.
 
 
 def test_more_overlap_never_takes_longer() -> None:

@@ -72,9 +72,6 @@ def test_a_request_is_open_ended_without_max_tokens_or_with_a_very_large_value()
     assert not is_open_ended(lone(16))
 
 
-# The survival curve.
-
-
 def reaches(length: float, finished: list[int], running: list[int]) -> float:
     curve = survival_curve(np.array(finished, dtype=float), np.array(running, dtype=float))
     chance, _ = curve.going_on(np.zeros(1), np.array([[length]]))
@@ -120,9 +117,6 @@ def test_the_error_of_the_estimate_decreases_with_observations() -> None:
     assert error(seen) > 3 * error(seen * 64) > 0
 
 
-# Statistics that the scheduler keeps.
-
-
 def recorded(max_tokens: int | None, **more: Any) -> tuple[list[int], list[float]]:
     """The lengths and shares recorded for a request that generates 3 tokens, the last one EOS."""
     driver = Driver("headway", sample=lambda r, place: EOS if place >= 7 else 100, max_model_len=64)
@@ -138,9 +132,6 @@ def test_open_ended_requests_record_lengths_and_others_record_shares() -> None:
 
 def test_an_output_that_ignores_eos_is_not_recorded() -> None:
     assert recorded(None, ignore_eos=True) == ([], [])
-
-
-# Decisions of the default preset.
 
 
 def test_a_burst_of_short_chats_that_fits_is_admitted_at_once() -> None:

@@ -17,8 +17,6 @@ from headway.scheduler.policies.chunk import at_most, split_any, split_first, wh
 from headway.scheduler.policies.swap import recompute, swap, swap_if_cheaper  # fmt: skip
 from tests.support.drive import Driver, Row, small_driver
 
-# chunk
-
 
 @pytest.mark.parametrize(
     ("rule", "first_fits", "first_too_long", "later_too_long"),
@@ -46,9 +44,6 @@ def test_chunk_rules_in_a_step(chunk: str, first_step: tuple[tuple[str, int, int
     driver.add("c", 3, 1)
     assert driver.steps(1)[0].chunks == first_step
     driver.run()
-
-
-# queue
 
 
 def order_of_service(queue: str, *requests: dict[str, Any]) -> list[str]:
@@ -183,9 +178,6 @@ def test_no_priority_preemption_if_it_would_not_be_enough() -> None:
     assert row.preempted == "" or row.admitted == "urgent"
 
 
-# victim
-
-
 def preempted_by(victim: str, *, shared: int = 0) -> str:
     """The id that the rule chooses of three running requests."""
     driver = small_driver("vllm_v1", victim=victim, num_blocks=64, max_num_seqs=3, queue="priority")
@@ -226,9 +218,6 @@ def test_served_last_follows_arrival_under_fcfs_even_after_a_resume() -> None:
     driver.run()
     assert driver.requests["old"].history.num_preemptions == 0
     assert driver.requests["young"].history.num_preemptions > 0
-
-
-# headroom
 
 
 def headroom_of(headroom: str, *, num_preemptions: int = 0, num_blocks: int = 100) -> int:
@@ -312,9 +301,6 @@ def test_headroom_with_exact_lengths_never_preempts_with_split_prompts(headroom:
 @pytest.mark.parametrize("headroom", EXACT)
 def test_headroom_with_exact_lengths_never_preempts_with_shared_prefixes(headroom: str) -> None:
     assert seeds_with_preemptions(headroom, "mixed", max_tokens=512, num_shared=16) == []
-
-
-# swap
 
 
 class PrivateBlocks:

@@ -12,8 +12,6 @@ from headway import PRESETS, RequestState
 from headway.plan import Blocked, NotConsidered
 from tests.support.drive import Driver, Row, small_driver
 
-# nano_vllm
-
 
 def test_nano_vllm_runs_all_prefill_or_all_decode_with_prefill_first() -> None:
     driver = small_driver("nano_vllm", num_blocks=6, max_num_seqs=3, max_num_batched_tokens=8)
@@ -81,9 +79,6 @@ def test_nano_vllm_charges_only_the_uncached_part_of_a_prompt() -> None:
     assert driver.steps(1) == [Row("b c", "", (("b", 8, 9), ("c", 0, 9)))]
 
 
-# deep_dive
-
-
 def test_deep_dive_admits_a_request_only_if_the_batch_can_finish() -> None:
     driver = small_driver("deep_dive", num_blocks=6)
     for name in "abc":
@@ -135,9 +130,6 @@ def test_deep_dive_uses_the_four_states() -> None:
         RequestState.WAITING, RequestState.PREFILL, RequestState.DECODING, RequestState.FINISHED,
     )  # fmt: skip
     assert states == [waiting, prefill, decoding, decoding, finished]
-
-
-# vllm and vllm_v1
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm_v1"])
@@ -250,9 +242,6 @@ def test_vllm_v1_preempts_by_recompute_and_never_swaps() -> None:
     assert driver.requests["b"].history.num_recomputed == 4
 
 
-# minivllm
-
-
 def test_minivllm_defers_decodes_over_the_token_budget_oldest_first() -> None:
     driver = small_driver("minivllm", num_blocks=16, max_num_seqs=8, max_num_batched_tokens=6)
     for number in range(8):
@@ -291,9 +280,6 @@ def test_minivllm_stops_at_max_model_len() -> None:
     driver.run()
     assert len(a.tokens) == len(b.tokens) == 10
     assert a.finish_reason == b.finish_reason == "length"
-
-
-# static
 
 
 def test_static_finishes_a_batch_before_the_next() -> None:
@@ -346,9 +332,6 @@ def test_continuous_batching_keeps_rows_busy_and_static_batching_does_not() -> N
     assert utilisation("vllm_v1", mix * 20, 8) > 0.95
     assert utilisation("deep_dive", mix * 20, 8) > 0.95
     assert utilisation("static", mix * 20, 8) < 0.25
-
-
-# All presets
 
 
 @pytest.mark.parametrize("name", PRESETS)
