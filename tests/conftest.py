@@ -173,9 +173,8 @@ def _move_longest(items: list[pytest.Item]) -> None:
     """
     longest = [item for item in items if item.path.as_posix().endswith(LONGEST)]
     others = [item for item in items if item not in longest]
-    place = (
-        len(others) * 2 // 5
-    )  # in the part of the second of three processes, after its first tests
+    # in the part of the second of three processes, after its first tests
+    place = len(others) * 2 // 5
     while 0 < place < len(others) and others[place].path == others[place - 1].path:
         place += 1
     items[:] = [*others[:place], *longest, *others[place:]]

@@ -61,9 +61,8 @@ def test_a_token_budget_below_max_num_seqs_defers_the_newest_decodes(name: str) 
         for row in driver.table
     )
     is_full = any(len(row.decodes.split()) == 12 for row in driver.table)
-    assert is_full == (
-        name in ("nano_vllm", "minivllm", "static")
-    )  # they admit prompts in steps without decodes
+    # they admit prompts in steps without decodes
+    assert is_full == (name in ("nano_vllm", "minivllm", "static"))
     driver.check_empty()
 
 

@@ -373,9 +373,8 @@ def test_a_single_refused_prompt_raises(
     with open_llm(tiny, num_blocks=20) as llm:
         bad = SamplingParams(**{"max_tokens": 10, **fields})
         if prompt == []:
-            assert (
-                llm.generate(prompt, bad) == []
-            )  # an empty list of prompts, not a prompt without tokens
+            # an empty list of prompts, not a prompt without tokens
+            assert llm.generate(prompt, bad) == []
             return
         with pytest.raises(kind, match=f"({message})|prompt"):
             llm.generate(prompt, bad)

@@ -529,9 +529,8 @@ def test_junk_for_any_number_of_a_config_is_accepted_or_a_config_error(number: s
 def test_random_junk_for_a_number_of_a_config_is_accepted_or_a_config_error(
     number: str, value: Any
 ) -> None:
-    if (
-        not isinstance(value, int) or value > 1 << 40 or value < 1 << 20
-    ):  # else tables of 2**26 entries are allocated
+    # else tables of 2**26 entries are allocated
+    if not isinstance(value, int) or value > 1 << 40 or value < 1 << 20:
         check_number(number, value)
 
 

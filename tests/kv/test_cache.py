@@ -349,9 +349,8 @@ def test_blocks_are_evicted_tail_first() -> None:
 def test_hits_are_not_evicted_for_their_own_request() -> None:
     kv = KVCache(4, SIZE)
     kv.release(admit(kv, range(8)))
-    kv.release(
-        admit(kv, range(100, 108))
-    )  # no blank block; the first two are the least recently used
+    # no blank block; the first two are the least recently used
+    kv.release(admit(kv, range(100, 108)))
     b = request([*range(8), *range(50, 58)])
     cost = kv.admission_cost(b)
     kv.allocate(b, cost)

@@ -139,9 +139,8 @@ def check_histogram(found: Samples, name: str, values: list[float]) -> None:
     ordered = sorted(round(value, 9) for value in values)
     for bound in bounds[:-1]:
         share = [v for v in ordered if v <= bound + 1e-9]
-        near = sum(
-            abs(v - bound) < 2e-9 for v in ordered
-        )  # rounding may put them into either bucket
+        # rounding may put them into either bucket
+        near = sum(abs(v - bound) < 2e-9 for v in ordered)
         label = next(k[1] for k in found if k[0] == f"{name}_bucket" and float(k[1]) == bound)
         assert abs(found[f"{name}_bucket", label] - len(share)) <= near, (name, bound)
 

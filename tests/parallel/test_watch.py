@@ -200,9 +200,8 @@ def test_no_rank_is_late_unless_rank_0_waits_for_it() -> None:
         progress.end_plan()
         progress.seconds = 0.0
         progress.is_waiting = True
-        assert seconds_until_late(made) == pytest.approx(
-            MAX_LATE, abs=INTERVAL
-        )  # for a captured step
+        # for a captured step
+        assert seconds_until_late(made) == pytest.approx(MAX_LATE, abs=INTERVAL)
 
 
 def test_positions_of_equal_plans_are_equal_whatever_was_before() -> None:

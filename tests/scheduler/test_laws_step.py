@@ -169,8 +169,7 @@ def test_a_plan_has_as_many_steps_as_set_while_requests_and_blocks_last(num_step
     world = Driver(
         "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, num_scheduler_steps=num_steps
     )
-    world.add("a", 4, 1 + 2 * num_steps)
-    world.add("b", 4, 1 + 3 * num_steps)
+    world.add_all(a=(4, 1 + 2 * num_steps), b=(4, 1 + 3 * num_steps))
     assert [world.step().num_steps for _ in range(4)] == [1, num_steps, num_steps, num_steps]
     assert not world.scheduler.requests
 
@@ -339,9 +338,7 @@ def test_only_outputs_that_ended_by_themselves_teach_a_length() -> None:
     """Not aborted ones, and not the unused token of an embedding."""
     world = Driver("vllm_v1", block_size=SIZE, num_blocks=100, max_num_seqs=9)
     world.add("embedding", 5, 1, pooling="last")
-    world.add("aborted", 5, 8)
-    world.add("whole", 5, 8)
-    world.add("stopped", 5, 8)
+    world.add_all(aborted=(5, 8), whole=(5, 8), stopped=(5, 8))
     world.steps(4)
     world.scheduler.abort("aborted")
     world.scheduler.abort("stopped", "stop")
@@ -390,8 +387,7 @@ def test_the_view_counts_the_known_tokens_without_kv() -> None:
     for _ in range(2):
         world.step()
         assert view.num_uncached(world.requests["decoding"]) == 0
-    world.add("partial", range(100, 120), 9)
-    world.add("waiting", range(100, 113), 9)
+    world.add_all(partial=(range(100, 120), 9), waiting=(range(100, 113), 9))
     world.step()
     partial = world.requests["partial"]
     assert 0 < partial.num_computed < 20

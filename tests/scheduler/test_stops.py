@@ -140,8 +140,7 @@ def test_tokens_of_a_multi_step_plan_after_max_tokens_are_dropped() -> None:
 
 def test_a_plan_has_one_step_while_requests_wait() -> None:
     driver = make_driver([], num_scheduler_steps=8, max_num_seqs=1)
-    driver.add("a", 4, 8)
-    driver.add("b", 4, 8)
+    driver.add_all(a=(4, 8), b=(4, 8))
     driver.step()
     assert driver.step().num_steps == 1
 
@@ -209,8 +208,7 @@ def test_requests_with_swaps_change_state_only_along_the_listed_transitions() ->
 
 def test_abort_while_waiting_removes_the_request() -> None:
     driver = make_driver([], max_num_seqs=1)
-    driver.add("a", 4, 4)
-    b = driver.add("b", 4, 4)
+    _, b = driver.add_all(a=(4, 4), b=(4, 4))
     driver.step()
     assert b.state is RequestState.WAITING and driver.scheduler.abort("b")
     assert b.is_finished and b.finish_reason == "abort"
@@ -242,8 +240,7 @@ def test_abort_while_swapped_frees_the_host_blocks() -> None:
         "vllm", swap="swap", block_size=4, num_blocks=6, num_host_blocks=6, max_num_seqs=3,
         max_num_batched_tokens=64,
     )  # fmt: skip
-    driver.add("a", 10, 5)
-    b = driver.add("b", 10, 4)
+    _, b = driver.add_all(a=(10, 5), b=(10, 4))
     driver.steps(4)
     assert b.state is RequestState.SWAPPED and driver.scheduler.abort("b")
     driver.run()

@@ -137,9 +137,8 @@ def test_text_is_not_cut_where_tokens_could_differ() -> None:
     assert letters()._cutter is None  # merges may cross any position
     assert tokenizer_from_gguf(sentencepiece_metadata())._cutter is None
     backend = tokenizer_from_gguf(byte_level_metadata("qwen2"))._backend
-    backend.add_tokens(
-        [AddedToken("idée", normalized=True)]
-    )  # appears only after NFC normalization
+    # appears only after NFC normalization
+    backend.add_tokens([AddedToken("idée", normalized=True)])
     assert Tokenizer(backend)._cutter is None
 
 
@@ -409,9 +408,8 @@ async def test_more_prompts_than_the_queue_holds_still_run(limit: str) -> None:
     prompts = [f"p{number}" for number in range(100)]
     async with server(QueueLimits(**{limit: 10})) as here:
         here.executor.gate.clear()
-        first = asyncio.create_task(
-            here.complete(prompt="first")
-        )  # its step is blocked by the gate
+        # its step is blocked by the gate
+        first = asyncio.create_task(here.complete(prompt="first"))
         rest = asyncio.create_task(here.complete(prompt=prompts, user="one"))
         await until(lambda: here.engine.num_open == len(prompts) + 1)
         here.executor.gate.set()  # all are received before the next step

@@ -112,9 +112,8 @@ def test_errors_cross_the_socket_unchanged() -> None:
             with pytest.raises(RequestTooLong) as caught:
                 await read(other, "long", PROMPT, script(4, max_tokens=5000))
             assert caught.value.need > caught.value.limit > 0
-            with pytest.raises(
-                InvalidRequest, match="^request 'wrong'"
-            ):  # without the worker's prefix
+            # without the worker's prefix
+            with pytest.raises(InvalidRequest, match="^request 'wrong'"):
                 await read(other, "wrong", [], script(1))
 
     within(ask())

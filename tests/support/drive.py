@@ -79,6 +79,10 @@ class Driver:
         self.requests[id] = request
         return request
 
+    def add_all(self, **requests: tuple[int | Iterable[int], int | None]) -> list[Request]:
+        """Add requests by id: the prompt and max_tokens of each."""
+        return [self.add(id, *fields) for id, fields in requests.items()]
+
     def plan(self) -> Plan:
         """Schedule a step without completing it."""
         plan = self.scheduler.schedule()

@@ -78,9 +78,8 @@ def called_directly(semantic: Any, operators: Operators) -> Any:
     """The interpreter wraps every function of its language twice, and copies all options."""
 
     def patch(module: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
-        function = getattr(
-            member, "__wrapped__", member
-        )  # without the check that `_semantic` is given
+        # without the check that `_semantic` is given
+        function = getattr(member, "__wrapped__", member)
 
         def call(*args: Any, **options: Any) -> Any:
             options["_semantic"] = semantic

@@ -285,9 +285,8 @@ def test_the_named_splits_differ_as_documented() -> None:
     assert pieces("smaug-bpe", "12 123") == ["12", " ", "123"]
     assert pieces("smollm", "123") == pieces("qwen2", "123") == ["1", "2", "3"]
     assert pieces("llama-bpe", "1234") == ["123", "4"]
-    assert pieces("llama-bpe", "abc") == [
-        "abc"
-    ]  # a piece that is a token and that no merge produces
+    # a piece that is a token and that no merge produces
+    assert pieces("llama-bpe", "abc") == ["abc"]
     assert pieces("smaug-bpe", "abc") == pieces("qwen2", "abc") == ["ab", "c"]
     assert pieces("qwen2", "e\u0301") == ["é"]  # NFC, as in the original tokenizer
     assert pieces("stablelm2", "e\u0301") == ["e", "\u0301"]

@@ -458,9 +458,8 @@ def test_a_run_with_async_scheduling_is_predicted_from_one_with_it(max_num_seqs:
     config, after = replace(CONFIG, **changes), replace(profile, machine=found)
     off = held_out_error(held_out, config, after, async_scheduling=1)
     assert abs(off.simulated) < 0.01 and abs(off.ttft) < 0.01 and off.median < 0.01
-    assert held_out_error(held_out, config, after).simulated > abs(
-        off.simulated
-    )  # without it, the run is slower
+    # without it, the run is slower
+    assert held_out_error(held_out, config, after).simulated > abs(off.simulated)
 
 
 def test_a_machine_of_half_the_speed_has_an_error_of_100_percent() -> None:

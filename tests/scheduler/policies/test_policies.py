@@ -39,9 +39,7 @@ def test_chunk_rules(rule: Any, first_fits: int, first_too_long: int, later_too_
 )
 def test_chunk_rules_in_a_step(chunk: str, first_step: tuple[tuple[str, int, int], ...]) -> None:
     driver = small_driver("vllm_v1", chunk=chunk, num_blocks=32, max_num_batched_tokens=8)
-    driver.add("a", 5, 1)
-    driver.add("b", 7, 1)
-    driver.add("c", 3, 1)
+    driver.add_all(a=(5, 1), b=(7, 1), c=(3, 1))
     assert driver.steps(1)[0].chunks == first_step
     driver.run()
 
@@ -171,9 +169,8 @@ def test_no_priority_preemption_if_it_would_not_be_enough() -> None:
     driver.add("peer", 20, 12, priority=0)
     driver.add("low", 4, 4, priority=5)
     driver.step()
-    driver.add(
-        "urgent", 12, 2, priority=0
-    )  # 3 blocks; 2 are free, and low holds 1 and needs another
+    # 3 blocks; 2 are free, and low holds 1 and needs another
+    driver.add("urgent", 12, 2, priority=0)
     row = driver.steps(1)[0]
     assert row.preempted == "" or row.admitted == "urgent"
 
@@ -343,8 +340,7 @@ def test_cheaper_counts_attention_to_all_earlier_tokens(num_private: int) -> Non
 
 def preempting_plan(num_host_blocks: int) -> Plan:
     driver = small_driver("vllm", swap="swap", num_blocks=6, num_host_blocks=num_host_blocks)
-    driver.add("a", 10, 5)
-    driver.add("b", 10, 4)
+    driver.add_all(a=(10, 5), b=(10, 4))
     driver.steps(3)
     plan = driver.step()
     driver.run()
