@@ -198,6 +198,14 @@ def smollm2() -> Path:
     return resolve("smollm2-135m")
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with random weights and a tokenizer."""
+    from tests.support.real import write_tiny  # imports torch
+
+    return str(write_tiny(tmp_path_factory.mktemp("tiny")))
+
+
 @pytest.fixture
 def shared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load weights and tokenizer of a model file once per process, for all LLMs on a CPU."""

@@ -198,12 +198,6 @@ def test_an_invalid_length_range_is_reported_with_its_name() -> None:
         parse_length_range("output-len", "7x")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options for a model whose tokens are bytes."""
-    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
-
-
 def test_the_lengths_of_a_trace_are_measured_with_caps(bare: list[str], tmp_path: Path) -> None:
     rows = ["arrival_s,prompt_tokens,output_tokens", "0,10,3", "1,40,9", "2,20,2", "3,9,9"]
     (tmp_path / "trace.csv").write_text("\n".join(rows))

@@ -60,11 +60,6 @@ def options_of(folder: Path) -> list[str]:
     return ["--model", str(folder), "--load-format", "dummy", "--threads", "1"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
-
-
 @contextmanager
 def typed(text: str) -> Iterator[None]:
     """Replace stdin by this text."""

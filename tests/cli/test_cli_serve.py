@@ -25,11 +25,6 @@ from tests.support.processes import ROOT, serving
 from tests.support.waiting import LIMIT, wait_until
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
-
-
 def ask(url: str, path: str, more: Mapping[str, str] | None = None, **fields: Any) -> Any:
     headers = {"Authorization": "Bearer sesame", **(more or {})}
     response = httpx.post(url + path, json=fields, headers=headers, timeout=LIMIT)

@@ -263,11 +263,6 @@ async def test_a_server_answers_500_after_a_policy_error_and_continues() -> None
         await served.settled()
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real.write_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 def test_a_policy_error_offline_refuses_only_its_prompt(tiny: Path) -> None:
     def key(request: Request, view: object) -> float:
         return 1 / (request.num_prompt - 3)

@@ -50,11 +50,6 @@ class Sample(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(real.write_tiny(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
 def baseline(tiny: str) -> Iterator[dict[str, list[Sample]]]:
     """Every feature, uninterrupted, each request alone."""
     with LLM(tiny, num_blocks=200) as llm:

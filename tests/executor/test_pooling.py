@@ -274,11 +274,6 @@ def test_a_request_that_cannot_be_an_embedding_is_rejected(word: str) -> None:
         scheduler.add(Request("a", [1, 2], RequestParams(**WRONG[word])))
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(real.write_tiny(tmp_path_factory.mktemp("tiny")))
-
-
 @pytest.fixture
 def llm(tiny: str) -> Iterator[LLM]:
     with LLM(tiny, num_blocks=60) as llm:

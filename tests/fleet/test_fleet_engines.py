@@ -27,11 +27,6 @@ EXACT: dict[str, Any] = {"deterministic": True} if torch.cuda.is_available() els
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(real.write_tiny(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
 def alone(tiny: str) -> Iterator[dict[str, RequestOutput]]:
     """Every case by itself, on one engine."""
     with LLM(tiny, num_blocks=200, **EXACT) as llm:

@@ -37,8 +37,8 @@ CASES = FEATURES | {
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(str(real.write_tiny(tmp_path_factory.mktemp("tiny"))), **SETTINGS) as llm:
+def llm(tiny: str) -> Iterator[LLM]:
+    with LLM(tiny, **SETTINGS) as llm:
         yield llm
 
 

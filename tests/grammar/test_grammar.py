@@ -428,11 +428,6 @@ def test_a_prepared_request_carries_its_matcher() -> None:
     assert spelled and all(b"ab".startswith(each) for each in spelled)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real.write_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3])
 def test_a_failed_grammar_ends_only_its_request(

@@ -30,9 +30,8 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = real.write_tiny(tmp_path_factory.mktemp("tiny"))
-    yield LLM(str(folder), kv_memory="4MiB", threads=1)
+def llm(tiny: str) -> LLM:
+    return LLM(tiny, kv_memory="4MiB", threads=1)
 
 
 @asynccontextmanager
