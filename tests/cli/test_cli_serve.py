@@ -19,7 +19,6 @@ from headway.model import devices
 from headway.record.reader import read_journal
 from headway.server.process.serve import bind
 from tests.cli.test_cli import sentence
-from tests.cli.test_cli_generate import options_of, save_tiny
 from tests.support.collector import HEADER, Receiver, check_exported
 from tests.support.processes import ROOT, serving
 from tests.support.waiting import LIMIT, wait_until

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from inspect import signature
 from math import inf, nan
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ from headway.scheduler.policies import queue as queues
 from headway.scheduler.policies.presets import NUMBERS
 from headway.scheduler.policy_calls import CHUNK, HEADROOM, SWAP, checked
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
-from tests.support import real
 from tests.support.drive import check_no_leaks
 from tests.support.events import Events
 from tests.support.journals import Recorder
@@ -263,12 +261,12 @@ async def test_a_server_answers_500_after_a_policy_error_and_continues() -> None
         await served.settled()
 
 
-def test_a_policy_error_offline_refuses_only_its_prompt(tiny: Path) -> None:
+def test_a_policy_error_offline_refuses_only_its_prompt(tiny: str) -> None:
     def key(request: Request, view: object) -> float:
         return 1 / (request.num_prompt - 3)
 
     asked = SamplingParams(max_tokens=4, temperature=0.0)
-    with LLM(str(tiny), num_blocks=50, queue=key) as llm:
+    with LLM(tiny, num_blocks=50, queue=key) as llm:
         first, refused, last = llm.try_generate([[5] * 4, [5] * 3, [6] * 5], asked)
         assert isinstance(first, RequestOutput) and isinstance(last, RequestOutput)
         assert first.num_generated == last.num_generated == 4

@@ -349,12 +349,23 @@ def test_why_counts_running_requests_blocks_and_plans_in_flight() -> None:
     assert has_line(text, 1, 4) and has_line(text, 1, 24, 23) and has_line(text, 1, "in flight")
 
 
-def test_why_names_max_num_seqs() -> None:
-    engine, _ = make(max_num_seqs=2)
-    for i in range(5):
-        engine.add(f"r{i}", [i], params(i))
+WAITING: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[object, ...]]] = {
+    "max_num_seqs": ({"max_num_seqs": 2}, (1, 1, 1, 1, 1), (3, 2)),
+    "a prompt that cannot be split": ({"name": "minivllm"}, (20, 19, 5), ("b", 19, 12)),
+    "a token budget that is used up": ({"name": "vllm_v1"}, (40, 5), (1, "token", "budget")),
+    "needed and free blocks": ({"name": "vllm_v1", "num_blocks": 8}, (20, 16), ("b", 4, 3)),
+}
+
+
+@pytest.mark.parametrize(("changes", "lengths", "facts"), WAITING.values(), ids=WAITING)
+def test_why_names_what_a_request_waits_for(
+    changes: dict[str, Any], lengths: tuple[int, ...], facts: tuple[object, ...]
+) -> None:
+    engine, _ = make(**changes)
+    for i, (id, length) in enumerate(zip("abcde", lengths, strict=False)):
+        engine.add(id, [i] * length, params(i))
     engine.step()
-    assert has_line(engine.why(), 3, 2)
+    assert has_line(engine.why(), *facts)
 
 
 def test_why_names_the_rows_that_fair_queueing_keeps_free() -> None:
@@ -364,31 +375,6 @@ def test_why_names_the_rows_that_fair_queueing_keeps_free() -> None:
         engine.add(f"r{i}", [i], params(i, client="heavy"))
     engine.step()
     assert has_line(engine.why(), "r6", 2, 1, "clients")
-
-
-def test_why_names_the_tokens_of_a_prompt_that_cannot_be_split() -> None:
-    engine, _ = make(name="minivllm")
-    engine.add("a", [1] * 20, params())
-    engine.add("b", [2] * 19, params())
-    engine.add("c", [3] * 5, params())
-    engine.step()
-    assert has_line(engine.why(), "b", 19, 12)
-
-
-def test_why_names_a_token_budget_that_is_used_up() -> None:
-    engine, _ = make(name="vllm_v1")
-    engine.add("a", [1] * 40, params())
-    engine.add("b", [2] * 5, params())
-    engine.step()
-    assert has_line(engine.why(), 1, "token", "budget")
-
-
-def test_why_names_needed_and_free_blocks() -> None:
-    engine, _ = make(name="vllm_v1", num_blocks=8)
-    engine.add("a", [1] * 20, params())
-    engine.add("b", [2] * 16, params())
-    engine.step()
-    assert has_line(engine.why(), "b", 4, 3)
 
 
 def test_why_names_the_blocks_that_the_headroom_keeps_free() -> None:

@@ -16,18 +16,7 @@ import torch
 
 from headway import Engine, Plan, Scheduler, VirtualClock, preset
 from headway.executor.cpu import CpuExecutor
-from headway.executor.gpu.swap_cost import (
-    MIN_TRIES,
-    SwapCost,
-    Timed,
-    _best_time,
-    _measure_copy,
-    fit_nonnegative,
-    measured,
-    recompute_seconds,
-    resume_seconds,
-    swap_seconds,
-)
+from headway.executor.gpu import swap_cost
 from headway.executor.simulated import SimulatedExecutor, SimulatedHandle
 from headway.lab.cost import Profile, load_profile
 from headway.llm import with_measured_costs
@@ -92,29 +81,31 @@ def test_the_measured_rule_picks_the_faster_way(
 ) -> None:
     executor = Pretended(profile)
     config = replace(CONFIG, max_num_batched_tokens=max_num_batched_tokens)
-    rule = swap_if_cheaper(*measured(executor, config))
+    rule = swap_if_cheaper(*swap_cost.measured(executor, config))
     for context in CONTEXTS:
-        swapping = swap_seconds(executor, context // 16) + resume_seconds(executor, config, context)
-        again = recompute_seconds(executor, config, context)
+        swapping = swap_cost.swap_seconds(executor, context // 16) + swap_cost.resume_seconds(
+            executor, config, context
+        )
+        again = swap_cost.recompute_seconds(executor, config, context)
         is_close = abs(swapping / again - 1) < 0.1
         assert is_close or swaps(rule, context) == (swapping < again), (context, swapping, again)
 
 
 def test_the_choice_may_depend_on_the_length() -> None:
     """A rule without a cost for attention could not do this."""
-    rule = swap_if_cheaper(*measured(Pretended(H200), CONFIG))
+    rule = swap_if_cheaper(*swap_cost.measured(Pretended(H200), CONFIG))
     assert not swaps(rule, 256) and swaps(rule, 32768)
     assert rule.pair > 0 and not swaps(replace(rule, pair=0.0), 32768)
 
 
 def test_the_measured_costs_are_those_of_plans() -> None:
     executor = Pretended(H200)
-    blocks_back = swap_seconds(executor, 64)
+    blocks_back = swap_cost.swap_seconds(executor, 64)
     assert blocks_back == pytest.approx(2 * H200.copy_seconds(1024))
-    copy, start = _measure_copy(executor, CONFIG)
+    copy, start = swap_cost._measure_copy(executor, CONFIG)
     assert copy == pytest.approx(H200.model.kv_bytes / H200.machine.copy_bandwidth)
     assert start == pytest.approx(H200.machine.copy_seconds)
-    found = measured(executor, CONFIG)
+    found = swap_cost.measured(executor, CONFIG)
     assert found.copy == pytest.approx(copy) and found.start >= start
     added = H200.prefill_seconds(6000) - H200.prefill_seconds(3000)
     assert found.compute * 3000 + found.pair * 4500 * 3000 == pytest.approx(added, rel=0.05)
@@ -122,23 +113,25 @@ def test_the_measured_costs_are_those_of_plans() -> None:
 
 def test_a_copy_ends_when_the_host_has_it() -> None:
     late, lag = Pretended(H200, lag=1e-3), 1e-3
-    assert swap_seconds(late, 16) == pytest.approx(2 * H200.copy_seconds(256) + 2 * lag)
-    assert _measure_copy(late, CONFIG)[1] == pytest.approx(H200.machine.copy_seconds + lag)
+    assert swap_cost.swap_seconds(late, 16) == pytest.approx(2 * H200.copy_seconds(256) + 2 * lag)
+    assert swap_cost._measure_copy(late, CONFIG)[1] == pytest.approx(
+        H200.machine.copy_seconds + lag
+    )
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4096), (3, 2), (4096, 1)])
 def test_the_smallest_caches_can_be_measured(sizes: tuple[int, int]) -> None:
     config = replace(CONFIG, num_blocks=sizes[0], num_host_blocks=sizes[1])
-    assert all(number >= 0 for number in measured(Pretended(H200), config))
+    assert all(number >= 0 for number in swap_cost.measured(Pretended(H200), config))
 
 
 def test_the_fit_finds_the_coefficients_and_none_is_negative() -> None:
     random = np.random.default_rng(0)
     for _ in range(100):
         parts, times = random.normal(size=(3, 5)), random.exponential(size=3)
-        assert fit_nonnegative(parts, times @ parts) == pytest.approx(times)
+        assert swap_cost.fit_nonnegative(parts, times @ parts) == pytest.approx(times)
         wholes = random.normal(size=5)
-        found = np.array(fit_nonnegative(parts, wholes))
+        found = np.array(swap_cost.fit_nonnegative(parts, wholes))
         assert found.min() >= 0
         for part in range(3):  # a local optimum: no small change is better
             for other in (found[part] + 1e-3, max(0.0, found[part] - 1e-3)):
@@ -154,14 +147,14 @@ def test_only_the_default_rule_is_replaced_and_only_with_host_blocks() -> None:
     executor, chosen = Pretended(H200), swap_if_cheaper(copy=1e-3)
     found = with_measured_costs(CONFIG, executor)
     assert found.swap != swap_if_cheaper() and replace(found, swap=swap_if_cheaper()) == CONFIG
-    assert astuple(found.swap) == pytest.approx(measured(executor, CONFIG))  # type: ignore[call-overload]
+    assert astuple(found.swap) == pytest.approx(swap_cost.measured(executor, CONFIG))  # type: ignore[call-overload]
     assert preset(swap=describe(found)["swap"]).swap == found.swap  # as a trace writes it
     for other in (
         replace(CONFIG, swap=chosen), replace(CONFIG, num_host_blocks=0),
         preset("static", num_host_blocks=8),
     ):  # fmt: skip
         assert with_measured_costs(other, executor) == other
-    assert SwapCost._fields == tuple(swap_if_cheaper.__dataclass_fields__)
+    assert swap_cost.SwapCost._fields == tuple(swap_if_cheaper.__dataclass_fields__)
 
 
 SMALL = replace(CONFIG, num_blocks=12, num_host_blocks=12, block_size=4, max_model_len=64,
@@ -206,7 +199,7 @@ def test_recomputing_fills_the_blocks_of_all_tokens() -> None:
     torch.set_num_threads(1)
     executor = on_cpu()
     executor.device_blocks.zero_()
-    recompute_seconds(executor, SMALL, 30)
+    swap_cost.recompute_seconds(executor, SMALL, 30)
     is_used = executor.device_blocks.flatten(1).any(1).tolist()
     assert is_used == [True] * 8 + [False] * 4
 
@@ -221,8 +214,8 @@ def test_prompts_are_split_as_the_scheduler_splits_them(chunk: str, sizes: list[
             return super().launch(plan)
 
     seen: list[int] = []
-    recompute_seconds(Noting(H200), replace(SMALL, chunk=slot("chunk", chunk)), 30)
-    assert seen == sizes * MIN_TRIES
+    swap_cost.recompute_seconds(Noting(H200), replace(SMALL, chunk=slot("chunk", chunk)), 30)
+    assert seen == sizes * swap_cost.MIN_TRIES
 
 
 @pytest.mark.parametrize("seconds", [
@@ -230,20 +223,20 @@ def test_prompts_are_split_as_the_scheduler_splits_them(chunk: str, sizes: list[
 ])  # fmt: skip
 def test_attempts_repeat_until_compiling_and_capturing_are_over(seconds: list[float]) -> None:
     tries = chain(seconds, repeat(seconds[-1]))
-    assert _best_time(lambda: next(tries)) == seconds[-1]
+    assert swap_cost._best_time(lambda: next(tries)) == seconds[-1]
 
 
 def test_a_long_measurement_is_tried_twice() -> None:
     tries = iter([30.0, 30.0])
-    assert _best_time(lambda: next(tries)) == 30.0
+    assert swap_cost._best_time(lambda: next(tries)) == 30.0
 
 
 @pytest.mark.usefixtures("small_padding")
 @pytest.mark.parametrize("make", [on_cpu, on_device])
 def test_measuring_changes_no_output(make: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
-    executor: Timed = make()
-    times = measured(executor, replace(SMALL, num_blocks=2))  # small, for the interpreter
+    executor: swap_cost.Timed = make()
+    times = swap_cost.measured(executor, replace(SMALL, num_blocks=2))  # small, for the interpreter
     assert min(times) >= 0 and times.copy + times.start > 0
     assert outputs(executor) == outputs(make())
 

@@ -8,20 +8,10 @@ from typing import Any
 
 import pytest
 
+from headway.engine import queries
 from headway.engine.async_engine import AsyncEngine, OnMessages, ThreadClient
 from headway.engine.engine import Engine
 from headway.engine.messages import FromLoop
-from headway.engine.queries import (
-    AskEach,
-    DescribeFleet,
-    ExplainQueue,
-    GetFilm,
-    GetLoad,
-    GetProblem,
-    GetTime,
-    ResetPrefixCache,
-    StartTrial,
-)
 from headway.errors import ExecutorError, InvalidRequest
 from headway.fleet import client
 from headway.fleet.client import FleetClient
@@ -153,8 +143,8 @@ async def test_requests_wait_for_a_replica_and_then_fail() -> None:
         with pytest.raises(ExecutorError, match=r"'b'.*no replica.*0\.3 s"):
             await fleet.run("b")
         with pytest.raises(ExecutorError, match="no replica"):
-            await fleet.engine.ask(ExplainQueue())
-        assert (await fleet.engine.ask(GetProblem())) == "no replica is connected"
+            await fleet.engine.ask(queries.ExplainQueue())
+        assert (await fleet.engine.ask(queries.GetProblem())) == "no replica is connected"
 
 
 @on_loop
@@ -182,26 +172,26 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on(
 async def test_queries_reach_the_right_replicas() -> None:
     engines = [make_engine(0.02, **LARGE) for _ in range(2)]
     replicas, steps = [replica(engine) for engine in engines], b"film"
-    replicas[0].loop.handle(GetFilm, lambda query: steps if query.viewer == 7 else None)
+    replicas[0].loop.handle(queries.GetFilm, lambda query: steps if query.viewer == 7 else None)
     async with Fleet(*replicas) as fleet:
         ask = fleet.engine.ask
         runs = [asyncio.create_task(fleet.run(str(i), ENDLESS)) for i in range(3)]
         await until(lambda: sum(len(engine.scheduler.running) for engine in engines) == 3)
-        assert (await ask(GetLoad())).running == 3
-        why = await ask(ExplainQueue())
+        assert (await ask(queries.GetLoad())).running == 3
+        why = await ask(queries.ExplainQueue())
         assert "Replica a: " in why and "Replica b: " in why
-        assert await ask(GetFilm(7)) == steps  # of the first by name
-        each = await ask(AskEach(GetLoad()))
+        assert await ask(queries.GetFilm(7)) == steps  # of the first by name
+        each = await ask(queries.AskEach(queries.GetLoad()))
         assert [*each] == ["a", "b"] and sum(load.running for load in each.values()) == 3
-        assert await ask(ResetPrefixCache()) is False
-        assert 0 < await ask(GetTime()) <= fleet.client.dispatcher.clock.now()
-        assert (await ask(DescribeFleet()))["num_open"] == 3
+        assert await ask(queries.ResetPrefixCache()) is False
+        assert 0 < await ask(queries.GetTime()) <= fleet.client.dispatcher.clock.now()
+        assert (await ask(queries.DescribeFleet()))["num_open"] == 3
         with pytest.raises(ExecutorError, match="replica a: .*does not answer StartTrial"):
-            await ask(StartTrial())
+            await ask(queries.StartTrial())
         for run in runs:
             run.cancel()
         await until(lambda: all(engine.scheduler.is_idle for engine in engines))
-        assert await ask(ResetPrefixCache()) is True
+        assert await ask(queries.ResetPrefixCache()) is True
 
 
 @on_loop

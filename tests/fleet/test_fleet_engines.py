@@ -13,7 +13,6 @@ from headway import LLM, RequestOutput, SamplingParams
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
-from tests.support import real
 from tests.support.faults import Faults
 from tests.support.features import FEATURES, PROMPT
 from tests.support.waiting import LIMIT, wait_until

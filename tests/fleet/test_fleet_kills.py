@@ -14,7 +14,6 @@ from headway.fleet import discovery
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
-from tests.support import real
 from tests.support.features import FEATURES, PROMPT
 from tests.support.forked_replicas import (
     KEY,

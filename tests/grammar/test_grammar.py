@@ -431,16 +431,16 @@ def test_a_prepared_request_carries_its_matcher() -> None:
 @pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3])
 def test_a_failed_grammar_ends_only_its_request(
-    tiny: Path, async_scheduling: int, num_scheduler_steps: int
+    tiny: str, async_scheduling: int, num_scheduler_steps: int
 ) -> None:
     config = preset("headway", block_size=4, num_blocks=64, max_model_len=64, max_num_seqs=4,
                     max_num_batched_tokens=64, num_scheduler_steps=num_scheduler_steps)  # fmt: skip
-    tokenizer = find_tokenizer(tiny)
+    tokenizer = find_tokenizer(Path(tiny))
     assert tokenizer is not None
     ends = frozenset({1})
 
     def outputs(*asked: tuple[str, Grammar | None]) -> dict[str, Request]:
-        executor = CpuExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config)
+        executor = CpuExecutor(Decoder(open_checkpoint(Path(tiny)), PlainBackend()), config)
         executor.sampler.grammars.matchers.use(tokenizer, ends)
         engine = Engine(Scheduler(config), executor, async_scheduling=async_scheduling)
         found = {}
@@ -461,12 +461,12 @@ def test_a_failed_grammar_ends_only_its_request(
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 4])
-def test_a_dead_end_after_the_last_token_is_ignored(tiny: Path, num_scheduler_steps: int) -> None:
+def test_a_dead_end_after_the_last_token_is_ignored(tiny: str, num_scheduler_steps: int) -> None:
     """The steps of a plan continue after a request has reached its length."""
     config = preset("headway", block_size=4, num_blocks=64, max_model_len=64, max_num_seqs=4,
                     max_num_batched_tokens=64, num_scheduler_steps=num_scheduler_steps)  # fmt: skip
-    executor, ends = CpuExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config), {1}
-    executor.sampler.grammars.matchers.use(find_tokenizer(tiny), ends)
+    executor, ends = CpuExecutor(Decoder(open_checkpoint(Path(tiny)), PlainBackend()), config), {1}
+    executor.sampler.grammars.matchers.use(find_tokenizer(Path(tiny)), ends)
     engine, reasons = Engine(Scheduler(config), executor), {}
     late = Grammar.lark('start: "a" "b" NEVER\nNEVER: /[^\\s\\S]/\n')
     for length in (1, 2, 3, 4):
@@ -555,8 +555,8 @@ def test_the_bundled_model_satisfies_grammars_under_preemption(smollm2: Path) ->
     assert not real.unlike_reference({"capital": plain.output})
 
 
-def test_the_offline_api_accepts_a_grammar(tiny: Path) -> None:
-    with LLM(str(tiny), kv_memory="4MiB", threads=1) as llm:
+def test_the_offline_api_accepts_a_grammar(tiny: str) -> None:
+    with LLM(tiny, kv_memory="4MiB", threads=1) as llm:
         asked = SamplingParams(grammar=Grammar.choice(["red", "blue"]), n=3, max_tokens=20)
         (result,) = llm.generate("The", asked)
         assert {sample.text for sample in result.outputs} <= {"red", "blue"}
@@ -582,8 +582,8 @@ def huge(number: int) -> Grammar:
     return Grammar.json_schema({"anyOf": kinds})
 
 
-def test_an_engine_continues_while_huge_grammars_are_compiled(tiny: Path) -> None:
-    with LLM(str(tiny), kv_memory="4MiB", threads=1) as llm:
+def test_an_engine_continues_while_huge_grammars_are_compiled(tiny: str) -> None:
+    with LLM(tiny, kv_memory="4MiB", threads=1) as llm:
         matchers = llm.executor.sampler.grammars.matchers
         matchers.warm_up()
         llm.engine.observers.append(events := Events())

@@ -24,13 +24,8 @@ from headway.lab.loadgen.requests import RequestFormat
 from headway.lab.workload.files import read_workload
 from headway.server.app import create_app
 from headway.server.context import Context
+from headway.server.openai import protocol
 from headway.server.openai.embeddings import EmbeddingRequest
-from headway.server.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from headway.server.settings import Settings
 from tests.support import real
 from tests.support.waiting import LIMIT, until, wait_until
@@ -444,7 +439,7 @@ def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:
     )
     schema = create_app(context).openapi()
     models = (
-        CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, EmbeddingRequest,
+        protocol.CompletionRequest, protocol.ChatRequest, protocol.TokenizeRequest, protocol.DetokenizeRequest, EmbeddingRequest,
     )  # fmt: skip
     names = {field for model in models for field in model.model_fields}
     assert sorted(name for name in names if f"`{name}`" not in document) == []

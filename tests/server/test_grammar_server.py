@@ -15,7 +15,6 @@ from headway import LLM, AsyncEngine
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.settings import Settings
-from tests.support import real
 from tests.support.served import TOOL_TEMPLATE, on_loop
 from tests.support.served import server as letters_server
 

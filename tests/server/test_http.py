@@ -25,13 +25,8 @@ from headway.server.anthropic.protocol import CountRequest, MessagesRequest
 from headway.server.app import create_app
 from headway.server.generation.prepared_chat import OutputParser
 from headway.server.generation.prompt_runs import Delta
+from headway.server.openai import protocol
 from headway.server.openai.embeddings import EmbeddingRequest
-from headway.server.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from headway.server.openai.responses_input import ResponsesRequest
 from headway.server.settings import Settings, read_api_keys
 from headway.server.toolcalls.choice import tool_use
@@ -415,14 +410,14 @@ def bodies(request: type[BaseModel], start: dict[str, Any]) -> st.SearchStrategy
 
 MESSAGES = {"model": MODEL, "messages": HELLO}
 BODIES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
-    COMPLETIONS: (CompletionRequest, {"prompt": "abc"}),
-    CHAT: (ChatRequest, {"messages": HELLO}),
+    COMPLETIONS: (protocol.CompletionRequest, {"prompt": "abc"}),
+    CHAT: (protocol.ChatRequest, {"messages": HELLO}),
     "/v1/responses": (ResponsesRequest, {"input": "abc"}),
     "/v1/messages": (MessagesRequest, {**MESSAGES, "max_tokens": 4}),
     "/v1/messages/count_tokens": (CountRequest, MESSAGES),
     "/v1/embeddings": (EmbeddingRequest, {"input": "abc"}),
-    "/tokenize": (TokenizeRequest, {"prompt": "abc"}),
-    "/detokenize": (DetokenizeRequest, {"tokens": [97]}),
+    "/tokenize": (protocol.TokenizeRequest, {"prompt": "abc"}),
+    "/detokenize": (protocol.DetokenizeRequest, {"tokens": [97]}),
 }
 
 
