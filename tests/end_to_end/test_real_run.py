@@ -1,8 +1,4 @@
-"""The offline API with a real executor: traces, interrupts, errors, streams and sampling.
-
-A tiny model with random weights runs hundreds of requests in a second. Its texts are meaningless,
-but they must not depend on settings or on other requests.
-"""
+"""The offline API with a real executor: traces, interrupts, errors, streams and sampling."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The GPU executor generates the tokens of the CPU executor, whatever the scheduler does.
-
-Without a GPU the kernels run in Triton's interpreter, so models and runs are tiny.
-"""
+"""The GPU executor generates the tokens of the CPU executor, whatever the scheduler does."""
 
 from __future__ import annotations
 

@@ -26,10 +26,7 @@ from tests.support.waiting import LIMIT, until
 
 
 class StoppableClient(ThreadClient):
-    """A client whose replica can be stopped, like a process by SIGSTOP: no message arrives.
-
-    Until then a message arrives at every tick, however slow the replica is.
-    """
+    """A client whose replica can be stopped, like a process by SIGSTOP: no message arrives."""
 
     is_stopped = False
 

@@ -1,7 +1,4 @@
-"""Laws of workload files: reading returns what was written, and prefixes are shared as described.
-
-The tests write their own files; no public trace is needed.
-"""
+"""Laws of workload files: reading returns what was written, and prefixes are shared as described."""
 
 from __future__ import annotations
 

@@ -121,10 +121,7 @@ def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 def make(
     num_decodes: int, num_chunks: int, dim: int = DIM, size: int = SIZE
 ) -> tuple[Tensor, ForwardBatch, Tensor]:
-    """Queries [T, H, D], a batch, and blocks of random numbers.
-
-    A sequence has the same number of blocks for any block size.
-    """
+    """Queries [T, H, D], a batch and random blocks: as many per sequence for any block size."""
     generator = torch.Generator().manual_seed(3)
     longer = size // SIZE
     positions = [longer * position for position in POSITIONS[:num_decodes]]

@@ -1,7 +1,4 @@
-"""Spans cover each request from arrival to end, within the trace context of the request.
-
-tests/cli/test_cli_serve.py checks the spans that a server exports.
-"""
+"""Spans cover each request from arrival to end, within the trace context of the request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A group of ranks computes what one rank does: bit for bit with exact sums on a CPU.
-
-The ranks are threads here (tests/support/rank_threads.py); test_processes.py has processes.
-"""
+"""A group of ranks computes what one rank does: bit for bit with exact sums on a CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Drive a scheduler step by step, without executor and clock; the caller supplies sampled tokens.
-
-A step table lists the decisions of each step in a form that a test can write down and compare.
-"""
+"""Drive a scheduler step by step, without executor and clock; the caller supplies sampled tokens."""
 
 from __future__ import annotations
 

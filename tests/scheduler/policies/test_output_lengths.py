@@ -1,7 +1,4 @@
-"""Requests without max_tokens: the default headroom learns output lengths within tens of requests.
-
-Time is simulated, so throughput is the same on every machine.
-"""
+"""Requests without max_tokens: the default headroom learns output lengths within tens of requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The decisions of each ready-made policy, by slot: chunk, queue, victim, headroom, swap.
-
-Blocks hold four tokens unless a test changes it.
-"""
+"""The decisions of each ready-made policy, by slot: chunk, queue, victim, headroom, swap."""
 
 from __future__ import annotations
 

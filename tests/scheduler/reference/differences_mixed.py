@@ -1,7 +1,4 @@
-"""How deep_dive and vllm differ from their listings; see differences.py.
-
-The batches of both hold prompts and decodes.
-"""
+"""How deep_dive and vllm differ from their listings; see differences.py."""
 
 from __future__ import annotations
 
