@@ -57,6 +57,12 @@ def run_all(sampler: Sampler, steps: torch.Tensor) -> list[list[int]]:
 # Plain references, one row at a time, in float64.
 
 
+KINDS = [
+    Sampling(**more)
+    for more in ({}, {"top_p": 0.95}, {"temperature": 0}, {"top_k": 40}, {"min_p": 0.1})
+]
+
+
 def softmax(logits: Floats) -> Floats:
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
@@ -244,14 +250,7 @@ def test_a_row_does_not_depend_on_its_batch(
 
 
 def test_a_row_does_not_depend_on_its_batch_with_a_large_vocabulary() -> None:
-    kinds = [
-        Sampling(),
-        Sampling(top_p=0.95),
-        Sampling(temperature=0),
-        Sampling(top_k=40),
-        Sampling(min_p=0.1),
-    ]
-    samplings = [kinds[row % 5] for row in range(21)]
+    samplings = [KINDS[row % 5] for row in range(21)]
     logits = some_logits(21, 49_155)
     alone = sampler_of(samplings, 49_155)
     expected = torch.cat([alone.sample(logits[[row]], np.array([row])) for row in range(21)])
@@ -305,15 +304,7 @@ def test_the_given_logits_are_not_changed() -> None:
 
 
 def test_a_row_of_nan_yields_a_token_and_does_not_affect_others() -> None:
-    kinds = [
-        Sampling(temperature=0),
-        Sampling(),
-        Sampling(top_p=0.9),
-        Sampling(top_k=5),
-        Sampling(min_p=0.1),
-    ]
-    samplings = kinds * 2
-    logits = some_logits(10, 300)
+    samplings, logits = KINDS * 2, some_logits(10, 300)
     sound = sampler_of(samplings, 300).sample(logits, np.arange(10))
     logits[:5] = torch.nan
     chosen = sampler_of(samplings, 300).sample(logits, np.arange(10))

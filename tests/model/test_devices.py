@@ -45,9 +45,6 @@ from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
 from tests.support.waiting import LIMIT
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
-
 GIB = 2**30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 without_gpu = pytest.mark.skipif(devices.why_no_cuda() is None, reason="a GPU can be used here")
@@ -232,19 +229,14 @@ def test_only_running_out_of_memory_becomes_a_config_error() -> None:
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.20 GiB "
         "of which 10.00 GiB is free. Including non-PyTorch memory, this process has 69 GiB in use."
     )
-    with (
-        pytest.raises(
-            ConfigError,
-            match=r"^it: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 .*79.20 GiB of "
-            r"which 10.00 GiB is free; do this$",
-        ),
-        devices.explain_out_of_memory("it", "do this"),
-    ):
+    explained = (
+        r"^it: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 .*79.20 GiB of "
+        r"which 10.00 GiB is free; do this$"
+    )
+    explain = devices.explain_out_of_memory
+    with pytest.raises(ConfigError, match=explained), explain("it", "do this"):
         raise torch.OutOfMemoryError(message)
-    with (
-        pytest.raises(RuntimeError, match="something else"),
-        devices.explain_out_of_memory("it", "do this"),
-    ):
+    with pytest.raises(RuntimeError, match="something else"), explain("it", "do this"):
         fail("something else")
 
 
@@ -390,24 +382,16 @@ def test_memory_is_measured_unless_blocks_or_bytes_are_given() -> None:
     assert measured.num_blocks == 123 and len(seen) == 1
     limits = seen[0].max_num_seqs, seen[0].max_num_batched_tokens, seen[0].max_model_len
     assert limits == (256, 8192, 8192)
-    assert (
-        fit(LONG, 2, EngineOptions(preset="vllm_v1", num_blocks=9), room(123, seen)).num_blocks == 9
-    )
     block = 16 * LONG.kv_bytes(2)
-    assert (
-        fit(
-            LONG, 2, EngineOptions(preset="vllm_v1", kv_memory=5 * block), room(123, seen)
-        ).num_blocks
-        == 5
-    )
+    for size, num_blocks in (({"num_blocks": 9}, 9), ({"kv_memory": 5 * block}, 5)):
+        options = EngineOptions(preset="vllm_v1", **size)
+        assert fit(LONG, 2, options, room(123, seen)).num_blocks == num_blocks
     assert len(seen) == 1
 
 
 def test_no_more_blocks_are_allocated_than_all_requests_can_fill() -> None:
-    config = fit(
-        LONG, 2, EngineOptions(preset="vllm_v1", max_num_seqs=3, max_model_len=100), room(10**6)
-    )
-    assert config.num_blocks == 3 * 7
+    options = EngineOptions(preset="vllm_v1", max_num_seqs=3, max_model_len=100)
+    assert fit(LONG, 2, options, room(10**6)).num_blocks == 3 * 7
 
 
 def test_max_model_len_above_the_models_limit_is_rejected_with_both_numbers() -> None:
@@ -435,10 +419,8 @@ def test_swapping_pins_at_most_a_fraction_of_host_memory(monkeypatch: pytest.Mon
     assert seen[0].num_host_blocks > 0, "the measurement includes the staging buffers"
     assert fit(LONG, 2, EngineOptions(preset="headway"), room(50)).num_host_blocks == 50
     assert fit(LONG, 2, EngineOptions(preset="vllm_v1"), room(50)).num_host_blocks == 0
-    assert (
-        fit(LONG, 2, EngineOptions(preset="headway", num_host_blocks=3), room(50)).num_host_blocks
-        == 3
-    )
+    three = EngineOptions(preset="headway", num_host_blocks=3)
+    assert fit(LONG, 2, three, room(50)).num_host_blocks == 3
 
 
 def test_a_failure_to_pin_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,10 +235,7 @@ class Trial:
 def blocks_for(
     model: Decoder, num_tokens: int, block_size: int = 16, *, windowed: bool = False
 ) -> Tensor:
-    """Blocks for `num_tokens`, filled with NaN so that reading them by mistake is noticed.
-
-    Those of the sliding-window layers, or of the others.
-    """
+    """Blocks for `num_tokens`, of windows or not; NaN shows that one is read by mistake."""
     num_blocks, config = (
         -(-num_tokens // block_size),
         model.config.layers_of_kind(windowed=windowed),
@@ -419,10 +416,7 @@ def batched_logits(
 def batched_states(
     model: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[Tensor]:
-    """States at each position of prompts and outputs but the last.
-
-    The sequences are padded at their ends: no position depends on a later one.
-    """
+    """States at each position of prompts and outputs but the last; padding is at the ends."""
     sequences = [[*prompt, *output][:-1] for prompt, output in parts]
     width = max(map(len, sequences))
     padded = [tokens + [0] * (width - len(tokens)) for tokens in sequences]

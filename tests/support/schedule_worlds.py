@@ -1,7 +1,4 @@
-"""Random worlds around some requests: other requests, chunks, preemption, swapping, cache hits.
-
-A request's tokens and logprobs are compared bit by bit with those of the request alone.
-"""
+"""Random worlds around some requests: other requests, chunks, preemption, swapping, cache hits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A server without a model: bytes are tokens, and the output is the prompt in capitals.
-
-Runs the real engine, loop and app in one event loop, without sockets.
-"""
+"""A server without a model or sockets: bytes are tokens; the output is the prompt in capitals."""
 
 from __future__ import annotations
 
@@ -61,10 +58,7 @@ routing.create_model_field = functools.cache(routing.create_model_field)  # type
 
 
 def letters(template: str = TEMPLATE, bos: str = "") -> Tokenizer:
-    """A tokenizer: each byte is a token; 256 and 257 begin and end a message.
-
-    It adds `bos` to a text.
-    """
+    """A tokenizer: each byte is a token; 256 and 257 begin and end messages; `bos` begins texts."""
     backend = Backend(models.BPE(vocab=dict(ALPHABET), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
