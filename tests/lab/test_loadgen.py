@@ -240,10 +240,8 @@ class SlowClient:
 
 
 def test_requests_are_sent_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, selector = (
-        with_poisson_arrivals(same_requests(12, num_output=3), 60.0, seed=3),
-        VirtualTimeSelector(),
-    )
+    requests = with_poisson_arrivals(same_requests(12, num_output=3), 60.0, seed=3)
+    selector = VirtualTimeSelector()
     loop = asyncio.SelectorEventLoop(selector)
     monkeypatch.setattr(loop, "time", lambda: selector.now)
     monkeypatch.setattr("headway.lab.loadgen.load.perf_counter", loop.time)

@@ -113,10 +113,8 @@ def run(
     engine, clock = engine_of(name, async_scheduling, **changes)
     metrics, log = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny"), Log()
     engine.observers.append(log)
-    jobs, chance = (
-        list(parse_synthetic(WORKLOAD.format(seed)).generate())[::-1],
-        random.Random(seed),
-    )
+    jobs = list(parse_synthetic(WORKLOAD.format(seed)).generate())[::-1]
+    chance = random.Random(seed)
     while jobs or engine.has_work:
         while jobs and jobs[-1].arrival <= clock.now():
             job = jobs.pop()

@@ -282,10 +282,8 @@ def outcomes(results: list[RequestOutput]) -> list[tuple[str, list[int], str | N
 
 @pytest.mark.parametrize("quantization", ["none"])
 def test_a_stream_adds_up_and_leaving_it_early_frees_everything(pair: Pair) -> None:
-    llm, params = (
-        pair.group,
-        [SamplingParams(seed=seed, max_tokens=16) for seed in range(len(TEXTS))],
-    )
+    llm = pair.group
+    params = [SamplingParams(seed=seed, max_tokens=16) for seed in range(len(TEXTS))]
     whole, texts = outcomes(llm.generate(TEXTS, params)), dict[int, str]()
     for delta in llm.stream(TEXTS, params):
         texts[delta.choice] = texts.get(delta.choice, "") + delta.text

@@ -186,10 +186,8 @@ def test_times_never_decrease_on_a_track(
 def test_counters_equal_the_fields_of_the_steps(
     name: str, async_scheduling: int, changes: dict[str, Any]
 ) -> None:
-    lines, events = (
-        record(name, async_scheduling, **changes),
-        exported(name, async_scheduling, changes),
-    )
+    lines = record(name, async_scheduling, **changes)
+    events = exported(name, async_scheduling, changes)
     plans = {line.step: line for line in of_kind(PlannedLine, lines)}  # without empty ones
     for counter, field in (("running",) * 2, ("waiting",) * 2, ("free blocks", "free")):
         shown = [e["args"][counter] for e in events if e["ph"] == "C" and e["name"] == counter]
