@@ -36,8 +36,9 @@ from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
 from tests.support.drive import check_no_leaks
 from tests.support.events import Events
 from tests.support.journals import Recorder
-from tests.support.served import on_loop, server
+from tests.support.served import server
 from tests.support.shadow import ShadowExecutor, oracle
+from tests.support.waiting import on_loop
 
 SMALL = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])

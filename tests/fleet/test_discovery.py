@@ -21,8 +21,8 @@ from headway.remote.auth import Identity
 from headway.remote.service import EngineService
 from headway.request import RequestParams
 from headway.server.process.serve import bind
-from tests.support.served import Capitals, on_loop
-from tests.support.waiting import LIMIT, until
+from tests.support.served import Capitals
+from tests.support.waiting import LIMIT, on_loop, until
 
 KEY = b"key"
 MODEL = Identity(name="", model="letters", block_size=16)

@@ -21,8 +21,7 @@ from headway.fleet.settings import FleetCounters, FleetSettings
 from tests.support.faults import Faults
 from tests.support.held import Held, Hold
 from tests.support.scripted import END, make_engine, script
-from tests.support.served import on_loop
-from tests.support.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, on_loop, until
 
 
 class StoppableClient(ThreadClient):

@@ -22,8 +22,8 @@ from headway.server.health import watch
 from tests.observe.test_prometheus import samples
 from tests.support import processes
 from tests.support.scripted import make_engine, script
-from tests.support.served import MODEL, Server, on_loop, server
-from tests.support.waiting import LIMIT, until, wait_until
+from tests.support.served import MODEL, Server, server
+from tests.support.waiting import LIMIT, on_loop, until, wait_until
 
 ENDLESS = 10 * LIMIT  # seconds
 PATHS = ("/metrics", "/load", "/live", "/health")

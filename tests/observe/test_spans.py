@@ -20,8 +20,8 @@ from headway.observe.spans import Spans, _make_provider, _within, check_installe
 from headway.server.http.middleware import TraceContextMiddleware, traceparent_of
 from tests.support.collector import HEADER, PARENT, TRACE
 from tests.support.gated import gated_engine, scripted
-from tests.support.served import on_loop, server
-from tests.support.waiting import LIMIT
+from tests.support.served import server
+from tests.support.waiting import LIMIT, on_loop
 
 
 def test_the_service_name_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

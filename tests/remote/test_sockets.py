@@ -19,8 +19,8 @@ from headway.remote.auth import Identity
 from headway.remote.client import SocketClient
 from headway.remote.service import EngineService
 from headway.request import RequestParams
-from tests.support.served import Capitals, on_loop
-from tests.support.waiting import LIMIT, until
+from tests.support.served import Capitals
+from tests.support.waiting import LIMIT, on_loop, until
 
 KEY = b"k" * 32
 MODEL = Identity(name="one", model="letters (float32 on cpu)", block_size=16)

@@ -11,16 +11,8 @@ import httpx
 import pytest
 
 from headway.server.generation.ignored_fields import MAX_REPORTED
-from tests.support.served import (
-    CHAT_TEMPLATE,
-    MODEL,
-    TOOL_TEMPLATE,
-    Server,
-    on_loop,
-    server,
-    with_server,
-)
-from tests.support.waiting import until
+from tests.support.served import CHAT_TEMPLATE, MODEL, TOOL_TEMPLATE, Server, server, with_server
+from tests.support.waiting import on_loop, until
 
 RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

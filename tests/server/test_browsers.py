@@ -13,7 +13,8 @@ from headway.server.http.middleware import SecurityMiddleware
 from headway.server.http.origins import host_name
 from headway.server.settings import Settings
 from tests.server.test_http import CHAT, COMPLETIONS, HELLO, error
-from tests.support.served import Server, on_loop, server, with_server
+from tests.support.served import Server, server, with_server
+from tests.support.waiting import on_loop
 
 PAGE = "http://page.example:3000"
 OPENAI_HEADERS = (

@@ -23,8 +23,8 @@ from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun
 from headway.server.generation.prompts import tokens_of
 from headway.server.http.offload import MAX_INLINE_SIZE
 from headway.server.openai.protocol import CompletionRequest
-from tests.support.served import Server, on_loop, with_server
-from tests.support.waiting import LIMIT, until
+from tests.support.served import Server, with_server
+from tests.support.waiting import LIMIT, on_loop, until
 
 DONE = FinishInfo("length", None, None, 0, 0, 0.0, 0.0, 0.0)
 LETTERS = "abcdefghijklmnopqrstuvwxyz" * 8

@@ -24,11 +24,10 @@ from tests.support.served import (
     Capitals,
     Server,
     embedding,
-    on_loop,
     server,
     with_server,
 )
-from tests.support.waiting import until
+from tests.support.waiting import on_loop, until
 
 PATH = "/v1/embeddings"
 

@@ -15,8 +15,9 @@ from headway import LLM, AsyncEngine
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.settings import Settings
-from tests.support.served import TOOL_TEMPLATE, on_loop
+from tests.support.served import TOOL_TEMPLATE
 from tests.support.served import server as letters_server
+from tests.support.waiting import on_loop
 
 pytest.importorskip("llguidance")
 torch.set_num_threads(1)

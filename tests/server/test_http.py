@@ -31,16 +31,8 @@ from headway.server.openai.responses_input import ResponsesRequest
 from headway.server.settings import Settings, read_api_keys
 from headway.server.toolcalls.choice import tool_use
 from headway.server.toolcalls.formats import CallDelta
-from tests.support.served import (
-    MODEL,
-    TOOL_TEMPLATE,
-    VOCAB_SIZE,
-    Server,
-    on_loop,
-    server,
-    with_server,
-)
-from tests.support.waiting import LIMIT, until
+from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, server, with_server
+from tests.support.waiting import LIMIT, on_loop, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

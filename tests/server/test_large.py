@@ -29,8 +29,8 @@ from headway.server.http.json_output import large_to_json, to_json
 from headway.server.openai.protocol import CompletionRequest, DetokenizeRequest
 from headway.text import long_text, tokenizer
 from headway.text.tokenizer import Tokenizer, tokenizer_from_gguf
-from tests.support.served import Server, letters, on_loop, server, with_server
-from tests.support.waiting import until, wait_until
+from tests.support.served import Server, letters, server, with_server
+from tests.support.waiting import on_loop, until, wait_until
 from tests.text.test_tokenizer import CORPUS, bundled, byte_level_metadata, sentencepiece_metadata
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

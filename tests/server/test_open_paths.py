@@ -9,7 +9,8 @@ import pytest
 
 from headway.engine.async_engine import AsyncEngine
 from headway.server.app import create_app
-from tests.support.served import on_loop, server
+from tests.support.served import server
+from tests.support.waiting import on_loop
 
 PROBLEM = "no progress for 31.0 s although there is work."
 DECISION = "request chat-12 waits: it needs 5 free KV blocks; 2 available"

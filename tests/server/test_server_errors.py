@@ -15,15 +15,8 @@ from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
 from headway.server.http.errors import ApiError, format_value
 from headway.server.http.json_body import parse_object
-from tests.support.served import (
-    MODEL,
-    TOOL_TEMPLATE,
-    VOCAB_SIZE,
-    Server,
-    on_loop,
-    server,
-    with_server,
-)
+from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, server, with_server
+from tests.support.waiting import on_loop
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.served import MODEL, Server, on_loop, server, with_server
+from tests.support.served import MODEL, Server, server, with_server
+from tests.support.waiting import on_loop
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 HELLO = [{"role": "user", "content": "hello"}]

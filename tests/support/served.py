@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import threading
@@ -32,7 +31,7 @@ from headway.server.context import Context
 from headway.server.settings import Settings
 from headway.text.tokenizer import ALPHABET, Tokenizer
 from tests.support.drive import result
-from tests.support.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, on_loop, until
 
 START, END = 256, 257
 VOCAB_SIZE = 260
@@ -223,16 +222,6 @@ async def server(
         app_module.ENGINE_TIMEOUT = before
         executor.gate.set()
         await engine.close()
-
-
-def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an async test in its own event loop, with a timeout."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **names: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **names), LIMIT))  # type: ignore[arg-type]
-
-    return run
 
 
 def with_server(**options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
