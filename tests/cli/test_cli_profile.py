@@ -179,8 +179,5 @@ def test_with_async_scheduling_the_host_time_comes_from_a_run_without_it(tmp_pat
         np.median(observations(logs.synchronous).gaps)
     )
     again = calibration.held_out_error(logs.held_out, llm.config, profile, async_scheduling=1)
-    assert (
-        found
-        == again
-        != calibration.held_out_error(logs.held_out, llm.config, profile, async_scheduling=0)
-    )
+    other = calibration.held_out_error(logs.held_out, llm.config, profile, async_scheduling=0)
+    assert found == again != other

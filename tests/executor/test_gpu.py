@@ -201,10 +201,8 @@ def test_requests_that_need_the_host_equal_the_cpu_executor() -> None:
     about, config = FAMILIES["norms of heads"], settings()
     wanted, found = Scores(), Scores()
     expected = answers(plain, config, about, samplings=asked, watch=wanted)
-    assert (
-        answers(on_device, config, about, async_scheduling=1, samplings=asked, watch=found)
-        == expected
-    )
+    made = answers(on_device, config, about, async_scheduling=1, samplings=asked, watch=found)
+    assert made == expected
     assert wanted.keys() == {"0", "1 prompt"}
     found.check(wanted)
 

@@ -22,13 +22,14 @@ from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.loader import open_checkpoint
 from headway.model.sharding import Part
-from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint
+from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import FP8, MAX_FP8, quantize
 from tests.model.kernels.reference.fp8 import quantize_rows
 from tests.support.real import batch_of
 
 pytest.importorskip("triton")
 from headway.model.backends import fp8
+from tests.executor.test_gpu import Loud
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 VALUES: dict[str, Any] = {
@@ -54,18 +55,6 @@ LIMIT = 0.03  # of the relative error of float32 logits
 # So bfloat16 logits are compared with exact ones, and with the error of plain torch in bfloat16.
 MAX_RATIO = 1.5
 STEPS = {"prompts": slice(0, 7), "two decodes": slice(7, 9), "one decode": slice(9, 10)}  # of rows
-
-
-class Loud(DummyCheckpoint):
-    """Random weights large enough for clear choices, and norm weights other than 1."""
-
-    def whole(self, name: str) -> Tensor:
-        quiet = super().whole(name)
-        if name.endswith("norm.weight"):
-            return quiet + 0.3 * torch.randn(
-                quiet.shape, generator=torch.Generator().manual_seed(len(name))
-            )
-        return quiet * 10
 
 
 def config_of(**changes: Any) -> ModelConfig:
@@ -203,11 +192,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 def test_fp8_needs_a_gpu_that_has_it(card: Callable[[int, int], None]) -> None:
     card(8, 9)
-    assert (
-        precision.resolved("auto", "fp8", CUDA)
-        == precision.resolved("bfloat16", "fp8", CUDA)
-        == "fp8"
-    )
+    assert {precision.resolved(dtype, "fp8", CUDA) for dtype in ("auto", "bfloat16")} == {"fp8"}
     with pytest.raises(ConfigError, match="dtype auto or bfloat16, not float16"):
         precision.resolved("float16", "fp8", CUDA)
     with pytest.raises(ConfigError, match=r"fp8 needs a GPU: .*--quantization none or int8"):

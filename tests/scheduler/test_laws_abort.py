@@ -117,11 +117,8 @@ def test_an_abort_ends_the_request_with_its_reason_and_only_once() -> None:
     request = world.add("a", 5)
     world.step()
     assert world.scheduler.abort("a", "error", "no space left")
-    assert (
-        request.is_finished
-        and request.finish_reason == "error"
-        and request.error == "no space left"
-    )
+    assert request.is_finished
+    assert (request.finish_reason, request.error) == ("error", "no space left")
     assert not world.scheduler.abort("a") and not world.scheduler.abort("never added")
     assert world.events.ended == [request]
     other = world.add("b", 5)

@@ -307,6 +307,26 @@ async def test_tool_calls_are_parsed_complete_and_streamed(here: Server) -> None
     assert not cut["message"].get("tool_calls")
 
 
+# Values that /v1/completions refuses, by field.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "max_tokens": (0, -1, "5"),
+    "temperature": (-1, float("nan"), float("inf"), [1]),
+    "top_p": (0,),
+    "n": (0, True),
+    "logprobs": (101,),
+    "stop": ([""], ["x"] * 100),
+    "stop_token_ids": ([VOCAB_SIZE],),
+    "logit_bias": ({"x": 1}, {"1": 101}, {str(VOCAB_SIZE): 1}),
+    "seed": (2**70,),
+    "deadline": (-1,),
+    "priority": (0.5,),
+    "cache_salt": ("\n",),
+    "suffix": ("b",),
+    "best_of": (2,),
+    "stream_options": ({"include_usage": True},),
+    "response_format": ({"type": "x"}, {"type": "json_schema"}),
+    "structured_outputs": ({}, {"regex": "("}, {"choice": []}),
+}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {}, "prompt"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
@@ -319,36 +339,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a\ud800"}, "prompt"),
     (COMPLETIONS, {"prompt": "x" * 300}, "prompt"),
     (COMPLETIONS, {"prompt": ["a"] * 50, "n": 50}, "prompt"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "temperature": float("nan")}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "temperature": float("inf")}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "temperature": [1]}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
-    (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
-    (COMPLETIONS, {"prompt": "a", "n": True}, "n"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": 101}, "logprobs"),
-    (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
-    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 100}, "stop"),
-    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "seed": 2**70}, "seed"),
-    (COMPLETIONS, {"prompt": "a", "deadline": -1}, "deadline"),
-    (COMPLETIONS, {"prompt": "a", "priority": 0.5}, "priority"),
-    (COMPLETIONS, {"prompt": "a", "cache_salt": "\n"}, "cache_salt"),
-    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
-    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
-    (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "x"}}, "response_format"),
-    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
-    (COMPLETIONS, {"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
-    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs"),
-    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs"),
     (CHAT, {"messages": HELLO, "tools": [TOOL]}, "tools"),
     (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
@@ -366,6 +357,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
     ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
     ("/detokenize", {"tokens": "abc"}, "tokens"),
+    *(
+        (COMPLETIONS, {"prompt": "a", name: value}, name)
+        for name, values in VALUES.items()
+        for value in values
+    ),
 ]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -17,9 +16,7 @@ from headway.lab.film.reader import Film
 from headway.server import lab
 from tests.support.film_states import shown, state_of
 from tests.support.gated import Gate, gated_engine, scripted
-from tests.support.waiting import LIMIT
-
-Test = Callable[[AsyncEngine, Engine, Gate], Awaitable[None]]
+from tests.support.waiting import LIMIT, on_loop
 
 
 @pytest.fixture(autouse=True)
@@ -28,19 +25,17 @@ def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MAX_SECONDS", 10 * LIMIT)  # no viewer is dropped
 
 
-def served(test: Test) -> None:
-    async def serve() -> None:
-        engine, gate = gated_engine()
-        client = ThreadClient(engine)
-        live.install(client.loop)
-        running = AsyncEngine(client)
-        await running.start()
-        try:
-            await asyncio.wait_for(test(running, engine, gate), LIMIT)
-        finally:
-            await running.close()
-
-    asyncio.run(serve())
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[AsyncEngine, Engine, Gate]]:
+    engine, gate = gated_engine()
+    client = ThreadClient(engine)
+    live.install(client.loop)
+    running = AsyncEngine(client)
+    await running.start()
+    try:
+        yield running, engine, gate
+    finally:
+        await running.close()
 
 
 async def run(engine: AsyncEngine, id: str, num_output: int = 5) -> None:
@@ -71,8 +66,9 @@ def is_settled(film: Film) -> bool:
     return bool(state["cached"]) and not state["requests"]
 
 
-def test_a_film_shows_finished_requests_and_a_reset_of_the_cache_at_once() -> None:
-    async def test(running: AsyncEngine, engine: Engine, gate: Gate) -> None:
+@on_loop
+async def test_a_film_shows_finished_requests_and_a_reset_of_the_cache_at_once() -> None:
+    async with served() as (running, engine, _gate):
         await run(running, "before")
         film = Film()
         async with aclosing(lab.live_film(running)) as pieces:
@@ -90,11 +86,10 @@ def test_a_film_shows_finished_requests_and_a_reset_of_the_cache_at_once() -> No
         assert film.column("free", film.num_frames - 1) > 0
         assert not engine.observers[1:]  # the film has ended: no step is described any more
 
-    served(test)
 
-
-def test_a_film_shows_the_state_after_a_failed_step() -> None:
-    async def test(running: AsyncEngine, engine: Engine, gate: Gate) -> None:
+@on_loop
+async def test_a_film_shows_the_state_after_a_failed_step() -> None:
+    async with served() as (running, engine, gate):
         film = Film()
         async with aclosing(lab.live_film(running)) as pieces:
             film.read(await anext(pieces))  # the film starts here
@@ -108,11 +103,10 @@ def test_a_film_shows_the_state_after_a_failed_step() -> None:
                 and state["cached"] == set() == state_of(engine.scheduler)["cached"]
             )
 
-    served(test)
 
-
-def test_only_a_few_pages_can_follow_a_server() -> None:
-    async def test(running: AsyncEngine, engine: Engine, gate: Gate) -> None:
+@on_loop
+async def test_only_a_few_pages_can_follow_a_server() -> None:
+    async with served() as (running, _engine, _gate):
         films = [lab.live_film(running) for _ in range(live.MAX_VIEWERS + 1)]
         for film in films[:-1]:
             await anext(film)
@@ -123,5 +117,3 @@ def test_only_a_few_pages_can_follow_a_server() -> None:
         await anext(late)
         for film in (*films[1:], late):
             await film.aclose()
-
-    served(test)

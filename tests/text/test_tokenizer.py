@@ -313,11 +313,8 @@ def test_end_of_turn_is_an_eos_token_and_user_tokens_are_recognized() -> None:
     assert tokenizer.special_ids == {278, 279, 281}
     assert tokenizer.encode("<think>") == [280]
     assert tokenizer.decode([280, 279]) == "<think>"
-    assert (
-        tokenizer.piece(282)
-        == tokenizer.decode(tokenizer.encode("une ide\u0301e"))
-        == "une ide\u0301e"
-    )
+    text = "une ide\u0301e"
+    assert tokenizer.piece(282) == tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_an_unknown_split_is_an_error_that_lists_the_supported_ones() -> None:
