@@ -9,7 +9,7 @@ import pytest
 from headway import Plan, Scheduler, preset
 from headway.events import Aborted, Added, Failed
 from headway.request import Request, RequestParams
-from tests.support.drive import Driver
+from tests.support.drive import Driver, small_driver
 from tests.support.events import Events
 
 
@@ -129,9 +129,7 @@ def test_an_abort_ends_the_request_with_its_reason_and_only_once() -> None:
 
 def test_a_plan_without_work_is_recorded_at_its_place() -> None:
     """An empty plan beside one in flight considers arrivals before the result that is in flight."""
-    world = Driver(
-        "vllm_v1", num_blocks=40, block_size=4, max_num_seqs=1, max_num_batched_tokens=16
-    )
+    world = small_driver(num_blocks=40, max_num_seqs=1, max_num_batched_tokens=16)
     world.add("a", 5, 1)
     first = world.plan()
     world.add("b", 3)

@@ -8,7 +8,7 @@ import pytest
 
 from headway.request import Request, RequestParams
 from headway.scheduler import fairness
-from tests.support.drive import Driver
+from tests.support.drive import small_driver
 
 
 def of_group(group: str, num_prompt: int = 10) -> Request:
@@ -123,10 +123,7 @@ def test_a_prompt_may_be_overtaken_up_to_its_service_less_what_is_left_of_it() -
 def test_a_request_overtakes_only_if_it_is_no_longer_than_what_the_prompt_has_had(
     length: int, overtakes: bool
 ) -> None:
-    world = Driver(
-        "vllm_v1", queue="fair", num_blocks=400, block_size=4, max_num_seqs=8,
-        max_num_batched_tokens=10,
-    )  # fmt: skip
+    world = small_driver(queue="fair", num_blocks=400, max_num_seqs=8, max_num_batched_tokens=10)
     world.add("long", 200, 2, client="heavy")
     world.steps(3)
     small = world.add("small", length, 2, client="light")
@@ -139,10 +136,7 @@ def test_a_request_overtakes_only_if_it_is_no_longer_than_what_the_prompt_has_ha
 
 
 def test_requests_that_overtake_are_computed_before_all_partial_prompts() -> None:
-    world = Driver(
-        "vllm_v1", queue="fair", num_blocks=400, block_size=4, max_num_seqs=16,
-        max_num_batched_tokens=10,
-    )  # fmt: skip
+    world = small_driver(queue="fair", num_blocks=400, max_num_seqs=16, max_num_batched_tokens=10)
     world.add("long", 200, 2, client="heavy")
     world.steps(5)
     world.add("small", 25, 2, client="light")
@@ -152,10 +146,9 @@ def test_requests_that_overtake_are_computed_before_all_partial_prompts() -> Non
 
 def test_the_first_partial_prompt_is_overtaken_by_what_may_overtake_it_and_not_the_next() -> None:
     """Two partial prompts: a small request may overtake only the second, which has no tokens left."""
-    world = Driver(
-        "vllm_v1", queue="fair", chunk="at_most(5)", num_blocks=400, block_size=4, max_num_seqs=8,
-        max_num_batched_tokens=10,
-    )  # fmt: skip
+    world = small_driver(
+        queue="fair", chunk="at_most(5)", num_blocks=400, max_num_seqs=8, max_num_batched_tokens=10
+    )
     first = world.add("first", 200, 2, client="a")
     second = world.add("second", 200, 2, client="b")
     world.steps(1)
@@ -209,10 +202,7 @@ def test_a_group_is_alone_some_steps_after_the_last_request_of_any_other() -> No
 def test_the_group_with_the_least_service_is_always_served_next(seed: int) -> None:
     """With rows for one request at a time, each admission is of a least served waiting group."""
     rng = random.Random(seed)
-    world = Driver(
-        "vllm_v1", queue="fair", num_blocks=400, block_size=4, max_num_seqs=1,
-        max_num_batched_tokens=64,
-    )  # fmt: skip
+    world = small_driver(queue="fair", num_blocks=400, max_num_seqs=1)
     for number in range(12):
         world.add(f"r{number}", rng.randint(1, 20), rng.randint(1, 5), client=rng.choice("abc"))
     counters = world.scheduler.queue.counters

@@ -14,7 +14,7 @@ from headway.errors import PolicyError
 from headway.request import Request, RequestParams
 from headway.scheduler.policies import queue as queues
 from headway.scheduler.queue import NUM_REFRESHED, WaitingQueue
-from tests.support.drive import Driver
+from tests.support.drive import small_driver
 
 
 @dataclass(frozen=True)
@@ -271,10 +271,9 @@ def test_only_a_priority_rule_that_preempts_outranks_a_lower_priority() -> None:
 @pytest.mark.parametrize("max_overtakes", (0, 1, 3))
 def test_a_blocked_request_is_overtaken_as_often_as_its_rule_allows(max_overtakes: int) -> None:
     """One request per step fits beside the first; each that passes counts."""
-    world = Driver(
-        "vllm_v1", queue=f"fcfs({max_overtakes})", block_size=4, num_blocks=20, max_num_seqs=9,
-        max_num_batched_tokens=100,
-    )  # fmt: skip
+    world = small_driver(
+        queue=f"fcfs({max_overtakes})", num_blocks=20, max_num_seqs=9, max_num_batched_tokens=100
+    )
     world.add("holder", 40, 30)
     world.step()
     large = world.add("large", 60, 1)  # 15 blocks, 9 are free
@@ -287,10 +286,7 @@ def test_a_blocked_request_is_overtaken_as_often_as_its_rule_allows(max_overtake
 
 
 def test_only_as_many_blocked_requests_are_examined_as_patience_allows() -> None:
-    world = Driver(
-        "vllm_v1", queue="fcfs(2)", block_size=4, num_blocks=20, max_num_seqs=9,
-        max_num_batched_tokens=100,
-    )  # fmt: skip
+    world = small_driver(queue="fcfs(2)", num_blocks=20, max_num_seqs=9, max_num_batched_tokens=100)
     world.add("holder", 40, 30)
     world.step()
     for number in range(5):

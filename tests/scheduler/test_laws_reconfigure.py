@@ -16,7 +16,7 @@ from headway import Plan, Request, SchedulerView
 from headway.errors import ConfigError, PolicyError
 from headway.scheduler.fairness import group_of, weighted_tokens
 from headway.scheduler.policies import queue as queues
-from tests.support.drive import Driver, Row
+from tests.support.drive import Driver, Row, small_driver
 from tests.support.scenarios import ScenarioRun, random_headroom, random_scenario
 
 RULES: dict[str, Any] = {
@@ -32,8 +32,8 @@ RULES: dict[str, Any] = {
 def a_world(seed: int, queue: Any) -> Iterator[Driver]:
     """A busy scheduler with requests whose order depends on the rule; yielded before each step."""
     rng = random.Random(seed)
-    world = Driver(
-        "vllm", queue=queue, block_size=4, num_blocks=24, num_host_blocks=8, max_num_seqs=3,
+    world = small_driver(
+        "vllm", queue=queue, num_blocks=24, num_host_blocks=8, max_num_seqs=3,
         max_num_batched_tokens=24, swap="swap", headroom="watermark(0)",
     )  # fmt: skip
     for number in range(10):

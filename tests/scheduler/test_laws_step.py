@@ -16,7 +16,7 @@ from headway.config import StepActions
 from headway.request import Request, RequestParams
 from headway.scheduler.policies.batching import mixed
 from headway.scheduler.policies.headroom import back_off
-from tests.support.drive import Driver
+from tests.support.drive import Driver, small_driver
 
 SIZE = 4
 
@@ -57,9 +57,9 @@ def swapping(seed: int, seen: Counter[str], headroom: int) -> Driver:
             seen["refused for decodes"] += needs[0] <= free
         mixed(step)
 
-    world = Driver(
+    world = small_driver(
         "vllm", batching=batching, queue="fcfs(3)", swap="swap", headroom=keeping(headroom),
-        block_size=SIZE, num_blocks=rng.randint(14, 20), num_host_blocks=30, max_num_seqs=6,
+        num_blocks=rng.randint(14, 20), num_host_blocks=30, max_num_seqs=6,
         max_num_batched_tokens=rng.choice((6, 12, 40)),
     )  # fmt: skip
     return world
@@ -85,10 +85,10 @@ def test_swapped_requests_leave_blocks_and_tokens_for_the_decodes(headroom: int)
 
 
 def test_while_room_is_made_for_a_priority_no_swapped_request_takes_it() -> None:
-    world = Driver(
+    world = small_driver(
         "vllm", batching="swapped_first", queue="priority(preempts=True)", swap="swap",
-        headroom="watermark(0.0)", block_size=SIZE, num_blocks=10, num_host_blocks=30,
-        max_num_seqs=2, max_num_batched_tokens=64, victim="newest",
+        headroom="watermark(0.0)", num_blocks=10, num_host_blocks=30, max_num_seqs=2,
+        victim="newest",
     )  # fmt: skip
     world.add("a", 12, 20, priority=5)
     world.add("b", 12, 20, priority=5)
@@ -103,9 +103,9 @@ def test_while_room_is_made_for_a_priority_no_swapped_request_takes_it() -> None
 @pytest.mark.parametrize("seed", range(8))
 def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) -> None:
     rng = random.Random(seed)
-    world = Driver(
-        "vllm_v1", block_size=SIZE, num_blocks=16, max_num_seqs=3, max_num_batched_tokens=10,
-        queue=rng.choice(("fcfs", "fcfs(2)")),
+    world = small_driver(
+        num_blocks=16, max_num_seqs=3, max_num_batched_tokens=10, queue=rng.choice(("fcfs",
+        "fcfs(2)")),
     )  # fmt: skip
     for number in range(7):
         world.add(f"r{number}", rng.randint(1, 20), rng.randint(1, 12))
@@ -139,9 +139,7 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
 
 
 def test_cached_recomputed_and_resumed_tokens_are_counted() -> None:
-    world = Driver(
-        "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, max_num_batched_tokens=64
-    )
+    world = small_driver(num_blocks=30, max_num_seqs=3)
     first = world.add("a", range(100, 110), 6)
     world.steps(2)
     second = world.add("b", range(100, 110), 4)
@@ -239,9 +237,9 @@ def test_a_prompt_that_no_request_overtakes_keeps_its_place() -> None:
         step.admit()
         step.prefill()
 
-    world = Driver(
-        "vllm_v1", batching=batching, queue="fair(5)", chunk="at_most(4)", block_size=SIZE,
-        num_blocks=14, max_num_seqs=4, max_num_batched_tokens=8, headroom="watermark(0)",
+    world = small_driver(
+        batching=batching, queue="fair(5)", chunk="at_most(4)", num_blocks=14,
+        max_num_batched_tokens=8, headroom="watermark(0)",
     )  # fmt: skip
     world.add("first", 20, 1, client="a")
     world.step()
@@ -287,9 +285,7 @@ def test_pressure_grows_with_preemptions_for_blocks_and_decays_with_every_step()
 
 
 def test_a_view_shows_the_state_of_the_scheduler() -> None:
-    world = Driver(
-        "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, max_num_batched_tokens=8,
-    )  # fmt: skip
+    world = small_driver(num_blocks=30, max_num_seqs=3, max_num_batched_tokens=8)
     assert world.scheduler.state.view.tokens_left == 8  # also before the first step
     running = world.add("a", range(50, 62), 6)
     world.step()
@@ -307,9 +303,7 @@ def test_a_view_shows_the_state_of_the_scheduler() -> None:
 
 
 def test_a_prefill_streak_counts_steps_without_decodes() -> None:
-    world = Driver(
-        "nano_vllm", block_size=SIZE, num_blocks=100, max_num_seqs=9, max_num_batched_tokens=4
-    )
+    world = small_driver("nano_vllm", num_blocks=100, max_num_seqs=9, max_num_batched_tokens=4)
     world.add("a", 12, 3)
     streaks = []
     while world.scheduler.requests:

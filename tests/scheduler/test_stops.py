@@ -9,7 +9,7 @@ import pytest
 
 from headway.errors import InvalidRequest
 from headway.request import TRANSITIONS, Request, RequestParams, RequestState
-from tests.support.drive import Driver
+from tests.support.drive import Driver, small_driver
 
 EOS = 2
 
@@ -182,8 +182,8 @@ def test_every_state_may_become_finished_and_finished_is_final() -> None:
 
 
 def test_requests_with_swaps_change_state_only_along_the_listed_transitions() -> None:
-    driver = Driver(
-        "vllm", swap="swap", block_size=4, num_blocks=6, num_host_blocks=6, max_num_seqs=3,
+    driver = small_driver(
+        "vllm", swap="swap", num_blocks=6, num_host_blocks=6, max_num_seqs=3,
         max_num_batched_tokens=8,
     )  # fmt: skip
     requests = [driver.add(name, 10, 6) for name in "abc"]
@@ -236,10 +236,7 @@ def test_abort_while_decoding_keeps_the_output() -> None:
 
 
 def test_abort_while_swapped_frees_the_host_blocks() -> None:
-    driver = Driver(
-        "vllm", swap="swap", block_size=4, num_blocks=6, num_host_blocks=6, max_num_seqs=3,
-        max_num_batched_tokens=64,
-    )  # fmt: skip
+    driver = small_driver("vllm", swap="swap", num_blocks=6, num_host_blocks=6, max_num_seqs=3)
     _, b = driver.add_all(a=(10, 5), b=(10, 4))
     driver.steps(4)
     assert b.state is RequestState.SWAPPED and driver.scheduler.abort("b")
