@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headway import Scheduler, VirtualClock, preset
+from headway.engine import gc_freeze as module
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
 from headway.events import Aborted, Event
@@ -318,3 +319,24 @@ def test_a_restart_begins_with_nothing() -> None:
     again = engine.add("a", [1, 2], params())[0]
     engine.run()
     assert isinstance(again, Request) and again.finish_reason == "length"
+
+
+def test_a_nested_block_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Recorded:
+        """Stands in for the module gc."""
+
+        def __getattr__(self, name: str) -> object:
+            return lambda: calls.append(name)
+
+    monkeypatch.setattr(module, "gc", Recorded())
+    monkeypatch.setattr(module, "_is_frozen", False)
+    for _ in range(2):
+        with pytest.raises(KeyError), module.gc_freeze():
+            with module.gc_freeze():
+                pass
+            assert calls == ["collect", "freeze"]
+            raise KeyError
+        assert calls == ["collect", "freeze", "unfreeze"]
+        calls.clear()

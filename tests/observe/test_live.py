@@ -26,8 +26,7 @@ from headway.scheduler.policies.queue import custom
 from headway.server import live
 from headway.server.context import Context
 from headway.server.http import validation_errors
-from tests.support.gated import Gate, gated_engine, scripted
-from tests.support.silent_client import SilentClient
+from tests.support.gated import Gate, SilentClient, gated_engine, scripted
 from tests.support.waiting import LIMIT, on_loop, until
 
 SECRET = 31337  # a prompt token

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+import httpx
 import pytest
 
 from headway import Request, VirtualClock
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import MAX_FAULTS
 from headway.errors import ConfigError
+from headway.server.app import create_app
 from headway.server.health import RemoteWatchdog, Watchdog, watch
 from headway.server.settings import Settings
-from tests.support.gated import gated_engine, scripted
-from tests.support.silent_client import SilentClient
+from tests.support.gated import SilentClient, gated_engine, scripted
+from tests.support.served import server
 from tests.support.waiting import on_loop, until
 
 
@@ -118,3 +121,26 @@ async def test_an_engine_in_another_process_is_healthy_while_it_responds() -> No
 def test_the_watchdog_time_must_be_positive(seconds: float) -> None:
     with pytest.raises(ConfigError, match="watchdog"):
         Settings(watchdog=seconds)
+
+
+PROBLEM = "no progress for 31.0 s although there is work."
+DECISION = "request chat-12 waits: it needs 5 free KV blocks; 2 available"
+
+
+async def unhealthy(engine: AsyncEngine) -> str:
+    return f"{PROBLEM}\n{DECISION}"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+@pytest.mark.parametrize("keys", [(), ("key",)])
+@on_loop
+async def test_a_failed_health_check_shows_decisions_only_if_no_key_is_set(
+    keys: tuple[str, ...], path: str
+) -> None:
+    async with server(api_keys=keys) as here:
+        app = create_app(replace(here.app.state.context, health=unhealthy))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            response = await client.get(path)
+    assert response.status_code == 503 and PROBLEM in response.text
+    assert (DECISION in response.text) == (not keys)
