@@ -143,9 +143,8 @@ def test_a_text_is_parsed_as_a_policy() -> None:
     assert slot("headroom", " back_off( watermark(0.02) ) ") == nested
     assert slot("headroom", "back_off(future_peak)") == headroom.back_off(headroom.future_peak())
     assert slot("headroom", "back_off(base=watermark)") == headroom.back_off(headroom.watermark())
-    assert slot("headroom", "future_peak(learned(0.7))") == headroom.future_peak(
-        headroom.learned(0.7)
-    )
+    learned = headroom.future_peak(headroom.learned(0.7))
+    assert slot("headroom", "future_peak(learned(0.7))") == learned
     assert slot("headroom", "future_peak(limit)") == headroom.future_peak(headroom.limit)
     assert slot("headroom", "future_peak(learned)") == headroom.future_peak(headroom.learned())
     assert slot("headroom", "future_peak(margin=0.01)") == headroom.future_peak(margin=0.01)

@@ -49,18 +49,14 @@ def test_a_model_is_served_until_sigterm(
         "--chat-template", str(template), "--tool-call-parser", "hermes",
         "--preset", "vllm", "--max-model-len", "48",
     )  # fmt: skip
+    exporting = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
     with (
         Receiver() as receiver,
         serving(
-            *tiny,
-            *options,
-            *layout,
-            environment={
-                "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
-                "OTEL_BSP_SCHEDULE_DELAY": "50",
-            },
+            *tiny, *options, *layout,
+            environment={**exporting, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url},
         ) as (process, said),
-    ):
+    ):  # fmt: skip
         found = re.search(r"at (http://127.0.0.1:\d+); .* 64 KV blocks of \d+ tokens", said)
         assert found and "vllm" in said and "max_model_len 48" in said, said
         url = found[1]

@@ -439,9 +439,8 @@ def test_a_stop_string_ends_the_text_at_its_position(
             ]  # fmt: skip
             made.clear()
             results = llm.generate(PROMPTS, params)
-            most = sum(r.num_generated for r in results) + len(PROMPTS) * (
-                mode["num_scheduler_steps"] - 1
-            )
+            num_beyond = len(PROMPTS) * (mode["num_scheduler_steps"] - 1)
+            most = sum(r.num_generated for r in results) + num_beyond
             assert sum(made) <= most, "a stopped request continues"
             for whole, stop, result in zip(free, stops, results, strict=True):
                 sample, text = result.outputs[0], whole.outputs[0].text
@@ -545,9 +544,8 @@ def test_samples_of_one_prompt_differ_and_are_reproducible(tiny: str) -> None:
         params = SamplingParams(seed=5, n=4, max_tokens=20)
         samples = llm.generate("Marta", params)[0].outputs
         assert len({sample.text for sample in samples}) == 4
-        assert [s.text for s in llm.generate("Marta", params)[0].outputs] == [
-            s.text for s in samples
-        ]
+        again = llm.generate("Marta", params)[0].outputs
+        assert [s.text for s in again] == [s.text for s in samples]
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         unseeded = [llm.generate("Marta", params)[0] for _ in range(3)]
         assert len({result.outputs[0].text for result in unseeded}) == 3

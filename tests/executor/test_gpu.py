@@ -220,12 +220,9 @@ def embeddings(
 ) -> Vectors:
     """Embeddings of a few prompts with both poolings, beside requests that generate."""
     found, source = Vectors(), random.Random(3)
-    engine = Engine(
-        Scheduler(config),
-        make(config, FAMILIES["norms of heads"]),
-        async_scheduling=async_scheduling,
-        observers=[found],
-    )
+    executor = make(config, FAMILIES["norms of heads"])
+    engine = Engine(Scheduler(config), executor, async_scheduling=async_scheduling)
+    engine.observers.append(found)
     for number in range(4):
         prompt = [source.randrange(VOCABULARY) for _ in range(source.randint(3, 14))]
         pooling: Pooling = "last" if number % 2 else "mean"

@@ -438,9 +438,8 @@ def test_bad_words_and_stop_tokens_outside_the_vocabulary_are_ignored() -> None:
 
 def test_bad_words_are_dropped_if_they_would_ban_every_token() -> None:
     words = tuple((token,) for token in range(5))
-    assert run(sampler_of([Sampling(temperature=0, bad_words=words)], 5), 0, torch.eye(5)) == [
-        *range(5)
-    ]
+    banned = Sampling(temperature=0, bad_words=words)
+    assert run(sampler_of([banned], 5), 0, torch.eye(5)) == [*range(5)]
     within = Sampling(temperature=0, bad_words=((3,),), allowed_tokens=frozenset({3}))
     assert run(sampler_of([within], 5), 0, torch.eye(5)) == [3] * 5
 
@@ -506,10 +505,9 @@ def test_logprobs_are_of_the_latest_call_only() -> None:
 
 
 def test_requesting_logprobs_changes_no_token() -> None:
+    scored, plain = (sampler_of([each], 40) for each in (Sampling(logprobs=5), Sampling()))
     steps = some_logits(20, 40)
-    assert run(sampler_of([Sampling(logprobs=5)], 40), 0, steps) == run(
-        sampler_of([Sampling()], 40), 0, steps
-    )
+    assert run(scored, 0, steps) == run(plain, 0, steps)
 
 
 def test_logprobs_of_many_positions_equal_those_of_each() -> None:

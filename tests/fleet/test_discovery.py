@@ -120,10 +120,8 @@ async def test_a_request_continues_when_its_replica_stops_and_another_is_announc
         await draining
         assert one.num_open == 0
         assert await running == text.upper()
-        assert (fleet.dispatcher.counters.num_drains, fleet.dispatcher.counters.num_deaths) == (
-            1,
-            0,
-        )
+        counters = fleet.dispatcher.counters
+        assert (counters.num_drains, counters.num_deaths) == (1, 0)
     await one.close()
     await two.close()
 

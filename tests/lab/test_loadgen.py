@@ -80,9 +80,8 @@ def same_requests(count: int, num_input: int = 5, num_output: int = 4) -> list[W
 def load(
     server: FakeServer, model: str, requests: Sequence[WorkloadRequest], **more: Any
 ) -> list[Outcome]:
-    return send(
-        http_client.Address.parse(server.url), RequestFormat(model=model), requests, **more
-    ).outcomes
+    address = http_client.Address.parse(server.url)
+    return send(address, RequestFormat(model=model), requests, **more).outcomes
 
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -320,10 +319,8 @@ def test_the_report_has_the_measured_times() -> None:
     assert result["duration"] == pytest.approx(1.3)
     assert result["completed"] == 2 and result["errors"] == {"x": 1}
     assert result["output_throughput"] == pytest.approx(5 / 1.3)
-    assert result["mean_ttft_ms"] == pytest.approx(300) and result["mean_itl_ms"] == pytest.approx(
-        200
-    )
-    assert result["median_tpot_ms"] == pytest.approx(200)
+    assert result["mean_ttft_ms"] == pytest.approx(300)
+    assert (result["mean_itl_ms"], result["median_tpot_ms"]) == pytest.approx((200, 200))
     assert result["mean_e2el_ms"] == pytest.approx((900 + 300) / 2)
     assert result["request_goodput"] == pytest.approx(1 / 1.3)  # the first one missed its limit
 

@@ -241,14 +241,8 @@ def test_the_runs_include_preemptions_swaps_recomputation_and_aborts() -> None:
         totals["aborted"] += sum(r.finish_reason == "abort" for r in log.ends)
     _, log, _ = run("minivllm", 1, 0, num_blocks=300, max_num_batched_tokens=5, chunk="split_any")
     totals["deferred"] = log.totals["deferred"]
-    for name in (
-        "deferred",
-        "num_preemptions_total",
-        "recomputed_tokens_total",
-        "swapped",
-        "aborted",
-    ):
-        assert totals[name] > 0, name
+    counts = ("num_preemptions_total", "recomputed_tokens_total", "deferred", "swapped", "aborted")
+    assert all(totals[name] > 0 for name in counts), totals
 
 
 def test_no_state_is_kept_for_finished_requests() -> None:
@@ -301,9 +295,8 @@ def test_an_embedding_counts_as_prompt_and_not_as_generation() -> None:
         assert found[name,] == 1, name
     assert found["prompt_tokens_total",] == found["request_prompt_tokens_sum",] == 9
     assert found["request_success_total", "length"] == 1
-    assert (
-        found["request_prefill_time_seconds_sum",] == found["request_inference_time_seconds_sum",]
-    )
+    prefill, whole = (f"request_{kind}_time_seconds_sum" for kind in ("prefill", "inference"))
+    assert found[prefill,] == found[whole,]
     snapshot = metrics.snapshot()
     assert snapshot["totals"]["output_tokens"] == 0
     assert "embedding" in snapshot["decisions"][-1]["text"]

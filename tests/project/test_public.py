@@ -214,20 +214,13 @@ def test_every_policy_has_a_one_line_description() -> None:
         for policy in group:
             first = (policy.__doc__ or "").strip().split("\n")[0]
             assert first.endswith((".", ":")) or first, policy
-            assert not first.startswith(policy.__name__ + "("), (
-                f"{policy.__name__} has no docstring"
-            )
+            assert not first.startswith(policy.__name__ + "("), f"{policy} has no docstring"
 
 
 def test_the_parameters_of_a_request() -> None:
     assert [field.name for field in fields(RequestParams)] == PARAM_NAMES
-    assert {s.value for s in RequestState} == {
-        "waiting",
-        "prefill",
-        "decoding",
-        "swapped",
-        "finished",
-    }
+    states = {"waiting", "prefill", "decoding", "swapped", "finished"}
+    assert {s.value for s in RequestState} == states
 
 
 def test_the_arguments_of_llm() -> None:

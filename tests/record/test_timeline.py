@@ -187,15 +187,9 @@ def test_the_summary_equals_the_log_with_multi_step_decodes(
 
 @each_scheduling
 def test_the_summary_equals_the_log_with_deferred_decodes(async_scheduling: int) -> None:
+    changes = {"max_num_batched_tokens": 5, "num_blocks": 300, "chunk": "split_any"}
     for seed in range(2):
-        result, log = run(
-            "minivllm",
-            async_scheduling,
-            seed,
-            max_num_batched_tokens=5,
-            num_blocks=300,
-            chunk="split_any",
-        )
+        result, log = run("minivllm", async_scheduling, seed, **changes)
         assert log.totals["deferred"] > 10
         check(summarize(result.metrics), log)
 

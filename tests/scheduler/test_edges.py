@@ -44,13 +44,8 @@ def random_run(seed: int, async_scheduling: int) -> tuple[Lines, Log]:
     clock, log = VirtualClock(), Log()
     executor = SimulatedExecutor(clock, PROFILE.step_seconds, 0.0003)
     recorder = Recorder(config, bool(async_scheduling))
-    engine = Engine(
-        Scheduler(config),
-        executor,
-        clock,
-        async_scheduling=bool(async_scheduling),
-        observers=[recorder, log],
-    )
+    engine = Engine(Scheduler(config), executor, clock, async_scheduling=bool(async_scheduling))
+    engine.observers += [recorder, log]
     for number in range(30):
         for _ in range(rng.choice((0, 0, 1, 2))):
             add_random(engine, f"r{number}.{rng.random()}", rng)
@@ -120,12 +115,8 @@ def engine_with(
             return launch(plan, handle) if launch else handle
 
     numbers = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4}
-    return Engine(
-        Scheduler(preset("vllm_v1", **numbers, **slots)),
-        Executor(),
-        clock,
-        async_scheduling=async_scheduling,
-    )
+    scheduler = Scheduler(preset("vllm_v1", **numbers, **slots))
+    return Engine(scheduler, Executor(), clock, async_scheduling=async_scheduling)
 
 
 def add_request(engine: Engine, id: str, **params: Any) -> Request:

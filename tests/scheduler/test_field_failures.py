@@ -278,14 +278,8 @@ def test_no_step_computes_more_than_its_token_budget(name: str) -> None:
 
 
 def test_a_swapped_prompt_resumes_with_the_tokens_that_decodes_leave() -> None:
-    driver = small_driver(
-        "vllm",
-        swap="swap",
-        num_blocks=6,
-        num_host_blocks=6,
-        max_num_batched_tokens=4,
-        max_num_seqs=3,
-    )
+    sizes = {"num_blocks": 6, "num_host_blocks": 6, "max_num_batched_tokens": 4, "max_num_seqs": 3}
+    driver = small_driver("vllm", swap="swap", **sizes)
     for name, prompt, max_tokens in (("a", 4, 4), ("c", 4, 4), ("b", 12, 2)):
         driver.add(name, prompt, max_tokens)
     driver.steps(4)  # b is swapped out after 2 tokens of its prompt; then a ends

@@ -134,10 +134,8 @@ def test_the_room_that_victims_leave_is_for_the_request_that_they_were_preempted
             plan = world.step()
             if any(p.is_priority for p in plan.preempted):
                 assert plan.admitted and plan.admitted[0].request.params.priority == 0
-                num_preempted, num_beside_swapped = (
-                    num_preempted + 1,
-                    num_beside_swapped + had_swapped,
-                )
+                num_preempted += 1
+                num_beside_swapped += had_swapped
         world.check_empty()
     assert num_preempted > 30 and num_beside_swapped > 10
 

@@ -258,12 +258,8 @@ def test_only_a_priority_rule_that_preempts_outranks_a_lower_priority() -> None:
     assert rule.outranks(first, second)
     second.history.num_priority_preemptions = 2
     assert not rule.outranks(first, second)
-    for other in (
-        queues.fcfs(),
-        queues.fair(),
-        queues.earliest_deadline(),
-        queues.shortest_first(),
-    ):
+    others = (queues.fcfs, queues.fair, queues.earliest_deadline, queues.shortest_first)
+    for other in (make() for make in others):
         assert not other.preempts and not other.outranks(first, second)
         assert other.group(first) == ("client " if isinstance(other, queues.fair) else "all")
 

@@ -109,6 +109,7 @@ async def test_a_grammar_that_fails_during_generation_is_a_400(llm: LLM) -> None
 
 STRICT = {"type": "json_schema", "json_schema": {"schema": OBJECT, "strict": True}}
 LOOSE = {"type": "json_schema", "json_schema": {"schema": OBJECT}}
+CLOSED = "disable_additional_properties"
 
 
 @pytest.mark.parametrize(
@@ -119,16 +120,8 @@ LOOSE = {"type": "json_schema", "json_schema": {"schema": OBJECT}}
         (True, {"response_format": LOOSE}, True),
         (False, {"structured_outputs": {"json": OBJECT}}, False),
         (True, {"structured_outputs": {"json": OBJECT}}, True),
-        (
-            False,
-            {"structured_outputs": {"json": OBJECT, "disable_additional_properties": True}},
-            True,
-        ),
-        (
-            True,
-            {"structured_outputs": {"json": OBJECT, "disable_additional_properties": False}},
-            True,
-        ),
+        (False, {"structured_outputs": {"json": OBJECT, CLOSED: True}}, True),
+        (True, {"structured_outputs": {"json": OBJECT, CLOSED: False}}, True),
     ],
 )
 @on_loop

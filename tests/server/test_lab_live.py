@@ -98,10 +98,8 @@ async def test_a_film_shows_the_state_after_a_failed_step() -> None:
             await run(running, "b")
             await read_until(film, pieces, lambda film: "b" in {r[0] for r in film.requests})
             state = last_state(film)
-            assert (
-                state["requests"] == {}
-                and state["cached"] == set() == state_of(engine.scheduler)["cached"]
-            )
+            assert state["requests"] == {}
+            assert state["cached"] == set() == state_of(engine.scheduler)["cached"]
 
 
 @on_loop

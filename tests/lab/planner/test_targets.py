@@ -1,4 +1,4 @@
-"""Targets and knobs: durations, redundancy, early stops that never change a verdict; values and neighbours."""
+"""Targets and knobs: durations, redundancy, early stops, values, and what is refused."""
 
 from __future__ import annotations
 

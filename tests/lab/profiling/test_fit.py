@@ -430,9 +430,8 @@ def test_requests_of_the_first_step_arrive_together_in_the_simulation() -> None:
     added = list(added_in(takewhile(lambda line: not isinstance(line, PlannedLine), lines)))
     for number, each in enumerate(added, start=1 - len(added)):
         each.arrival += 1e-3 * number  # the last just before the first step
-    assert [request.arrival for request in calibration.requests_of(lines)] == [
-        request.arrival for request in requests
-    ]
+    found = [request.arrival for request in calibration.requests_of(lines)]
+    assert found == [request.arrival for request in requests]
     real, simulated = calibration.compare_with_simulation(lines, CONFIG, profile)
     assert simulated["seconds"] == pytest.approx(real["seconds"])
 
