@@ -318,12 +318,8 @@ def test_a_new_request_has_no_history() -> None:
     assert (counts.pop("serial"), counts.pop("admission"), counts.pop("group")) == (-1, -1, None)
     assert counts.pop("resumed") == ()
     assert set(counts.values()) == {0} and len(counts) == 7
-    assert (request.row, request.num_computed, request.num_generated, request.num_known) == (
-        -1,
-        0,
-        0,
-        2,
-    )
+    assert (request.row, request.num_computed) == (-1, 0)
+    assert (request.num_generated, request.num_known) == (0, 2)
     assert (request.sample, request.arrival, request.limit, request.prefill_end) == (0, 0.0, 0, 0)
     assert not request.is_finished and request.tokens.tolist() == [1, 2] and not request.output
 

@@ -164,12 +164,8 @@ def test_text_between_numerals_is_encoded_as_in_transformers(smollm2: Path, text
 def test_spaces_before_a_digit_stay_together(smollm2: Path) -> None:
     """Differs from transformers' GGUF reader, where GPT-2's split joins a space and a digit."""
     tokenizer, reference = bundled(smollm2), transformers_bundled(smollm2)
-    assert [tokenizer.piece(id) for id in tokenizer.encode("x:\n    1")] == [
-        "x",
-        ":",
-        "\n    ",
-        "1",
-    ]
+    pieces = [tokenizer.piece(id) for id in tokenizer.encode("x:\n    1")]
+    assert pieces == ["x", ":", "\n    ", "1"]
     assert reference.convert_ids_to_tokens(reference.encode("x:\n    1"))[2:] == ["ĊĠĠĠ", "Ġ", "1"]
 
 
@@ -401,11 +397,8 @@ def test_sentencepiece_can_omit_the_leading_space() -> None:
 
 def test_merges_in_the_file_take_precedence_over_scores() -> None:
     tokenizer = tokenizer_from_gguf(sentencepiece_metadata(merges=["h e"]))
-    assert [tokenizer.piece(id) for id in tokenizer.encode("the", special=False)] == [
-        " ",
-        "t",
-        "he",
-    ]
+    pieces = [tokenizer.piece(id) for id in tokenizer.encode("the", special=False)]
+    assert pieces == [" ", "t", "he"]
 
 
 def test_sentencepiece_needs_scores_or_merges() -> None:

@@ -50,12 +50,10 @@ def order_of_service(queue: str, *requests: dict[str, Any]) -> list[str]:
 
 
 def test_fcfs_serves_by_arrival_and_ties_in_the_order_added() -> None:
-    assert order_of_service(
-        "fcfs",
-        {"id": "a", "arrival": 2.0},
-        {"id": "b", "arrival": 1.0},
-        {"id": "c", "arrival": 1.0},
-    ) == ["b", "c", "a"]
+    requests = [
+        {"id": id, "arrival": arrival} for id, arrival in (("a", 2.0), ("b", 1.0), ("c", 1.0))
+    ]
+    assert order_of_service("fcfs", *requests) == ["b", "c", "a"]
 
 
 def test_priority_serves_lower_numbers_first_and_ties_by_arrival() -> None:
