@@ -139,7 +139,7 @@ async def test_more_inputs_than_the_queue_holds_still_run(limit: str) -> None:
 
 
 @pytest.mark.parametrize("num_inputs", [1, 3])
-@with_server(QueueLimits(max_waiting=0))
+@with_server(limits=QueueLimits(max_waiting=0))
 async def test_inputs_get_a_429_if_none_fits_into_the_queue(here: Server, num_inputs: int) -> None:
     response = await here.post(PATH, input=["abc"] * num_inputs)
     assert error(response, 429)["code"] == "overloaded"
@@ -147,7 +147,7 @@ async def test_inputs_get_a_429_if_none_fits_into_the_queue(here: Server, num_in
     await here.settled()
 
 
-@with_server(QueueLimits(max_waiting=2), max_model_len=8192)
+@with_server(limits=QueueLimits(max_waiting=2), max_model_len=8192)
 async def test_an_input_that_never_fits_fails_the_others_with_it(here: Server) -> None:
     found = error(await here.post(PATH, input=["a"] * 20 + ["x" * 5000]), 400)
     assert (found["code"], found["param"]) == ("context_length_exceeded", "input")

@@ -417,7 +417,7 @@ async def test_more_prompts_than_the_queue_holds_still_run(limit: str) -> None:
         await here.settled()
 
 
-@with_server(QueueLimits(max_waiting=0))
+@with_server(limits=QueueLimits(max_waiting=0))
 async def test_several_prompts_get_a_429_if_none_fits_into_the_queue(here: Server) -> None:
     response = await here.post(COMPLETIONS, prompt=["a", "b"])
     assert response.status_code == 429 and "retry-after" in response.headers
