@@ -1,4 +1,4 @@
-"""Laws of workload files: reading returns what was written, and prefixes are shared as described."""
+"""Laws of workload files: reading returns what was written; prefixes are shared as described."""
 
 from __future__ import annotations
 

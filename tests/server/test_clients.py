@@ -439,7 +439,8 @@ def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:
     )
     schema = create_app(context).openapi()
     models = (
-        protocol.CompletionRequest, protocol.ChatRequest, protocol.TokenizeRequest, protocol.DetokenizeRequest, EmbeddingRequest,
+        protocol.CompletionRequest, protocol.ChatRequest, protocol.TokenizeRequest,
+        protocol.DetokenizeRequest, EmbeddingRequest,
     )  # fmt: skip
     names = {field for model in models for field in model.model_fields}
     assert sorted(name for name in names if f"`{name}`" not in document) == []

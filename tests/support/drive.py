@@ -1,4 +1,4 @@
-"""Drive a scheduler step by step, without executor and clock; the caller supplies sampled tokens."""
+"""Drive a scheduler step by step, without executor and clock; the caller samples tokens."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def printed_by(script: str, *arguments: str) -> str:
 
 
 class Forked:
-    """A server forked from a process that has imported everything, with an interface like Popen's."""
+    """A server forked from a process that has imported everything; its interface is Popen's."""
 
     def __init__(self, options: str) -> None:
         pipes = [FORKS.Pipe(duplex=False) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Requests without max_tokens: the default headroom learns output lengths within tens of requests."""
+"""Requests without max_tokens: the default headroom learns lengths within tens of requests."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ class OutputAtEnd(Listing):
 
 
 LATER_NANO_VLLM: dict[str, type] = {
-    "running limit": differences.RunningLimit, "prefill streak": differences.PrefillStreak, "block size 1": differences.EveryBlockSize,
+    "running limit": differences.RunningLimit, "prefill streak": differences.PrefillStreak,
+    "block size 1": differences.EveryBlockSize,
     "last block": LastBlockHit, "same step": differences.PublishedWhenPlanned, "blank blocks": BlankFirst,
     "equal blocks": EqualKept, "output blocks": OutputAtEnd, "order of ends": differences.StoppedFirst,
 }  # fmt: skip
