@@ -173,9 +173,8 @@ def _move_longest(items: list[pytest.Item]) -> None:
     """
     longest = [item for item in items if item.path.as_posix().endswith(LONGEST)]
     others = [item for item in items if item not in longest]
-    place = (
-        len(others) * 2 // 5
-    )  # in the part of the second of three processes, after its first tests
+    # in the part of the second of three processes, after its first tests
+    place = len(others) * 2 // 5
     while 0 < place < len(others) and others[place].path == others[place - 1].path:
         place += 1
     items[:] = [*others[:place], *longest, *others[place:]]
@@ -197,6 +196,14 @@ def same_signal_handlers() -> Iterator[None]:
 def smollm2() -> Path:
     """The GGUF file of the default model."""
     return resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with random weights and a tokenizer."""
+    from tests.support.real import write_tiny  # imports torch
+
+    return str(write_tiny(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture

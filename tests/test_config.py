@@ -28,9 +28,6 @@ def error_of(**changes: Any) -> str:
     return text
 
 
-# Numbers.
-
-
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("value", [-1, 1.5, "7", None, "many"])
 def test_a_value_that_is_not_a_whole_number_is_refused_with_field_and_value(
@@ -64,9 +61,8 @@ def test_a_token_budget_below_max_num_seqs_defers_the_newest_decodes(name: str) 
         for row in driver.table
     )
     is_full = any(len(row.decodes.split()) == 12 for row in driver.table)
-    assert is_full == (
-        name in ("nano_vllm", "minivllm", "static")
-    )  # they admit prompts in steps without decodes
+    # they admit prompts in steps without decodes
+    assert is_full == (name in ("nano_vllm", "minivllm", "static"))
     driver.check_empty()
 
 
@@ -87,9 +83,6 @@ WRONG_POLICIES = {
 )
 def test_a_policy_argument_out_of_range_is_refused(name: str, text: str) -> None:
     assert name in error_of(**{name: text})
-
-
-# Names.
 
 
 def test_the_error_for_an_unknown_preset_lists_and_suggests_known_ones() -> None:
@@ -136,9 +129,6 @@ def test_errors_with_and_without_a_suggestion_are_punctuated() -> None:
     assert "'fcfsx'; did you mean fcfs? Known: " in error_of(queue="fcfsx")
 
 
-# Texts.
-
-
 def test_a_text_is_parsed_as_a_policy() -> None:
     assert slot("queue", "fcfs") == queues.fcfs()
     assert slot("queue", "fcfs(8)") == queues.fcfs(max_overtakes=8)
@@ -153,9 +143,8 @@ def test_a_text_is_parsed_as_a_policy() -> None:
     assert slot("headroom", " back_off( watermark(0.02) ) ") == nested
     assert slot("headroom", "back_off(future_peak)") == headroom.back_off(headroom.future_peak())
     assert slot("headroom", "back_off(base=watermark)") == headroom.back_off(headroom.watermark())
-    assert slot("headroom", "future_peak(learned(0.7))") == headroom.future_peak(
-        headroom.learned(0.7)
-    )
+    learned = headroom.future_peak(headroom.learned(0.7))
+    assert slot("headroom", "future_peak(learned(0.7))") == learned
     assert slot("headroom", "future_peak(limit)") == headroom.future_peak(headroom.limit)
     assert slot("headroom", "future_peak(learned)") == headroom.future_peak(headroom.learned())
     assert slot("headroom", "future_peak(margin=0.01)") == headroom.future_peak(margin=0.01)
@@ -265,9 +254,6 @@ def test_errors_for_wrong_slot_values_show_the_value_and_what_is_accepted() -> N
         slot("chunk", "split_any(5)")
     with pytest.raises(ConfigError, match=r"chunk: .*'\(whole'.*module:function"):
         slot("chunk", "(whole")
-
-
-# Round trips.
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -101,9 +101,6 @@ def make_task(model: Path, threads: int, *, is_quick: bool) -> Rates:
     }
 
 
-# Our engine.
-
-
 def run_headway(
     llm: Any, prompts: list[list[int]], nums_output: list[int]
 ) -> tuple[float, float, list[list[int]]]:
@@ -148,9 +145,6 @@ def nll(llm: Any, tokens: list[int]) -> float:
     return -statistics.fmean(score[token].logprob for token, score in pairs)
 
 
-# The machine.
-
-
 def machine_ceilings(threads: int) -> Rates:
     """Read bandwidth of a buffer larger than any cache, and the speed of a large fp32 product."""
     import torch
@@ -183,9 +177,6 @@ def describe_machine(model: Path, threads: int) -> Rates:
         num_bytes = open_checkpoint(model).config.num_params * 4
         ceilings["floor_ms_per_token"] = round(num_bytes / ceilings["bandwidth_gb_s"] / 1e6, 2)
     return {"cpu": cpu(), "cores": os.cpu_count(), "threads": threads, "load": load, **ceilings}
-
-
-# Processes and the peers' environment.
 
 
 def variables(threads: int) -> dict[str, str]:
@@ -248,9 +239,6 @@ def weights_file(model: Path, kind: str | None) -> Rates:
     return {"path": str(target)}
 
 
-# Rounds.
-
-
 def engines_to_run(*, skip_peers: bool) -> tuple[list[str], Rates]:
     """The engines that can run, and the reasons for those that cannot."""
     engines = list(QUANTIZATIONS)
@@ -297,9 +285,6 @@ def run_rounds(engines: list[str], task: Rates, num_rounds: int) -> dict[str, li
             figures = result.get("skipped") or round_all(result["decode"])
             log(f"round {i + 1} of {num_rounds}: {name}: {figures}")
     return found
-
-
-# The report.
 
 
 def round_all(values: dict[str, float]) -> dict[str, float]:

@@ -52,9 +52,6 @@ def gather(by_batch: dict[str, Rates]) -> Rates:
     return {name: {batch: each[name] for batch, each in by_batch.items()} for name in names}
 
 
-# transformers
-
-
 def transformers_rates(task: Rates) -> Rates:
     import torch
     from transformers import AutoModelForCausalLM
@@ -105,9 +102,6 @@ def mixed_rate(model: Any, requests: list[Any]) -> float | None:
         prompts, nums_output = zip(*requests[start : start + MIXED_BATCH], strict=True)
         seconds += timed_generate(model, list(prompts), max(nums_output))[0]
     return sum(num_output for _, num_output in requests) / seconds if requests else None
-
-
-# llama.cpp
 
 
 class Llama:

@@ -47,8 +47,7 @@ if "--tiny" in sys.argv:  # must be set before triton is imported
 import torch
 
 from bench.harness import SHAPES, Bench, Figures, log
-from headway import LLM, Engine, Scheduler
-from headway.config import Config
+from headway import LLM, Config, Engine, Plan, Scheduler, preset
 from headway.lab.cost import load_profile
 from headway.model.config import ModelConfig, load_hf
 from headway.model.sharding import Shard
@@ -56,9 +55,7 @@ from headway.parallel.delta import PlanEncoder
 from headway.parallel.group import Group, connect
 from headway.parallel.progress import anonymous_file
 from headway.parallel.spec import framed, messages
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import preset
 
 bench = Bench(__doc__)
 bench.option("--tiny", action="store_true", help="tiny models, also without a GPU")
@@ -340,8 +337,6 @@ def rank(asked: Namespace) -> Figures:
             free_memory()
     return found
 
-
-# Failing ranks.
 
 KINDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hangs": signal.SIGUSR1}
 HANGING = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))\n"

@@ -45,9 +45,6 @@ LIMITS: dict[str, Any] = {  # of the executors that run the worlds
 }  # fmt: skip
 
 
-# Tiles.
-
-
 def same_bits(one: Tensor, other: Tensor) -> bool:
     return bool(torch.equal(one.view(torch.uint8), other.view(torch.uint8)))  # 0 is not -0
 
@@ -117,9 +114,6 @@ def check_attention() -> Figures:
     return found
 
 
-# Worlds.
-
-
 def check_worlds(asked: Namespace) -> Figures:
     path, count = resolve(asked.model), asked.worlds
     text = licence_tokens(path)
@@ -145,9 +139,6 @@ def check_worlds(asked: Namespace) -> Figures:
         "worlds": count, "compared": num_compared, "differing": len(wrong), "first": wrong[:8],
         "graphs": graphs, **seen, "ok": not wrong,
     }  # fmt: skip
-
-
-# Speed.
 
 
 def speed(asked: Namespace) -> Figures:

@@ -247,8 +247,6 @@ def decode(asked: Namespace) -> Figures:
     return report
 
 
-# Kernels of prompts.
-
 # New and earlier tokens of each prompt, query heads, key-value heads
 Case = tuple[list[tuple[int, int]], int, int]
 CASES: dict[str, Case] = {

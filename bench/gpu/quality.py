@@ -54,9 +54,6 @@ GOAL = 0.01  # maximum distance of the perplexity ratio from 1
 MAX_NUM_SEQS = 8  # small, so that few graphs are captured
 
 
-# Prompts.
-
-
 def prompts_and_text(model: Path, num_scored: int) -> tuple[Prompts, list[int]]:
     """Prompts as tokens, and the text to score."""
     tokenizer = find_tokenizer(model)
@@ -71,9 +68,6 @@ def prompts_and_text(model: Path, num_scored: int) -> tuple[Prompts, list[int]]:
                 render_chat(template, prompt, bos=bos, eos=eos), special=False
             )
     return asked, tokenizer.encode((ROOT / "LICENSE").read_text())[:num_scored]
-
-
-# transformers.
 
 
 class Reference:
@@ -128,9 +122,6 @@ def described(about: ModelConfig) -> Figures:
     }  # fmt: skip
 
 
-# Our engine.
-
-
 def ask(llm: LLM, prompts: Prompts, num_output: int) -> Prompts:
     """Greedy tokens after each prompt."""
     params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
@@ -165,9 +156,6 @@ def run_ours(part: str, options: Namespace, prompts: Prompts, text: list[int]) -
         outputs = ask(llm, prompts, options.output)
         perplexity, places = read(llm, text)
         return {"perplexity": perplexity, "outputs": outputs, "places": places}
-
-
-# Comparison.
 
 
 def compare(

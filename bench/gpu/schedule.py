@@ -34,8 +34,7 @@ import numpy as np
 from msgspec import to_builtins
 
 from bench.harness import SHAPES, Bench, Figures
-from headway import LLM
-from headway.engine.engine import Engine
+from headway import LLM, Engine, Scheduler
 from headway.engine.gc_freeze import gc_freeze
 from headway.events import Completed, Event
 from headway.executor.gpu.costs import measured, recompute_seconds, resume_seconds, swap_seconds
@@ -45,7 +44,6 @@ from headway.lab.profiling.calibration import make_calibration
 from headway.lab.profiling.fit import observations, predict
 from headway.lab.real.profiling import CALIBRATIONS, Logs, copy_blocks, fit_profile, run
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler
 from headway.scheduler.policies.swap import swap_if_cheaper
 
 LIMIT_MS = 25.0  # the goal for the longest gap

@@ -174,9 +174,6 @@ def measure(asked: Namespace, name: str) -> Figures:
     return found
 
 
-# The start of an engine.
-
-
 def start_here(shape: str) -> dict[str, float]:
     """Start an engine in this process: the seconds that it took."""
     begun = time.perf_counter()
@@ -207,9 +204,6 @@ def start(asked: Namespace) -> Figures:
             log(f"{shape} {number} without {cold[-1]} with {warm[-1]}")
         report[shape] = {"without_cache": medians(cold), "with_cache": medians(warm)}
     return report
-
-
-# Waiting for the host.
 
 
 class Passes:

@@ -239,9 +239,6 @@ def page(asked: Namespace) -> Figures:
     return {**result, "page_bytes": page_bytes()}
 
 
-# A server that is followed.
-
-
 class Window(NamedTuple):
     tokens_per_second: float
     cpu_us_per_token: float

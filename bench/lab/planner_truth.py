@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import SHAPES, Bench, Figures, log, medians
-from headway import LLM
-from headway.config import Config
+from headway import LLM, Config, preset
 from headway.lab.cost import Profile, load_profile, save_profile
 from headway.lab.real.profiling import measure
 from headway.lab.real.run import run_workload
@@ -29,7 +28,6 @@ from headway.lab.summary import summarize
 from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.stats import RunStats
-from headway.scheduler import preset
 
 Values = dict[str, float]
 GOALS = {"output_tokens_per_second": 0.05, "end_to_end_mean": 0.07, "ttft_mean": 0.15,

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from bench.harness import Bench, Figures
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Scheduler, VirtualClock, preset
 from headway.engine.loop import EngineLoop
 from headway.events import Event
 from headway.executor.simulated import Script, SimulatedExecutor
@@ -24,7 +23,6 @@ from headway.lab.doctor.live import RecentTrace
 from headway.observe.server_metrics import ServerMetrics
 from headway.record.timeline import Timeline
 from headway.request import RequestParams
-from headway.scheduler import Scheduler, preset
 
 SIZES, NUM_STEPS, NUM_ROUNDS = (64, 256, 1024), 500, 7
 

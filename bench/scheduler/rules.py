@@ -32,7 +32,7 @@ import httpx
 import numpy as np
 
 from bench.harness import Bench, Figures, log
-from headway.config import SchedulerView
+from headway import SchedulerView, preset
 from headway.events import Event, ended_by
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
@@ -41,7 +41,6 @@ from headway.lab.workload.files import adjust, read_workload
 from headway.lab.workload.request import ENDS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.request import RequestParams
-from headway.scheduler import preset
 from headway.scheduler.policies.headroom import MOMENTS, PRIOR, Forecast, future_peak
 
 bench = Bench(__doc__)

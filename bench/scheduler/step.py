@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 from bench.harness import Bench, Figures
-from headway.plan import Plan, StepResult
+from headway import Plan, Scheduler, StepResult, preset
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.scheduler.reference.blocks import Sequence
 from tests.scheduler.reference.listing import Limits
 from tests.scheduler.reference.nano_vllm import NanoVLLM

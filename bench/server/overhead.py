@@ -109,9 +109,6 @@ def measure(
     return Measurement(report, done.outcomes, spent)
 
 
-# The bundled model.
-
-
 @bench.part
 def overhead(asked: Namespace) -> Figures:
     quantization, num_requests = asked.quantization, asked.num_requests
@@ -168,13 +165,7 @@ def added(outcomes: list[Outcome], steps: Times) -> dict[str, float]:
     """Delay between the report of a step and the arrival of its tokens; far below a step."""
     arrivals = np.concatenate([o.first + np.cumsum([0.0, *o.gaps]) for o in outcomes])
     delays = (arrivals - steps[np.searchsorted(steps, arrivals) - 1]) * 1e3
-    return {
-        "added_ms": float(np.median(delays)),
-        "added_p99_ms": float(np.percentile(delays, 99)),
-    }
-
-
-# The simulated model.
+    return {"added_ms": float(np.median(delays)), "added_p99_ms": float(np.percentile(delays, 99))}
 
 
 def costs(num_workers: int, num_rounds: int) -> Figures:

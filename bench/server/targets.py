@@ -20,9 +20,7 @@ from mmap import mmap
 
 import numpy as np
 
-from headway import LLM, SamplingParams
-from headway.engine.clock import RealClock
-from headway.engine.engine import Engine
+from headway import LLM, Engine, RealClock, SamplingParams, Scheduler, preset
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.engine.queue_limits import QueueLimits
@@ -34,7 +32,6 @@ from headway.model.registry import resolve
 from headway.observe.server_metrics import ServerMetrics
 from headway.options import EngineOptions
 from headway.plan import Column, Plan, StepResult
-from headway.scheduler import Scheduler, preset
 from headway.server.process.log_setup import setup
 from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_single_process
 from headway.server.process.workers import Supervisor

@@ -23,16 +23,7 @@ from headway.version import commit
 
 WORK = "requests=12,arrivals=poisson(100),prompt=uniform(5,60),output=uniform(2,30),max_tokens=30"
 PROFILE = "qwen3-0.6b-h200"
-SMALL = [
-    "--num-blocks",
-    "40",
-    "--block-size",
-    "4",
-    "--max-num-seqs",
-    "6",
-    "--max-num-batched-tokens",
-    "64",
-]
+SMALL = ["--num-blocks=40", "--block-size=4", "--max-num-seqs=6", "--max-num-batched-tokens=64"]
 
 
 class Done(NamedTuple):
@@ -83,9 +74,6 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         )
         assert done.code == 0, done.err
     return files
-
-
-# Commands.
 
 
 def test_the_module_runs_as_a_program() -> None:
@@ -195,13 +183,9 @@ SUMMARY_KEYS = {
     "swap_in",
 }  # fmt: skip
 LATENCY = {"mean", "p50", "p90", "p99", "p99.9", "max"}
+TIMES = ("ttft", "time_between_tokens", "longest_stall", "swap_in", "end_to_end", "queue_time")
 NESTED_KEYS = {
-    "ttft": LATENCY,
-    "time_between_tokens": LATENCY,
-    "longest_stall": LATENCY,
-    "swap_in": LATENCY,
-    "end_to_end": LATENCY,
-    "queue_time": LATENCY,
+    **dict.fromkeys(TIMES, LATENCY),
     "swapped_blocks": {"out", "in"},
     "per_step": {
         "running", "running_share", "tokens", "tokens_share", "prefill_share", "waiting",
@@ -245,11 +229,8 @@ def test_every_slot_and_number_can_be_set() -> None:
     config = report["config"]
     assert config["batching"] == "mixed" and config["queue"] == "fair(max_overtakes=3)"
     assert config["chunk"] == "at_most(tokens=32)" and config["victim"] == "least_work"
-    assert (config["num_blocks"], config["max_model_len"], config["num_scheduler_steps"]) == (
-        40,
-        500,
-        2,
-    )
+    numbers = {"num_blocks": 40, "max_model_len": 500, "num_scheduler_steps": 2}
+    assert numbers.items() <= config.items()
     assert report["requests"] == 5
 
 
@@ -404,9 +385,6 @@ def test_the_demo_names_the_command_that_runs_it() -> None:
     assert "headway compare --demo" in target
 
 
-# Errors.
-
-
 def test_a_missing_file_is_reported_with_its_name() -> None:
     for command in (("simulate", "nowhere.csv"), ("compare", "nowhere.jsonl")):
         assert command[1] in sentence(*command)
@@ -529,21 +507,18 @@ def test_a_comparison_without_schedulers_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        ("--max-num-batched-tokens", "0"), ("--num-blocks", "0"),
-        ("--limit", "0"), ("--limit", "-3"), ("--speed", "0"), ("--speed", "nan"),
-    ],
-)  # fmt: skip
-def test_invalid_numbers_are_reported(tmp_path: Path, more: tuple[str, str]) -> None:
+    "flag",
+    ["max-num-batched-tokens=0", "num-blocks=0", "limit=0", "limit=-3", "speed=0", "speed=nan"],
+)
+def test_invalid_numbers_are_reported(tmp_path: Path, flag: str) -> None:
     csv = tmp_path / "a.csv"
     csv.write_text("arrival_s,prompt_tokens,output_tokens\n0,20,5\n")
-    sentence("simulate", csv, "--profile", PROFILE, *more)
+    sentence("simulate", csv, "--profile", PROFILE, f"--{flag}")
 
 
-@pytest.mark.parametrize("more", [("--limit", "0"), ("--limit", "-3"), ("--speed", "0")])
-def test_invalid_numbers_are_reported_for_synthetic_workloads(more: tuple[str, str]) -> None:
-    sentence("simulate", WORK, "--profile", PROFILE, *more)
+@pytest.mark.parametrize("flag", ["limit=0", "limit=-3", "speed=0"])
+def test_invalid_numbers_are_reported_for_synthetic_workloads(flag: str) -> None:
+    sentence("simulate", WORK, "--profile", PROFILE, f"--{flag}")
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])

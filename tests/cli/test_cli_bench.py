@@ -53,13 +53,11 @@ def test_throughput_counts_requests_and_tokens(bare: list[str], tmp_path: Path) 
     assert (result["num_requests"], result["total_output_tokens"]) == (5, 35)
     assert 5 * 20 <= result["total_input_tokens"] <= 5 * 70
     assert result["total_num_tokens"] == result["total_input_tokens"] + 35
-    assert result["tokens_per_second"] * result["elapsed_time"] == pytest.approx(
-        result["total_num_tokens"]
-    )
-    assert result["output_throughput"] * result["elapsed_time"] == pytest.approx(35)
-    assert result["input_throughput"] * result["elapsed_time"] == pytest.approx(
-        result["total_input_tokens"]
-    )
+    for rate, total in (
+        ("tokens_per_second", "total_num_tokens"), ("output_throughput", "total_output_tokens"),
+        ("input_throughput", "total_input_tokens"),
+    ):  # fmt: skip
+        assert result[rate] * result["elapsed_time"] == pytest.approx(result[total])
     assert result["requests_per_second"] == result["request_throughput"]
     assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"]
     assert result["p99_e2el_ms"] <= result["elapsed_time"] * 1e3
@@ -155,9 +153,8 @@ def test_an_invalid_length_is_reported_before_the_model_is_loaded(text: str) -> 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers())
 def test_lengths_are_drawn_from_their_range(low: int, more: int, seed: int) -> None:
     lengths = parse_length_range("a", f" {low} - {low + more} ")
-    assert lengths == LengthRange(low, low + more) and parse_length_range(
-        "a", str(low)
-    ) == LengthRange(low, low)
+    assert lengths == LengthRange(low, low + more)
+    assert parse_length_range("a", str(low)) == LengthRange(low, low)
     source = random.Random(seed)
     assert all(low <= lengths.draw(source) <= low + more for _ in range(5))
 
@@ -196,15 +193,6 @@ def test_percentiles_lie_between_minimum_and_maximum() -> None:
 def test_an_invalid_length_range_is_reported_with_its_name() -> None:
     with pytest.raises(ConfigError, match="output-len .*'7x'"):
         parse_length_range("output-len", "7x")
-
-
-# Datasets.
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options for a model whose tokens are bytes."""
-    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
 
 
 def test_the_lengths_of_a_trace_are_measured_with_caps(bare: list[str], tmp_path: Path) -> None:

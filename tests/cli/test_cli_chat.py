@@ -24,20 +24,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from headway import LLM, SamplingParams
 from headway.cli.commands.chat import MAX_HELD, Writer
 from headway.cli.view.chat_session import HELP, ChatSession
-from headway.llm import LLM
-from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import headway, refused, sentence
 from tests.cli.test_cli_generate import ROOT, SHAPE, options_of, save_tiny, typed
 from tests.support.waiting import LIMIT
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +83,8 @@ def test_commands_have_their_effects(llm: LLM) -> None:
     assert "model's own" in said(session, "/system")
     said(session, "/system be brief", "hello")
     assert said(session, "/system") == "be brief\n"
-    assert (
-        llm.chat_tokens([{"role": "system", "content": "be brief"}])[:16]
-        == (session._prompt(session.messages)[:16])
-    )
+    system = llm.chat_tokens([{"role": "system", "content": "be brief"}])
+    assert system[:16] == session._prompt(session.messages)[:16]
     stats = said(session, "/stats")
     for word in ("8 tokens", "tokens/s", "cached", "KV cache", "steps", "preemptions", "512",
                  "1 answer, "):  # fmt: skip

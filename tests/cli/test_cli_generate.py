@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from headway import LLM, SamplingParams
 from headway.errors import FormatError
 from headway.lab.real import prompts
-from headway.llm import LLM
-from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import headway, sentence
 
 ROOT = Path(__file__).parents[2]
@@ -61,11 +60,6 @@ def options_of(folder: Path) -> list[str]:
     return ["--model", str(folder), "--load-format", "dummy", "--threads", "1"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
-
-
 @contextmanager
 def typed(text: str) -> Iterator[None]:
     """Replace stdin by this text."""
@@ -79,9 +73,6 @@ def typed(text: str) -> Iterator[None]:
 def rows_of(text: str) -> list[dict[str, Any]]:
     """Output lines in the order of the prompts."""
     return sorted(map(json.loads, text.splitlines()), key=lambda row: int(row["index"]))
-
-
-# Commands.
 
 
 @pytest.mark.usefixtures("shared_weights")
@@ -186,9 +177,6 @@ def test_commands_import_the_model_code_only_when_needed() -> None:
     assert done.stdout.endswith("done\n"), done.stderr
 
 
-# Errors.
-
-
 def test_without_torch_the_error_names_what_to_install() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.argv = ['headway', 'generate', 'hello']\n"
@@ -288,8 +276,6 @@ def test_invalid_settings_are_reported(
 ) -> None:
     assert problem in sentence("generate", "a", *tiny, *arguments)
 
-
-# Reading prompts.
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

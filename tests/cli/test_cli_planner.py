@@ -144,17 +144,8 @@ def test_wrong_input_is_named(arguments: list[str], named: str) -> None:
 
 def test_an_unknown_metric_is_named_before_anything_runs(tmp_path: Path) -> None:
     history = tmp_path / "h.jsonl"
-    arguments = [
-        "plan",
-        "sweep",
-        "max_num_seqs=2",
-        "-w",
-        WORK,
-        "--jobs",
-        "1",
-        "--history",
-        str(history),
-    ]
+    kept = ("--jobs", "1", "--history", str(history))
+    arguments = ("plan", "sweep", "max_num_seqs=2", "-w", WORK, *kept)
     assert "ttft" in problem(*arguments, "--metric", "tfft.p99") and not history.read_text()
     assert "finish_reasons.length" in run(*arguments, "--metric", "finish_reasons.length")
 

@@ -16,22 +16,9 @@ import torch
 
 from headway.cli.view.render import warn_of_profile
 from headway.lab.cost import load_profile
-from headway.lab.profiling.calibration import (
-    QUICK_CPU_CALIBRATION,
-    HeldOutError,
-    held_out_error,
-    make_calibration,
-)
+from headway.lab.profiling import calibration
 from headway.lab.profiling.fit import observations
-from headway.lab.real.profiling import (
-    TIMES_COPIED,
-    Measurement,
-    copy_blocks,
-    fit_profile,
-    measure,
-    model_work,
-    run,
-)
+from headway.lab.real import profiling
 from headway.llm import LLM
 from headway.record.lines import CompletedLine, Line, PlannedLine
 from tests.cli.test_cli import headway, sentence
@@ -44,7 +31,7 @@ TINY = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 RANDOM = ("--load-format", "dummy", "--kv-memory", "64MiB", "--threads", "1")
-MEASURED: list[Measurement] = []  # see measured_once
+MEASURED: list[profiling.Measurement] = []  # see measured_once
 
 
 @pytest.fixture
@@ -64,9 +51,9 @@ def write(path: Path, **changes: object) -> Path:
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `headway bench profile` measure the tiny model once in all; it takes seconds."""
 
-    def shared(llm: LLM, name: str, *, is_quick: bool, bar: Any) -> Measurement:
+    def shared(llm: LLM, name: str, *, is_quick: bool, bar: Any) -> profiling.Measurement:
         if not MEASURED:
-            MEASURED.append(measure(llm, name, is_quick=is_quick))
+            MEASURED.append(profiling.measure(llm, name, is_quick=is_quick))
         return MEASURED[0]._replace(profile=replace(MEASURED[0].profile, name=name))
 
     monkeypatch.setattr("headway.cli.commands.bench.measure", shared)
@@ -78,7 +65,7 @@ def test_the_written_profile_can_be_simulated(folder: Path) -> None:
     assert done.code == 0, done.err
     said, profile = json.loads(done.out), load_profile("mine.json")
     assert said["out"] == "mine.json" and said["profile"]["name"] == profile.name == "mine"
-    assert set(said["held_out"]) == set(HeldOutError._fields)
+    assert set(said["held_out"]) == set(calibration.HeldOutError._fields)
     assert 0 <= said["held_out"]["median"] <= said["held_out"]["p90"]
     assert all(error >= -1 for error in said["held_out"].values())
     assert profile.kv_tokens == 64 * 2**20 // (3 * 2 * 2 * 16 * 4) // 16 * 16
@@ -92,15 +79,8 @@ def test_the_written_profile_can_be_simulated(folder: Path) -> None:
 def test_the_table_has_units_and_names_the_next_command(folder: Path) -> None:
     done = headway("bench", "profile", folder, *RANDOM, "--quick")
     assert done.code == 0, done.err
-    for shown in (
-        "GB/s",
-        "GFLOP/s",
-        "(median)",
-        "(p90)",
-        "simulated duration",
-        "tiny-0.6b-float32",
-    ):
-        assert shown in done.out
+    marks = ("GB/s", "GFLOP/s", "(median)", "(p90)", "simulated duration", "tiny-0.6b-float32")
+    assert [mark for mark in marks if mark not in done.out] == []
     assert "headway simulate --profile tiny-0.6b-float32.json" in done.out
     assert load_profile("tiny-0.6b-float32.json").name == "tiny-0.6b-float32"
 
@@ -108,11 +88,13 @@ def test_the_table_has_units_and_names_the_next_command(folder: Path) -> None:
 def test_a_large_error_and_undetermined_rates_give_warnings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    good = HeldOutError(median=0.1, p90=0.5, total=-0.2, simulated=0.15, ttft=0.9)
+    good = calibration.HeldOutError(median=0.1, p90=0.5, total=-0.2, simulated=0.15, ttft=0.9)
     warn_of_profile(good, [])
     assert capsys.readouterr().err == ""
     for bad in ({"median": 0.21}, {"total": -0.21}, {"simulated": 0.21}):
-        error = HeldOutError(**{**dict.fromkeys(HeldOutError._fields, 0.0), **bad})
+        error = calibration.HeldOutError(
+            **{**dict.fromkeys(calibration.HeldOutError._fields, 0.0), **bad}
+        )
         warn_of_profile(error, [])
         assert "warning" in (text := capsys.readouterr().err) and "21%" in text
     warn_of_profile(good, ["flops is unknown"])
@@ -139,7 +121,7 @@ def test_errors_are_one_sentence_and_leave_an_old_profile_unchanged(tmp_path: Pa
 def test_the_work_of_a_model_follows_from_its_shapes(tmp_path: Path, is_tied: bool) -> None:
     path = write(tmp_path / "model", tie_word_embeddings=is_tied)
     with LLM(str(path), load_format="dummy", kv_memory="4MiB", threads=1) as llm:
-        work = model_work(llm)
+        work = profiling.model_work(llm)
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128  # q, k and v; o; gate, up and down
     assert work.dense_flops == 2 * 3 * layer
     assert work.head_flops == 2 * 64 * 512
@@ -155,10 +137,10 @@ def test_timing_copies_leaves_the_blocks_unchanged(tmp_path: Path) -> None:
         llm.generate([[5, 6, 7] * 20])
         blocks = llm.executor.device_blocks.view(torch.int32)  # as bits: unused values may be NaN
         before = blocks.clone()
-        seen = observations(copy_blocks(llm))
+        seen = observations(profiling.copy_blocks(llm))
         assert torch.equal(before, blocks)
         sizes = seen.copies[:, 1].tolist()  # it has 42 device and 42 host blocks
-        assert sizes == [size for size in (1, 4, 16) for _ in range(2 * TIMES_COPIED)]
+        assert sizes == [size for size in (1, 4, 16) for _ in range(2 * profiling.TIMES_COPIED)]
 
 
 def test_a_copy_is_timed_until_it_has_finished(tmp_path: Path) -> None:
@@ -169,7 +151,7 @@ def test_a_copy_is_timed_until_it_has_finished(tmp_path: Path) -> None:
     path = write(tmp_path / "model")
     with LLM(str(path), load_format="dummy", kv_memory="512KiB", threads=1) as llm:
         llm.executor.swapper = Slow()  # type: ignore[union-attr, assignment]
-        assert observations(copy_blocks(llm)).seconds.min() >= 0.004
+        assert observations(profiling.copy_blocks(llm)).seconds.min() >= 0.004
 
 
 def has_two_in_flight(lines: list[Line]) -> bool:
@@ -186,13 +168,16 @@ def test_with_async_scheduling_the_host_time_comes_from_a_run_without_it(tmp_pat
     with LLM(
         str(path), load_format="dummy", kv_memory="4MiB", threads=1, async_scheduling=1
     ) as llm:
-        logs = run(llm, make_calibration(512, QUICK_CPU_CALIBRATION))
+        logs = profiling.run(
+            llm, calibration.make_calibration(512, calibration.QUICK_CPU_CALIBRATION)
+        )
         assert llm.engine.async_scheduling == 1
         assert has_two_in_flight(logs.fitted) and has_two_in_flight(logs.held_out)
         assert logs.synchronous and not has_two_in_flight(logs.synchronous)
-        profile, found, _ = fit_profile(llm, "mine", logs, copy_blocks(llm))
+        profile, found, _ = profiling.fit_profile(llm, "mine", logs, profiling.copy_blocks(llm))
     assert profile.machine.host_seconds == pytest.approx(
         np.median(observations(logs.synchronous).gaps)
     )
-    again = held_out_error(logs.held_out, llm.config, profile, async_scheduling=1)
-    assert found == again != held_out_error(logs.held_out, llm.config, profile, async_scheduling=0)
+    again = calibration.held_out_error(logs.held_out, llm.config, profile, async_scheduling=1)
+    other = calibration.held_out_error(logs.held_out, llm.config, profile, async_scheduling=0)
+    assert found == again != other

@@ -14,13 +14,12 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from headway import LLM, SamplingParams
 from headway.cli.commands.run import PROMPTS
 from headway.cli.view import live
-from headway.llm import LLM
 from headway.record.lines import AddedLine, CompletedLine
 from headway.record.reader import read_journal
 from headway.request import Request, RequestParams
-from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import check_summary, headway, sentence
 from tests.cli.test_cli_generate import ROW, options_of, save_tiny
 from tests.support.journals import of_kind

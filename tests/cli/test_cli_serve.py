@@ -19,15 +19,9 @@ from headway.model import devices
 from headway.record.reader import read_journal
 from headway.server.process.serve import bind
 from tests.cli.test_cli import sentence
-from tests.cli.test_cli_generate import options_of, save_tiny
 from tests.support.collector import HEADER, Receiver, check_exported
 from tests.support.processes import ROOT, serving
 from tests.support.waiting import LIMIT, wait_until
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
 
 
 def ask(url: str, path: str, more: Mapping[str, str] | None = None, **fields: Any) -> Any:
@@ -55,18 +49,14 @@ def test_a_model_is_served_until_sigterm(
         "--chat-template", str(template), "--tool-call-parser", "hermes",
         "--preset", "vllm", "--max-model-len", "48",
     )  # fmt: skip
+    exporting = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
     with (
         Receiver() as receiver,
         serving(
-            *tiny,
-            *options,
-            *layout,
-            environment={
-                "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
-                "OTEL_BSP_SCHEDULE_DELAY": "50",
-            },
+            *tiny, *options, *layout,
+            environment={**exporting, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url},
         ) as (process, said),
-    ):
+    ):  # fmt: skip
         found = re.search(r"at (http://127.0.0.1:\d+); .* 64 KV blocks of \d+ tokens", said)
         assert found and "vllm" in said and "max_model_len 48" in said, said
         url = found[1]

@@ -104,9 +104,6 @@ def few() -> dict[str, list[int]]:
     return {name: real.prompts()[name] for name in FEW}
 
 
-# The whole reference.
-
-
 def test_each_prompt_alone_generates_the_reference(decoder: Decoder) -> None:
     trial = GpuTrial(decoder, max_num_seqs=1)
     check(trial.ask_one(real.prompts()))
@@ -183,9 +180,6 @@ def test_a_shared_prefix_is_found_and_changes_no_token(decoder: Decoder) -> None
         (output,) = trial.ask_one({str(length): tokens[:length]}, 2).values()
         assert output == right[length - start :][:2]
     assert trial.seen.num_cached == 128 + 143 + 144 and trial.seen.num_full_hits == 1
-
-
-# Other attention libraries and the offline API.
 
 
 LIBRARIES = {"flashinfer": 16, "flash-attn": 256}  # with their block sizes

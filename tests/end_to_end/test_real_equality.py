@@ -29,8 +29,6 @@ from headway.scheduler.policies.presets import DEFAULT
 from tests.support import real
 from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference
 
-# The reference equals transformers.
-
 
 @cache
 def groups_of_prompts() -> dict[str, tuple[str, ...]]:
@@ -171,9 +169,6 @@ def test_the_offline_api_generates_the_reference(llm: LLM) -> None:
         scores = zip(expected, result.outputs[0].logprobs or [], strict=True)
         found = [score[token].logprob for token, score in scores]
         assert found == pytest.approx(wanted.tolist(), abs=1e-4)
-
-
-# Every policy generates the reference.
 
 
 def test_each_prompt_alone_generates_the_reference() -> None:

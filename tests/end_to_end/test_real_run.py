@@ -1,8 +1,4 @@
-"""The offline API with a real executor: traces, interrupts, errors, streams and sampling.
-
-A tiny model with random weights runs hundreds of requests in a second. Its texts are meaningless,
-but they must not depend on settings or on other requests.
-"""
+"""The offline API with a real executor: traces, interrupts, errors, streams and sampling."""
 
 from __future__ import annotations
 
@@ -37,12 +33,11 @@ PROMPTS = [
     "Marta", "The harbour master", real.STORY, "1. Item number", real.CODE, "crème brûlée",
     real.STORY[:100], "🎉", real.LIST[:200], "two suitcases and", real.CODE[:80], "北京",
 ]  # fmt: skip
-MODES = pytest.mark.parametrize(("async_scheduling", "steps"), [(0, 1), (1, 1), (0, 4), (1, 4)])
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(real.write_tiny(tmp_path_factory.mktemp("tiny")))
+MODES = pytest.mark.parametrize(
+    "mode",
+    [{"async_scheduling": a, "num_scheduler_steps": n} for n in (1, 4) for a in (0, 1)],
+    ids=["0-1", "1-1", "0-4", "1-4"],
+)
 
 
 def open_llm(tiny: str, **settings: Any) -> LLM:
@@ -89,23 +84,14 @@ def stops(tiny: str) -> list[str]:
     return [result.outputs[0].text[10:14] for result in results]
 
 
-# Traces.
-
-
 @MODES
 @pytest.mark.parametrize("swap", ["recompute", "swap"])
 def test_a_recorded_run_replays_with_the_same_decisions(
-    tiny: str, stops: list[str], tmp_path: Path, swap: str, async_scheduling: int, steps: int
+    tiny: str, stops: list[str], tmp_path: Path, swap: str, mode: dict[str, int]
 ) -> None:
     path = tmp_path / "trace.jsonl"
     cramped = {"preset": "vllm_v1", "swap": swap, "num_blocks": 24, "num_host_blocks": 60}
-    with open_llm(
-        tiny,
-        async_scheduling=async_scheduling,
-        num_scheduler_steps=steps,
-        trace_out=path,
-        **cramped,
-    ) as llm:
+    with open_llm(tiny, **mode, trace_out=path, **cramped) as llm:
         params = [
             SamplingParams(seed=s, max_tokens=60, n=1 + s % 2, stop=None if s % 3 else stop)
             for s, stop in enumerate(stops)
@@ -122,19 +108,17 @@ def test_a_recorded_run_replays_with_the_same_decisions(
     ends = Counter(end.finish_reason for end in all_ends(journal))
     assert set(preempted) >= {swap} and len(preempted) >= 5
     assert ends["stop"] >= 4 and ends["abort"] >= 7 and ends["length"] >= 4
-    assert any(plan.num_steps > 1 for plan in plans) == (steps > 1)
+    assert any(plan.num_steps > 1 for plan in plans) == (mode["num_scheduler_steps"] > 1)
     assert check_replay(journal) == len(of_kind(CompletedLine, journal)) > 30
 
 
 @MODES
 def test_a_run_is_recorded_to_its_end_however_it_ends(
-    tiny: str, tmp_path: Path, async_scheduling: int, steps: int
+    tiny: str, tmp_path: Path, mode: dict[str, int]
 ) -> None:
     """The last request may end while another step with it is still in flight."""
     path = tmp_path / "trace.jsonl"
-    with open_llm(
-        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, trace_out=path
-    ) as llm:
+    with open_llm(tiny, **mode, trace_out=path) as llm:
         soon = {"logit_bias": dict.fromkeys(llm.loaded.eos_ids, 5.0)}
         for number in range(3):
             results = llm.generate(PROMPTS[number::3], sampled(4, **soon))
@@ -146,9 +130,6 @@ def test_a_run_is_recorded_to_its_end_however_it_ends(
     assert check_replay(journal) == len(of_kind(CompletedLine, journal))
     num_added = sum(len(line.requests) for line in of_kind(AddedLine, journal))
     assert len(all_ends(journal)) == num_added
-
-
-# Interrupts and failures.
 
 
 class FailingDecoder:
@@ -183,11 +164,9 @@ CRAMPED = {"num_blocks": 30, "num_host_blocks": 20, "preset": "vllm", "swap": "s
 @MODES
 @pytest.mark.parametrize("calls", [1, 2, 15])
 def test_an_interrupted_step_leaves_nothing_behind(
-    tiny: str, expected: Outcome, async_scheduling: int, steps: int, calls: int
+    tiny: str, expected: Outcome, mode: dict[str, int], calls: int
 ) -> None:
-    with open_llm(
-        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **CRAMPED
-    ) as llm:
+    with open_llm(tiny, **mode, **CRAMPED) as llm:
         fail_once(llm, KeyboardInterrupt(), calls)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, sampled())
@@ -271,10 +250,8 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, async_schedul
         with Lines() as lines:
             llm.generate(*asked)
     for _ in range(12):
-        llm, at = (
-            open_llm(tiny, async_scheduling=async_scheduling, **CRAMPED),
-            Lines(rng.randint(1, lines.num_seen)),
-        )
+        llm = open_llm(tiny, async_scheduling=async_scheduling, **CRAMPED)
+        at = Lines(rng.randint(1, lines.num_seen))
         llm.generate(*asked)
         try:
             with at, suppress(KeyboardInterrupt):
@@ -289,11 +266,9 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, async_schedul
 
 @MODES
 def test_a_failed_step_ends_only_requests_in_flight(
-    tiny: str, expected: Outcome, async_scheduling: int, steps: int
+    tiny: str, expected: Outcome, mode: dict[str, int]
 ) -> None:
-    with open_llm(
-        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, max_num_seqs=4
-    ) as llm:
+    with open_llm(tiny, **mode, max_num_seqs=4) as llm:
         fail_once(llm, RuntimeError("the device has failed"), 4)
         results = llm.generate(PROMPTS, sampled())
         failed = [r.outputs[0].finish_reason == "error" for r in results]
@@ -308,8 +283,6 @@ def test_a_failed_step_ends_only_requests_in_flight(
         check_idle(llm)
         assert outcome(llm.generate(PROMPTS, sampled())) == expected
 
-
-# Validation.
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature must be a number from 0 to 1000, not -0.1"),
@@ -382,9 +355,8 @@ def test_a_single_refused_prompt_raises(
     with open_llm(tiny, num_blocks=20) as llm:
         bad = SamplingParams(**{"max_tokens": 10, **fields})
         if prompt == []:
-            assert (
-                llm.generate(prompt, bad) == []
-            )  # an empty list of prompts, not a prompt without tokens
+            # an empty list of prompts, not a prompt without tokens
+            assert llm.generate(prompt, bad) == []
             return
         with pytest.raises(kind, match=f"({message})|prompt"):
             llm.generate(prompt, bad)
@@ -397,9 +369,6 @@ def test_the_number_of_params_must_match_the_prompts(tiny: str) -> None:
             llm.generate(PROMPTS[:3], sampled(2))
         assert llm.generate([]) == []
         check_idle(llm)
-
-
-# Streams and stop strings.
 
 
 def streamed(llm: LLM, params: list[SamplingParams]) -> Outcome:
@@ -418,11 +387,9 @@ def streamed(llm: LLM, params: list[SamplingParams]) -> Outcome:
 
 @MODES
 def test_deltas_add_up_to_the_generated_output(
-    tiny: str, stops: list[str], async_scheduling: int, steps: int
+    tiny: str, stops: list[str], mode: dict[str, int]
 ) -> None:
-    with open_llm(
-        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **CRAMPED
-    ) as llm:
+    with open_llm(tiny, **mode, **CRAMPED) as llm:
         params = [
             SamplingParams(seed=s, max_tokens=24, n=1 + s % 2, stop=stop if s % 4 else None)
             for s, stop in enumerate(stops)
@@ -450,7 +417,7 @@ def test_leaving_a_stream_early_frees_everything(
 @MODES
 @pytest.mark.parametrize("includes", [False, True])
 def test_a_stop_string_ends_the_text_at_its_position(
-    tiny: str, includes: bool, async_scheduling: int, steps: int
+    tiny: str, includes: bool, mode: dict[str, int]
 ) -> None:
     made: list[int] = []  # tokens of each step
 
@@ -458,13 +425,7 @@ def test_a_stop_string_ends_the_text_at_its_position(
         if isinstance(event, Completed):
             made.extend(len(tokens) for _, tokens in event.outputs())
 
-    with open_llm(
-        tiny,
-        async_scheduling=async_scheduling,
-        num_scheduler_steps=steps,
-        observers=[count],
-        **CRAMPED,
-    ) as llm:
+    with open_llm(tiny, **mode, observers=[count], **CRAMPED) as llm:
         free = llm.generate(PROMPTS, sampled(ignore_eos=True, max_tokens=40))
         decode, num_split = llm.loaded.tokenizer.decode, 0  # type: ignore[union-attr]
         for first, length in ((0, 1), (7, 2), (11, 9), (30, 4)):
@@ -479,7 +440,8 @@ def test_a_stop_string_ends_the_text_at_its_position(
             ]  # fmt: skip
             made.clear()
             results = llm.generate(PROMPTS, params)
-            most = sum(r.num_generated for r in results) + len(PROMPTS) * (steps - 1)
+            num_beyond = len(PROMPTS) * (mode["num_scheduler_steps"] - 1)
+            most = sum(r.num_generated for r in results) + num_beyond
             assert sum(made) <= most, "a stopped request continues"
             for whole, stop, result in zip(free, stops, results, strict=True):
                 sample, text = result.outputs[0], whole.outputs[0].text
@@ -497,16 +459,11 @@ def test_a_stop_string_ends_the_text_at_its_position(
 @MODES
 @pytest.mark.parametrize("size", [1, 5, 16])
 def test_a_conversation_continues_from_the_cache_with_the_same_output(
-    tiny: str, size: int, async_scheduling: int, steps: int
+    tiny: str, size: int, mode: dict[str, int]
 ) -> None:
     """Each prompt is the previous one and its output, which the cache may hold."""
     settings = {"block_size": size, "num_blocks": 1600 // size}
-    with (
-        open_llm(
-            tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **settings
-        ) as llm,
-        open_llm(tiny, **settings) as fresh,
-    ):
+    with open_llm(tiny, **mode, **settings) as llm, open_llm(tiny, **settings) as fresh:
         turns = [fresh.loaded.tokenizer.encode(p) for p in PROMPTS]  # type: ignore[union-attr]
         for turn, length in enumerate((6, 11, 17)):
             params = [  # different lengths, so that some end within a plan of several steps
@@ -522,9 +479,6 @@ def test_a_conversation_continues_from_the_cache_with_the_same_output(
                 for cached, tokens in zip(num_cached, turns, strict=True)
             )
             turns = [[*t, *r.outputs[0].token_ids] for t, r in zip(turns, results, strict=True)]
-
-
-# Sampling and log probabilities.
 
 
 def test_a_seed_gives_the_same_output_under_all_settings(tiny: str) -> None:
@@ -591,9 +545,8 @@ def test_samples_of_one_prompt_differ_and_are_reproducible(tiny: str) -> None:
         params = SamplingParams(seed=5, n=4, max_tokens=20)
         samples = llm.generate("Marta", params)[0].outputs
         assert len({sample.text for sample in samples}) == 4
-        assert [s.text for s in llm.generate("Marta", params)[0].outputs] == [
-            s.text for s in samples
-        ]
+        again = llm.generate("Marta", params)[0].outputs
+        assert [s.text for s in again] == [s.text for s in samples]
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         unseeded = [llm.generate("Marta", params)[0] for _ in range(3)]
         assert len({result.outputs[0].text for result in unseeded}) == 3
@@ -607,17 +560,11 @@ def reference(tiny: str) -> Any:
 
 @MODES
 def test_log_probabilities_equal_those_of_transformers(
-    tiny: str, stops: list[str], reference: Any, async_scheduling: int, steps: int
+    tiny: str, stops: list[str], reference: Any, mode: dict[str, int]
 ) -> None:
     """For output and prompt tokens, with bias, top_k, preemption, EOS and stop strings."""
     scored = {"logprobs": 3, "prompt_logprobs": 2, "logit_bias": {7: 4.0}, "top_k": 50}
-    with open_llm(
-        tiny,
-        async_scheduling=async_scheduling,
-        num_scheduler_steps=steps,
-        preset="vllm_v1",
-        num_blocks=26,
-    ) as llm:
+    with open_llm(tiny, **mode, preset="vllm_v1", num_blocks=26) as llm:
         params = [SamplingParams(seed=s, n=1 + s % 2, max_tokens=40, stop=stop if s % 3 else None,
                                  **scored) for s, stop in enumerate(stops)]  # type: ignore[arg-type] # fmt: skip
         results = llm.generate(PROMPTS, params)
@@ -644,12 +591,8 @@ def check_scores(found: Any, tokens: list[int], logits: Tensor, num_top: int) ->
 
 
 @MODES
-def test_changes_of_the_logits_apply_to_every_token(
-    tiny: str, async_scheduling: int, steps: int
-) -> None:
-    with open_llm(
-        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **CRAMPED
-    ) as llm:
+def test_changes_of_the_logits_apply_to_every_token(tiny: str, mode: dict[str, int]) -> None:
+    with open_llm(tiny, **mode, **CRAMPED) as llm:
         assert llm.tokenizer is not None
         ends = llm.loaded.eos_ids
         often: dict[str, Any] = {"logit_bias": dict.fromkeys(ends, 6.0)}
@@ -673,9 +616,6 @@ def test_changes_of_the_logits_apply_to_every_token(
                 starts = range(len(tokens) - len(word) + 1)
                 assert not any(tuple(tokens[at : at + len(word)]) == word for at in starts)
         check_idle(llm)
-
-
-# Memory.
 
 
 def alive() -> Counter[type]:

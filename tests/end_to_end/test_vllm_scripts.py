@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from headway import LLM, AsyncEngine, SamplingParams
+from headway import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from headway.engine.input_processor import RESERVED_VARIABLES
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.events import Event, ended_by
-from headway.sampling_params import StructuredOutputsParams
 from tests.support import real
 from tests.support.events import Events
 from tests.support.held import Held, Hold
@@ -43,9 +42,6 @@ def llm(model: str) -> LLM:
         max_num_batched_tokens=256, gpu_memory_utilization=0.8, enforce_eager=True, seed=0,
         tensor_parallel_size=1, trust_remote_code=True, num_blocks=100,
     )  # fmt: skip
-
-
-# The scripts.
 
 
 def test_quickstart_generate(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,9 +124,6 @@ def test_benchmark_loop_of_nano_vllm(model: str) -> None:
     total_tokens = sum(sp.max_tokens or 0 for sp in sampling_params)
     assert sum(len(output.outputs[0].token_ids) for output in outputs) == total_tokens
     assert [output.prompt_token_ids for output in outputs] == prompt_token_ids
-
-
-# What the scripts rely on.
 
 
 def test_prompts_may_be_texts_token_ids_or_dicts(llm: LLM) -> None:

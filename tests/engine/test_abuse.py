@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from inspect import signature
 from math import inf, nan
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway import LLM, RequestOutput, SamplingParams
+from headway import LLM, RequestOutput, SamplingParams, Scheduler, VirtualClock, preset
 from headway.checks import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID
-from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import EngineStopped, FromLoop, Refusal, Submit, TokenBatch
@@ -31,17 +29,16 @@ from headway.errors import (
     shorten,
 )
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies import queue as queues
 from headway.scheduler.policies.presets import NUMBERS
 from headway.scheduler.policy_calls import CHUNK, HEADROOM, SWAP, checked
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
-from tests.support import real
 from tests.support.drive import check_no_leaks
 from tests.support.events import Events
 from tests.support.journals import Recorder
-from tests.support.served import on_loop, server
+from tests.support.served import server
 from tests.support.shadow import ShadowExecutor, oracle
+from tests.support.waiting import on_loop
 
 SMALL = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
@@ -107,9 +104,6 @@ def slot_of(poison: str) -> str:
     return next(iter(POISONS[poison]))
 
 
-# Policies that raise when a request arrives.
-
-
 def trace_of(poison: str, async_scheduling: int, num_poisoned: int) -> list[bytes]:
     """The trace of a run; after every request, `num_poisoned` others are refused."""
     engine = make(async_scheduling, **POISONS[poison])
@@ -138,9 +132,8 @@ def trace_of(poison: str, async_scheduling: int, num_poisoned: int) -> list[byte
 def test_a_policy_error_for_one_request_does_not_change_the_trace(
     poison: str, async_scheduling: int
 ) -> None:
-    assert trace_of(poison, async_scheduling, num_poisoned=3) == trace_of(
-        poison, async_scheduling, num_poisoned=0
-    )
+    traces = [trace_of(poison, async_scheduling, num_poisoned=count) for count in (3, 0)]
+    assert traces[0] == traces[1]
 
 
 def test_a_policy_error_names_slot_request_type_and_message() -> None:
@@ -211,9 +204,8 @@ def test_a_loop_refuses_a_request_after_a_policy_error_and_continues(poison: str
     assert (refusal.id, refusal.kind) == ("poison", "PolicyError")
     assert refusal.fields["slot"] == slot_of(poison)
     gained = {id for message in messages if isinstance(message, TokenBatch) for id in message.ids}
-    assert gained == {"a", "b"} and not any(
-        isinstance(message, EngineStopped) for message in messages
-    )
+    assert gained == {"a", "b"}
+    assert not any(isinstance(message, EngineStopped) for message in messages)
 
 
 LIMITS = {
@@ -245,9 +237,8 @@ def test_a_prompt_without_a_length_is_refused_by_a_loop_with_a_token_limit() -> 
     while loop._inbox:  # it reads for a limited time
         loop._read()
     loop._flush()
-    assert [message.kind for message in messages if isinstance(message, Refusal)] == [
-        "InvalidRequest"
-    ]
+    (refusal,) = [message for message in messages if isinstance(message, Refusal)]
+    assert refusal.kind == "InvalidRequest"
 
 
 @on_loop
@@ -268,17 +259,12 @@ async def test_a_server_answers_500_after_a_policy_error_and_continues() -> None
         await served.settled()
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real.write_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-def test_a_policy_error_offline_refuses_only_its_prompt(tiny: Path) -> None:
+def test_a_policy_error_offline_refuses_only_its_prompt(tiny: str) -> None:
     def key(request: Request, view: object) -> float:
         return 1 / (request.num_prompt - 3)
 
     asked = SamplingParams(max_tokens=4, temperature=0.0)
-    with LLM(str(tiny), num_blocks=50, queue=key) as llm:
+    with LLM(tiny, num_blocks=50, queue=key) as llm:
         first, refused, last = llm.try_generate([[5] * 4, [5] * 3, [6] * 5], asked)
         assert isinstance(first, RequestOutput) and isinstance(last, RequestOutput)
         assert first.num_generated == last.num_generated == 4
@@ -291,9 +277,6 @@ def test_a_policy_error_offline_refuses_only_its_prompt(tiny: Path) -> None:
         with pytest.raises(InvalidRequest, match=r"prompts\[1\].*sampling_params"):
             llm.generate([[5] * 4, [6] * 4], [asked, None])  # type: ignore[list-item]
         assert llm.engine.scheduler.is_idle and not llm.engine.has_work
-
-
-# Policies that raise within a step.
 
 
 def failing(policy: Callable[..., Any], calls: range) -> Callable[..., Any]:
@@ -424,8 +407,6 @@ def check_idle(engine: Engine) -> None:
     assert not scheduler.state.prefilling and not scheduler.state.decode_batch.members
 
 
-# Absurd values.
-
 HUGE = (10**30, -(10**30), 10**400, -(10**400), 10**5000, 1 << 63, 1e300, 1e400, -1e400)
 JUNK: tuple[Any, ...] = (
     *HUGE, nan, -inf, 1.5, True, False, None, "", "x", "\ud800", "\0", b"", b"abcd", b"abc",
@@ -539,9 +520,8 @@ def test_junk_for_any_number_of_a_config_is_accepted_or_a_config_error(number: s
 def test_random_junk_for_a_number_of_a_config_is_accepted_or_a_config_error(
     number: str, value: Any
 ) -> None:
-    if (
-        not isinstance(value, int) or value > 1 << 40 or value < 1 << 20
-    ):  # else tables of 2**26 entries are allocated
+    # else tables of 2**26 entries are allocated
+    if not isinstance(value, int) or value > 1 << 40 or value < 1 << 20:
         check_number(number, value)
 
 

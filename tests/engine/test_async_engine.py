@@ -26,16 +26,8 @@ from headway.events import Completed, Event
 from headway.request import RequestParams
 from tests.support.drive import check_no_leaks
 from tests.support.events import Events
-from tests.support.scripted import (
-    END,
-    Breaking,
-    Double,
-    GetPid,
-    Stepped,
-    make_engine,
-    script,
-)
-from tests.support.waiting import LIMIT, until, wait_until
+from tests.support.scripted import END, Breaking, Double, GetPid, Stepped, make_engine, script
+from tests.support.waiting import LIMIT, on_loop, until, wait_until
 
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 PROMPT = [1, 2, 3]
@@ -85,64 +77,59 @@ def samples_of(updates: list[SampleUpdate], n: int = 1) -> list[tuple[list[int],
 
 
 @each_scheduling
-def test_a_stream_yields_all_tokens_in_order_and_one_end(async_scheduling: int) -> None:
-    async def ask() -> None:
-        async with running(make_engine(async_scheduling=async_scheduling)) as engine:
-            [(tokens, end)] = samples_of(await read(engine, "a", PROMPT, script(6, filler=4)))
-            assert tokens == [4] * 5 + [END] and end.reason == "stop" and end.stop_token == END
-            assert 0 <= end.queue <= end.first_token <= end.total
-
-    within(ask())
+@on_loop
+async def test_a_stream_yields_all_tokens_in_order_and_one_end(async_scheduling: int) -> None:
+    async with running(make_engine(async_scheduling=async_scheduling)) as engine:
+        [(tokens, end)] = samples_of(await read(engine, "a", PROMPT, script(6, filler=4)))
+        assert tokens == [4] * 5 + [END] and end.reason == "stop" and end.stop_token == END
+        assert 0 <= end.queue <= end.first_token <= end.total
 
 
 @each_scheduling
-def test_every_one_of_n_samples_has_its_own_end(async_scheduling: int) -> None:
-    async def ask() -> None:
-        async with running(make_engine(async_scheduling=async_scheduling)) as engine:
-            updates = await read(engine, "a", PROMPT, script(5, n=3))
-            assert [tokens for tokens, _ in samples_of(updates, 3)] == [[1, 1, 1, 1, END]] * 3
-
-    within(ask())
+@on_loop
+async def test_every_one_of_n_samples_has_its_own_end(async_scheduling: int) -> None:
+    async with running(make_engine(async_scheduling=async_scheduling)) as engine:
+        updates = await read(engine, "a", PROMPT, script(5, n=3))
+        assert [tokens for tokens, _ in samples_of(updates, 3)] == [[1, 1, 1, 1, END]] * 3
 
 
-def test_one_sample_can_be_stopped_while_the_others_continue() -> None:
-    async def ask() -> None:
-        stepped = Stepped(inner := make_engine())
-        stepped.allow(10)
-        async with running(inner) as engine:
-            updates: list[SampleUpdate] = []
-            async for gained in engine.stream("a", PROMPT, script(200, n=3)):
-                updates += gained
-                if len(updates) >= 6:
-                    engine.stop_sample("a", 1)
-                    stepped.free()
-            first, second, third = samples_of(updates, 3)
-            assert len(first[0]) == len(third[0]) == 200 > len(second[0])
-            assert second[1].reason == "stop" and second[1].stop_token is None
-
-    within(ask())
+@on_loop
+async def test_one_sample_can_be_stopped_while_the_others_continue() -> None:
+    stepped = Stepped(inner := make_engine())
+    stepped.allow(10)
+    async with running(inner) as engine:
+        updates: list[SampleUpdate] = []
+        async for gained in engine.stream("a", PROMPT, script(200, n=3)):
+            updates += gained
+            if len(updates) >= 6:
+                engine.stop_sample("a", 1)
+                stepped.free()
+        first, second, third = samples_of(updates, 3)
+        assert len(first[0]) == len(third[0]) == 200 > len(second[0])
+        assert second[1].reason == "stop" and second[1].stop_token is None
 
 
-def test_a_prompt_that_raises_while_it_is_read_fails_alone() -> None:
+@on_loop
+async def test_a_prompt_that_raises_while_it_is_read_fails_alone() -> None:
     class FailedRow(UserList[int]):
         def __iter__(self) -> Iterator[int]:
             raise RuntimeError("the row of a dataset cannot be read")
 
-    async def ask() -> None:
-        async with running(inner := make_engine(SLOW)) as engine:
-            other = asyncio.create_task(read(engine, "other", PROMPT, script(20)))
-            await until(lambda: inner.scheduler.num_steps)
-            with pytest.raises(RuntimeError, match="row of a dataset"):
-                await anext(aiter(engine.stream("a", FailedRow(PROMPT), script(3))))
-            assert len(samples_of(await other)[0][0]) == 20
-            await read(engine, "a", PROMPT, script(3))  # the id is free
-
-    within(ask())
+    async with running(inner := make_engine(SLOW)) as engine:
+        other = asyncio.create_task(read(engine, "other", PROMPT, script(20)))
+        await until(lambda: inner.scheduler.num_steps)
+        with pytest.raises(RuntimeError, match="row of a dataset"):
+            await anext(aiter(engine.stream("a", FailedRow(PROMPT), script(3))))
+        assert len(samples_of(await other)[0][0]) == 20
+        await read(engine, "a", PROMPT, script(3))  # the id is free
 
 
 @pytest.mark.parametrize("leave", ["break", "cancel", "raise"])
 @each_scheduling
-def test_leaving_a_stream_frees_its_blocks_within_a_step(async_scheduling: int, leave: str) -> None:
+@on_loop
+async def test_leaving_a_stream_frees_its_blocks_within_a_step(
+    async_scheduling: int, leave: str
+) -> None:
     async def first_of(engine: AsyncEngine, begun: asyncio.Event) -> None:
         async for _ in engine.stream("long", PROMPT, script(900, n=2)):
             begun.set()
@@ -152,57 +139,46 @@ def test_leaving_a_stream_frees_its_blocks_within_a_step(async_scheduling: int, 
                 raise KeyError
             await asyncio.Event().wait()  # which is never set
 
-    async def ask() -> None:
-        inner = make_engine(SLOWER, async_scheduling, num_blocks=2_000)
-        events = Events()
-        async with running(inner) as engine:
-            task = asyncio.create_task(first_of(engine, begun := asyncio.Event()))
-            await begun.wait()
-            task.cancel()
-            with suppress(KeyError, asyncio.CancelledError):
-                await task
-            # asyncio closes a stream that was left by `break` in a later round of its loop.
-            await until(lambda: engine._abandoned or not inner.scheduler.requests)
-            inner.observers.append(events)
-            await until(lambda: not inner.scheduler.requests)
-        assert len(events.completed) <= 2 + async_scheduling
-
-    within(ask())
+    inner = make_engine(SLOWER, async_scheduling, num_blocks=2_000)
+    events = Events()
+    async with running(inner) as engine:
+        task = asyncio.create_task(first_of(engine, begun := asyncio.Event()))
+        await begun.wait()
+        task.cancel()
+        with suppress(KeyError, asyncio.CancelledError):
+            await task
+        # asyncio closes a stream that was left by `break` in a later round of its loop.
+        await until(lambda: engine._abandoned or not inner.scheduler.requests)
+        inner.observers.append(events)
+        await until(lambda: not inner.scheduler.requests)
+    assert len(events.completed) <= 2 + async_scheduling
 
 
-def test_an_id_can_be_reused_only_after_its_request_has_ended() -> None:
-    async def ask() -> None:
-        async with running(make_engine(SLOWER)) as engine:
-            left = engine.stream("a", PROMPT, script(900))
-            await anext(left)
-            with pytest.raises(InvalidRequest, match="choose another id"):
-                await read(engine, "a", PROMPT, script(2))
-            await left.aclose()  # type: ignore[attr-defined]
-            with pytest.raises(InvalidRequest, match="choose another id"):
-                await read(engine, "a", PROMPT, script(2))
-            await until(lambda: not engine._abandoned)
-            [(tokens, end)] = samples_of(await read(engine, "a", PROMPT, script(2)))
-            assert tokens == [1, END] and end.reason == "stop"
-
-    within(ask())
+@on_loop
+async def test_an_id_can_be_reused_only_after_its_request_has_ended() -> None:
+    async with running(make_engine(SLOWER)) as engine:
+        left = engine.stream("a", PROMPT, script(900))
+        await anext(left)
+        with pytest.raises(InvalidRequest, match="choose another id"):
+            await read(engine, "a", PROMPT, script(2))
+        await left.aclose()  # type: ignore[attr-defined]
+        with pytest.raises(InvalidRequest, match="choose another id"):
+            await read(engine, "a", PROMPT, script(2))
+        await until(lambda: not engine._abandoned)
+        [(tokens, end)] = samples_of(await read(engine, "a", PROMPT, script(2)))
+        assert tokens == [1, END] and end.reason == "stop"
 
 
-def test_the_error_of_a_refused_request_is_that_of_the_engine() -> None:
-    async def ask() -> None:
-        async with running(make_engine()) as engine:
-            with pytest.raises(RequestTooLong) as caught:
-                await read(engine, "long", PROMPT, script(4, max_tokens=5000))
-            assert caught.value.need > caught.value.limit > 0
-            for prompt, params in (
-                ([], script(4)),
-                (PROMPT, script(4, n=0)),
-                ([-1 << 40], script(4)),
-            ):
-                with pytest.raises(InvalidRequest):
-                    await read(engine, "wrong", prompt, params)
-            assert samples_of(await read(engine, "fine", PROMPT, script(1)))[0][0] == [END]
-
-    within(ask())
+@on_loop
+async def test_the_error_of_a_refused_request_is_that_of_the_engine() -> None:
+    async with running(make_engine()) as engine:
+        with pytest.raises(RequestTooLong) as caught:
+            await read(engine, "long", PROMPT, script(4, max_tokens=5000))
+        assert caught.value.need > caught.value.limit > 0
+        for prompt, params in (([], script(4)), (PROMPT, script(4, n=0)), ([-1 << 40], script(4))):
+            with pytest.raises(InvalidRequest):
+                await read(engine, "wrong", prompt, params)
+        assert samples_of(await read(engine, "fine", PROMPT, script(1)))[0][0] == [END]
 
 
 @pytest.mark.parametrize(
@@ -213,85 +189,77 @@ def test_the_error_of_a_refused_request_is_that_of_the_engine() -> None:
         QueueLimits(max_per_client=3),
     ],
 )
-def test_requests_above_a_limit_are_refused_and_the_others_continue(limits: QueueLimits) -> None:
-    async def ask() -> None:
-        stepped = Stepped(inner := make_engine(max_num_seqs=2))
-        async with running(inner, limits) as engine:
-            asked = [read(engine, f"{i}", PROMPT, script(5, client="one")) for i in range(30)]
-            reading = asyncio.gather(*asked, return_exceptions=True)
-            await until(lambda: engine.num_open == 30)
-            stepped.free()
-            answers = await reading
-            refused = [a for a in answers if isinstance(a, Overloaded)]
-            assert 0 < len(refused) < 30 and all(error.retry_after > 0 for error in refused)
-            for answer in answers:
-                if isinstance(answer, list):
-                    assert samples_of(answer)[0][0] == [1] * 4 + [END]
-            assert samples_of(await read(engine, "later", PROMPT, script(1)))[0][0] == [END]
+@on_loop
+async def test_requests_above_a_limit_are_refused_and_the_others_continue(
+    limits: QueueLimits,
+) -> None:
+    stepped = Stepped(inner := make_engine(max_num_seqs=2))
+    async with running(inner, limits) as engine:
+        asked = [read(engine, f"{i}", PROMPT, script(5, client="one")) for i in range(30)]
+        reading = asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: engine.num_open == 30)
+        stepped.free()
+        answers = await reading
+        refused = [a for a in answers if isinstance(a, Overloaded)]
+        assert 0 < len(refused) < 30 and all(error.retry_after > 0 for error in refused)
+        for answer in answers:
+            if isinstance(answer, list):
+                assert samples_of(answer)[0][0] == [1] * 4 + [END]
+        assert samples_of(await read(engine, "later", PROMPT, script(1)))[0][0] == [END]
 
-    within(ask())
 
+@on_loop
+async def test_a_busy_engine_answers_queries_between_steps() -> None:
+    stepped = Stepped(inner := make_engine())
 
-def test_a_busy_engine_answers_queries_between_steps() -> None:
-    async def ask() -> None:
-        stepped = Stepped(inner := make_engine())
+    async def steps() -> None:
+        """Let the engine make some steps, and hold it again."""
+        await until(lambda: stepped.is_holding)
+        stepped.allow(10)
 
-        async def steps() -> None:
-            """Let the engine make some steps, and hold it again."""
-            await until(lambda: stepped.is_holding)
-            stepped.allow(10)
-
-        async with running(inner) as engine:
-            assert isinstance(engine.client, ThreadClient)
-            engine.client.loop.handle(Double, lambda query: 2 * query.value)
-            reading = asyncio.create_task(read(engine, "a", PROMPT, script(100)))
-            *doubles, _ = await asyncio.gather(*(engine.ask(Double(i)) for i in range(5)), steps())
-            assert doubles == [0, 2, 4, 6, 8]
-            await until(lambda: stepped.is_holding)  # the scheduler has released its lock
-            assert re.search(r"\b1 of 8\b", await engine.ask(ExplainQueue()))
-            with pytest.raises(
-                ExecutorError, match=r"GetPid.*Double.*ExplainQueue.*ResetPrefixCache"
-            ):
-                await asyncio.gather(engine.ask(GetPid()), steps())
-            with pytest.raises(ExecutorError):
-                await asyncio.gather(engine.ask(Double({})), steps())  # type: ignore[arg-type]
-            assert not reading.done()
-            stepped.free()
-            assert len(samples_of(await reading)[0][0]) == 100
-
-    within(ask())
+    async with running(inner) as engine:
+        assert isinstance(engine.client, ThreadClient)
+        engine.client.loop.handle(Double, lambda query: 2 * query.value)
+        reading = asyncio.create_task(read(engine, "a", PROMPT, script(100)))
+        *doubles, _ = await asyncio.gather(*(engine.ask(Double(i)) for i in range(5)), steps())
+        assert doubles == [0, 2, 4, 6, 8]
+        await until(lambda: stepped.is_holding)  # the scheduler has released its lock
+        assert re.search(r"\b1 of 8\b", await engine.ask(ExplainQueue()))
+        with pytest.raises(ExecutorError, match=r"GetPid.*Double.*ExplainQueue.*ResetPrefixCache"):
+            await asyncio.gather(engine.ask(GetPid()), steps())
+        with pytest.raises(ExecutorError):
+            await asyncio.gather(engine.ask(Double({})), steps())  # type: ignore[arg-type]
+        assert not reading.done()
+        stepped.free()
+        assert len(samples_of(await reading)[0][0]) == 100
 
 
 @each_scheduling
-def test_a_failed_step_ends_its_requests_and_later_ones_run(async_scheduling: int) -> None:
-    async def ask() -> None:
-        inner = make_engine(async_scheduling=async_scheduling)
-        Breaking(inner, lambda plan: len(plan.decodes) == 3)
-        stepped = Stepped(inner)
-        async with running(inner) as engine:
-            reading = asyncio.gather(*(read(engine, f"{i}", PROMPT, script(50)) for i in range(3)))
-            await until(lambda: engine.num_open == 3)
-            stepped.free()
-            for updates in await reading:
-                [(_, end)] = samples_of(updates)
-                assert end.reason == "error" and "the device was lost" in (end.error or "")
-            assert samples_of(await read(engine, "later", PROMPT, script(3)))[0][0] == [1, 1, END]
-
-    within(ask())
+@on_loop
+async def test_a_failed_step_ends_its_requests_and_later_ones_run(async_scheduling: int) -> None:
+    inner = make_engine(async_scheduling=async_scheduling)
+    Breaking(inner, lambda plan: len(plan.decodes) == 3)
+    stepped = Stepped(inner)
+    async with running(inner) as engine:
+        reading = asyncio.gather(*(read(engine, f"{i}", PROMPT, script(50)) for i in range(3)))
+        await until(lambda: engine.num_open == 3)
+        stepped.free()
+        for updates in await reading:
+            [(_, end)] = samples_of(updates)
+            assert end.reason == "error" and "the device was lost" in (end.error or "")
+        assert samples_of(await read(engine, "later", PROMPT, script(3)))[0][0] == [1, 1, END]
 
 
-def test_an_engine_that_always_fails_refuses_requests_with_the_reason() -> None:
-    async def ask() -> None:
-        inner = make_engine()
-        Breaking(inner, lambda plan: True)
-        async with Unchecked(inner) as engine:
-            for i in range(MAX_FAULTS):
-                [(_, end)] = samples_of(await read(engine, f"{i}", PROMPT, script(3)))
-                assert end.reason == "error"
-            with pytest.raises(ExecutorError, match="the device was lost"):
-                await read(engine, "later", PROMPT, script(3))
-
-    within(ask())
+@on_loop
+async def test_an_engine_that_always_fails_refuses_requests_with_the_reason() -> None:
+    inner = make_engine()
+    Breaking(inner, lambda plan: True)
+    async with Unchecked(inner) as engine:
+        for i in range(MAX_FAULTS):
+            [(_, end)] = samples_of(await read(engine, f"{i}", PROMPT, script(3)))
+            assert end.reason == "error"
+        with pytest.raises(ExecutorError, match="the device was lost"):
+            await read(engine, "later", PROMPT, script(3))
 
 
 class Unchecked:
@@ -308,57 +276,48 @@ class Unchecked:
         await self.engine.close()
 
 
-def test_when_the_loop_raises_all_open_requests_fail_with_the_reason() -> None:
+@on_loop
+async def test_when_the_loop_raises_all_open_requests_fail_with_the_reason() -> None:
     def broken() -> None:
         raise RuntimeError("step is broken")
 
-    async def ask() -> None:
-        inner = make_engine(SLOWER, num_blocks=2_000)
-        async with Unchecked(inner) as engine:
-            asked = [
-                asyncio.create_task(read(engine, f"{i}", PROMPT, script(900))) for i in range(20)
-            ]
-            await until(lambda: len(inner.scheduler.requests) == 20)
-            inner.step = broken  # type: ignore[method-assign]
-            question = asyncio.create_task(engine.ask(ExplainQueue()))
-            for answer in await asyncio.gather(*asked, return_exceptions=True):
-                assert isinstance(answer, ExecutorError) and "step is broken" in str(answer)
-            with suppress(ExecutorError):
-                await question  # answered or failed, but not left waiting
-            assert engine.stop_reason is not None and engine.num_open == 0
-            for later in (read(engine, "later", PROMPT, script(1)), engine.ask(ExplainQueue())):
-                with pytest.raises(ExecutorError, match="has stopped.*restart"):
-                    await later
-
-    within(ask())
+    inner = make_engine(SLOWER, num_blocks=2_000)
+    async with Unchecked(inner) as engine:
+        asked = [asyncio.create_task(read(engine, f"{i}", PROMPT, script(900))) for i in range(20)]
+        await until(lambda: len(inner.scheduler.requests) == 20)
+        inner.step = broken  # type: ignore[method-assign]
+        question = asyncio.create_task(engine.ask(ExplainQueue()))
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(answer, ExecutorError) and "step is broken" in str(answer)
+        with suppress(ExecutorError):
+            await question  # answered or failed, but not left waiting
+        assert engine.stop_reason is not None and engine.num_open == 0
+        for later in (read(engine, "later", PROMPT, script(1)), engine.ask(ExplainQueue())):
+            with pytest.raises(ExecutorError, match="has stopped.*restart"):
+                await later
 
 
-def test_closing_an_engine_ends_open_requests() -> None:
-    async def ask() -> None:
-        async with Unchecked(inner := make_engine(SLOWER)) as engine:
-            reading = asyncio.create_task(read(engine, "a", PROMPT, script(900)))
-            await until(lambda: inner.scheduler.requests)
-        with pytest.raises(ExecutorError, match=r"stop\(\) was called"):
-            await reading
-
-    within(ask())
+@on_loop
+async def test_closing_an_engine_ends_open_requests() -> None:
+    async with Unchecked(inner := make_engine(SLOWER)) as engine:
+        reading = asyncio.create_task(read(engine, "a", PROMPT, script(900)))
+        await until(lambda: inner.scheduler.requests)
+    with pytest.raises(ExecutorError, match=r"stop\(\) was called"):
+        await reading
 
 
-def test_cancel_all_ends_every_stream_and_refuses_new_requests() -> None:
-    async def ask() -> None:
-        async with running(inner := make_engine(SLOWER, max_num_seqs=2)) as engine:
-            asked = [
-                asyncio.create_task(read(engine, f"{i}", PROMPT, script(900, n=2)))
-                for i in range(5)
-            ]
-            await until(lambda: len(inner.scheduler.requests) == 10)
-            engine.cancel_all()
-            for updates in await asyncio.gather(*asked):
-                assert {end.reason for _, end in samples_of(updates, 2)} == {"abort"}
-            with pytest.raises(Overloaded, match="shutting down"):
-                await read(engine, "later", PROMPT, script(1))
-
-    within(ask())
+@on_loop
+async def test_cancel_all_ends_every_stream_and_refuses_new_requests() -> None:
+    async with running(inner := make_engine(SLOWER, max_num_seqs=2)) as engine:
+        asked = [
+            asyncio.create_task(read(engine, f"{i}", PROMPT, script(900, n=2))) for i in range(5)
+        ]
+        await until(lambda: len(inner.scheduler.requests) == 10)
+        engine.cancel_all()
+        for updates in await asyncio.gather(*asked):
+            assert {end.reason for _, end in samples_of(updates, 2)} == {"abort"}
+        with pytest.raises(Overloaded, match="shutting down"):
+            await read(engine, "later", PROMPT, script(1))
 
 
 def test_an_observer_that_raises_is_removed_and_requests_continue(

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from headway.engine.clock import VirtualClock
+from headway import Plan, Scheduler, StepResult, VirtualClock, preset
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.events import Aborted, Added, Completed, Event, Failed
 from headway.executor.base import Handle
-from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.drive import check_no_leaks
 from tests.support.events import Events
 from tests.support.shadow import EOS, ShadowExecutor, oracle
@@ -89,11 +87,7 @@ def make_broken(async_scheduling: int = 0, **failures: Any) -> tuple[Engine, Eve
     events = Events()
     executor = BrokenExecutor(scheduler, **failures)
     engine = Engine(
-        scheduler,
-        executor,
-        VirtualClock(),
-        async_scheduling=async_scheduling,
-        observers=[events],
+        scheduler, executor, VirtualClock(), async_scheduling=async_scheduling, observers=[events]
     )
     return engine, events
 
@@ -109,9 +103,6 @@ def streamed(events: Events) -> dict[str, list[int]]:
 
 def expected(request: Request) -> tuple[list[int], str]:
     return oracle(request.prompt, request.params, 1 << 20)
-
-
-# Steps and reports.
 
 
 @each_scheduling
@@ -158,9 +149,6 @@ def test_a_step_with_nothing_to_do_reports_nothing() -> None:
     assert not events
 
 
-# Samples of one prompt.
-
-
 @each_scheduling
 def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(async_scheduling: int) -> None:
     engine, events = make(async_scheduling, num_blocks=64)
@@ -179,9 +167,6 @@ def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(async_schedu
     assert most_shared == len(prompt) // SMALL["block_size"]
     tokens = streamed(events)
     assert all(tokens[s.id] == expected(s)[0] for s in samples)
-
-
-# Validation.
 
 
 @pytest.mark.parametrize("n", [0, -1])
@@ -214,9 +199,6 @@ def test_a_request_that_can_never_run_is_refused_and_no_sample_is_added() -> Non
         engine.add("c", [1], params(max_tokens=0, n=3))
     assert not engine.has_work and not engine.scheduler.queue
     check_no_leaks(engine.scheduler)
-
-
-# Aborts.
 
 
 @each_scheduling
@@ -256,9 +238,6 @@ def test_a_run_to_the_end_reports_every_abort(async_scheduling: int, num_steps: 
     assert engine.has_work  # the end of "a" is not reported yet
     engine.run()
     assert [r.id for r in events.ended] == ["a"]
-
-
-# Failures.
 
 
 @each_scheduling
@@ -370,12 +349,23 @@ def test_why_counts_running_requests_blocks_and_plans_in_flight() -> None:
     assert has_line(text, 1, 4) and has_line(text, 1, 24, 23) and has_line(text, 1, "in flight")
 
 
-def test_why_names_max_num_seqs() -> None:
-    engine, _ = make(max_num_seqs=2)
-    for i in range(5):
-        engine.add(f"r{i}", [i], params(i))
+WAITING: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[object, ...]]] = {
+    "max_num_seqs": ({"max_num_seqs": 2}, (1, 1, 1, 1, 1), (3, 2)),
+    "a prompt that cannot be split": ({"name": "minivllm"}, (20, 19, 5), ("b", 19, 12)),
+    "a token budget that is used up": ({"name": "vllm_v1"}, (40, 5), (1, "token", "budget")),
+    "needed and free blocks": ({"name": "vllm_v1", "num_blocks": 8}, (20, 16), ("b", 4, 3)),
+}
+
+
+@pytest.mark.parametrize(("changes", "lengths", "facts"), WAITING.values(), ids=WAITING)
+def test_why_names_what_a_request_waits_for(
+    changes: dict[str, Any], lengths: tuple[int, ...], facts: tuple[object, ...]
+) -> None:
+    engine, _ = make(**changes)
+    for i, (id, length) in enumerate(zip("abcde", lengths, strict=False)):
+        engine.add(id, [i] * length, params(i))
     engine.step()
-    assert has_line(engine.why(), 3, 2)
+    assert has_line(engine.why(), *facts)
 
 
 def test_why_names_the_rows_that_fair_queueing_keeps_free() -> None:
@@ -385,31 +375,6 @@ def test_why_names_the_rows_that_fair_queueing_keeps_free() -> None:
         engine.add(f"r{i}", [i], params(i, client="heavy"))
     engine.step()
     assert has_line(engine.why(), "r6", 2, 1, "clients")
-
-
-def test_why_names_the_tokens_of_a_prompt_that_cannot_be_split() -> None:
-    engine, _ = make(name="minivllm")
-    engine.add("a", [1] * 20, params())
-    engine.add("b", [2] * 19, params())
-    engine.add("c", [3] * 5, params())
-    engine.step()
-    assert has_line(engine.why(), "b", 19, 12)
-
-
-def test_why_names_a_token_budget_that_is_used_up() -> None:
-    engine, _ = make(name="vllm_v1")
-    engine.add("a", [1] * 40, params())
-    engine.add("b", [2] * 5, params())
-    engine.step()
-    assert has_line(engine.why(), 1, "token", "budget")
-
-
-def test_why_names_needed_and_free_blocks() -> None:
-    engine, _ = make(name="vllm_v1", num_blocks=8)
-    engine.add("a", [1] * 20, params())
-    engine.add("b", [2] * 16, params())
-    engine.step()
-    assert has_line(engine.why(), "b", 4, 3)
 
 
 def test_why_names_the_blocks_that_the_headroom_keeps_free() -> None:

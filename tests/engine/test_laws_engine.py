@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from headway.engine.clock import VirtualClock
+from headway import Scheduler, VirtualClock, preset
+from headway.engine import gc_freeze as module
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
 from headway.events import Aborted, Event
 from headway.plan import Failure, Plan, StepResult
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.drive import result
 from tests.support.events import Events
 
@@ -64,9 +64,6 @@ def params(max_tokens: int = 4, **more: Any) -> RequestParams:
     return RequestParams(max_tokens=max_tokens, **more)
 
 
-# Time.
-
-
 def test_idle_time_counts_from_the_last_step_or_from_the_first_work() -> None:
     engine, stub = an_engine()
     pass_time(stub.clock, 5.0)
@@ -103,9 +100,6 @@ def test_the_arrival_of_a_request_is_now_unless_it_is_given(async_scheduling: bo
     assert engine.add("a", [1], params())[0].arrival == 5.0
     assert engine.add("b", [1], params(), 0.0)[0].arrival == 0.0
     assert all(sample.arrival == 5.0 for sample in engine.add("c", [1], params(n=3)))
-
-
-# Samples.
 
 
 def test_the_number_of_samples_has_its_bounds() -> None:
@@ -173,9 +167,6 @@ def test_samples_are_aborted_by_the_id_of_a_request_that_has_ended() -> None:
     assert not engine.stop("a")
 
 
-# Work and reports.
-
-
 @each_scheduling
 def test_an_engine_has_work_until_everything_is_reported(async_scheduling: bool) -> None:
     engine, _ = an_engine(async_scheduling)
@@ -220,9 +211,6 @@ def test_async_scheduling_is_true_or_false() -> None:
         with pytest.raises(ConfigError, match="async_scheduling"):
             Engine(scheduler, Stub(clock), clock, async_scheduling=value)
     assert Engine(scheduler, Stub(clock), clock).async_scheduling is False
-
-
-# Failures.
 
 
 def test_a_request_that_fails_ends_with_its_reason_and_the_others_go_on() -> None:
@@ -331,3 +319,24 @@ def test_a_restart_begins_with_nothing() -> None:
     again = engine.add("a", [1, 2], params())[0]
     engine.run()
     assert isinstance(again, Request) and again.finish_reason == "length"
+
+
+def test_a_nested_block_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Recorded:
+        """Stands in for the module gc."""
+
+        def __getattr__(self, name: str) -> object:
+            return lambda: calls.append(name)
+
+    monkeypatch.setattr(module, "gc", Recorded())
+    monkeypatch.setattr(module, "_is_frozen", False)
+    for _ in range(2):
+        with pytest.raises(KeyError), module.gc_freeze():
+            with module.gc_freeze():
+                pass
+            assert calls == ["collect", "freeze"]
+            raise KeyError
+        assert calls == ["collect", "freeze", "unfreeze"]
+        calls.clear()

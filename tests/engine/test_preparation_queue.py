@@ -18,9 +18,9 @@ from headway.engine.queries import GetTime
 from headway.engine.thread_client import PreparationQueue
 from headway.errors import ExecutorError, InvalidGrammar, Overloaded
 from headway.request import RequestParams
-from tests.engine.test_async_engine import read, running, samples_of, within
+from tests.engine.test_async_engine import read, running, samples_of
 from tests.support.scripted import make_engine, script
-from tests.support.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, on_loop, until
 
 READY, SLOW = RequestParams(salt="ready"), RequestParams(salt="slow")
 
@@ -140,76 +140,67 @@ def test_a_request_with_invalid_params_is_refused_and_never_reaches_the_loop(
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-def test_a_refusal_by_the_preparation_queue_reaches_the_stream_and_frees_the_id(
+@on_loop
+async def test_a_refusal_by_the_preparation_queue_reaches_the_stream_and_frees_the_id(
     is_left: bool,
 ) -> None:
     engine = make_engine()
     preparation = engine.preparation = GatedPreparation(
         InvalidGrammar("regex cannot be used: too large")
     )
-
-    async def work() -> None:
-        async with running(engine) as here:
-            slow = replace(script(5), salt="slow")
-            waiting = asyncio.create_task(read(here, "r", [1, 2, 3], slow))
-            await until(lambda: preparation.num_started)
-            if is_left:
-                waiting.cancel()
-                await asyncio.wait([waiting])
-            preparation.gate.set()
-            if not is_left:
-                with pytest.raises(InvalidGrammar, match="too large"):
-                    await waiting
-            await until(lambda: not here._abandoned)
-            again = await read(here, "r", [1, 2, 3], script(5))
-            assert samples_of(again)[0][1].reason == "stop"
-
-    within(work())
+    async with running(engine) as here:
+        slow = replace(script(5), salt="slow")
+        waiting = asyncio.create_task(read(here, "r", [1, 2, 3], slow))
+        await until(lambda: preparation.num_started)
+        if is_left:
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        preparation.gate.set()
+        if not is_left:
+            with pytest.raises(InvalidGrammar, match="too large"):
+                await waiting
+        await until(lambda: not here._abandoned)
+        again = await read(here, "r", [1, 2, 3], script(5))
+        assert samples_of(again)[0][1].reason == "stop"
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_other_requests_run_while_one_is_prepared(is_cancelled: bool) -> None:
+@on_loop
+async def test_other_requests_run_while_one_is_prepared(is_cancelled: bool) -> None:
     engine = make_engine()
     preparation = engine.preparation = GatedPreparation()
-
-    async def work() -> None:
-        async with running(engine) as here:
-            slow = replace(script(5), salt="slow")
-            waiting = asyncio.create_task(read(here, "slow", [1, 2, 3], slow))
-            await until(lambda: preparation.num_started)
-            others = await asyncio.gather(
-                *(read(here, f"quick {n}", [1, 2, 3], script(5)) for n in range(20))
-            )
-            assert all(samples_of(each)[0][1].reason == "stop" for each in others)
-            assert not waiting.done()
-            if is_cancelled:
-                waiting.cancel()
-                await asyncio.wait([waiting])
-                assert here._abandoned == {"slow": 1}  # its end has not arrived yet
-                preparation.gate.set()
-                await until(lambda: not here._abandoned)
-            else:
-                preparation.gate.set()
-                assert samples_of(await waiting)[0][0] == samples_of(others[0])[0][0]
-
-    within(work())
-
-
-def test_closing_an_engine_does_not_wait_for_preparations() -> None:
-    engine = make_engine()
-    preparation = engine.preparation = GatedPreparation()
-
-    async def work() -> None:
-        async with running(engine) as here:
-            slow = [replace(script(5), salt="slow")] * 3
-            waiting = [asyncio.create_task(read(here, str(n), [1], p)) for n, p in enumerate(slow)]
-            await until(lambda: preparation.num_started)
-            await here.close()
-            results = await asyncio.gather(*waiting, return_exceptions=True)
-            assert all("has stopped" in str(each) for each in results)
+    async with running(engine) as here:
+        slow = replace(script(5), salt="slow")
+        waiting = asyncio.create_task(read(here, "slow", [1, 2, 3], slow))
+        await until(lambda: preparation.num_started)
+        others = await asyncio.gather(
+            *(read(here, f"quick {n}", [1, 2, 3], script(5)) for n in range(20))
+        )
+        assert all(samples_of(each)[0][1].reason == "stop" for each in others)
+        assert not waiting.done()
+        if is_cancelled:
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert here._abandoned == {"slow": 1}  # its end has not arrived yet
             preparation.gate.set()
+            await until(lambda: not here._abandoned)
+        else:
+            preparation.gate.set()
+            assert samples_of(await waiting)[0][0] == samples_of(others[0])[0][0]
 
-    within(work())
+
+@on_loop
+async def test_closing_an_engine_does_not_wait_for_preparations() -> None:
+    engine = make_engine()
+    preparation = engine.preparation = GatedPreparation()
+    async with running(engine) as here:
+        slow = [replace(script(5), salt="slow")] * 3
+        waiting = [asyncio.create_task(read(here, str(n), [1], p)) for n, p in enumerate(slow)]
+        await until(lambda: preparation.num_started)
+        await here.close()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all("has stopped" in str(each) for each in results)
+        preparation.gate.set()
 
 
 def test_a_request_that_needs_preparation_is_refused_after_close() -> None:
@@ -221,18 +212,15 @@ def test_a_request_that_needs_preparation_is_refused_after_close() -> None:
     assert seen == [Submit("b", [1], READY), Cancel("a")] and not queue._held
 
 
-def test_a_request_that_needs_preparation_fails_while_the_engine_closes() -> None:
+@on_loop
+async def test_a_request_that_needs_preparation_fails_while_the_engine_closes() -> None:
     engine = make_engine()
     engine.preparation = GatedPreparation()
-
-    async def work() -> None:
-        async with running(engine) as here:
-            closing = asyncio.create_task(here.close())
-            await asyncio.sleep(0)  # the queue is closed; the end of the loop is not yet known
-            assert here.stop_reason is None
-            with pytest.raises(ExecutorError):  # of the queue, or of the loop that has ended
-                await read(here, "a", [1], replace(script(5), salt="slow"))
-            assert not here._abandoned
-            await closing
-
-    within(work())
+    async with running(engine) as here:
+        closing = asyncio.create_task(here.close())
+        await asyncio.sleep(0)  # the queue is closed; the end of the loop is not yet known
+        assert here.stop_reason is None
+        with pytest.raises(ExecutorError):  # of the queue, or of the loop that has ended
+            await read(here, "a", [1], replace(script(5), salt="slow"))
+        assert not here._abandoned
+        await closing

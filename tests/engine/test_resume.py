@@ -7,20 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from headway import LLM
+from headway import LLM, Engine, VirtualClock
 from headway.engine import loop as engine_loop
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway.engine import messages
 from headway.engine.loop import EngineLoop
-from headway.engine.messages import (
-    Cancel,
-    FromLoop,
-    Refusal,
-    SampleUpdate,
-    StepUpdates,
-    Submit,
-    TokenBatch,
-)
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import InvalidRequest
 from headway.events import Added, Event
@@ -32,7 +22,6 @@ from headway.record.replay import check_replay
 from headway.record.stats import stats_of
 from headway.request import Request, RequestParams
 from headway.sampling_params import SamplingParams, TokenLogprobs
-from tests.support import real
 from tests.support.events import Events
 from tests.support.features import FEATURES, PROMPT
 from tests.support.journals import Journal, Recorder, of_kind
@@ -52,15 +41,13 @@ class Sample(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(real.write_tiny(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
 def baseline(tiny: str) -> Iterator[dict[str, list[Sample]]]:
     """Every feature, uninterrupted, each request alone."""
     with LLM(tiny, num_blocks=200) as llm:
-        yield {name: run(llm.engine, [Submit(name, *asked(llm, name))])[name] for name in FEATURES}
+        yield {
+            name: run(llm.engine, [messages.Submit(name, *asked(llm, name))])[name]
+            for name in FEATURES
+        }
 
 
 def asked(llm: LLM, feature: str) -> tuple[list[int], RequestParams]:
@@ -68,9 +55,9 @@ def asked(llm: LLM, feature: str) -> tuple[list[int], RequestParams]:
     return llm.input_processor.tokens(PROMPT), llm.input_processor.params(params, feature)
 
 
-def run(engine: Engine, submits: list[Submit]) -> dict[str, list[Sample]]:
+def run(engine: Engine, submits: list[messages.Submit]) -> dict[str, list[Sample]]:
     """What each request gains, from the messages that a caller would get."""
-    updates, found = StepUpdates(engine.clock), dict[str, dict[int, Sample]]()
+    updates, found = messages.StepUpdates(engine.clock), dict[str, dict[int, Sample]]()
     for each in submits:
         updates.add(engine.add(each.id, each.prompt, each.params, outputs=each.outputs))
         found[each.id] = {}
@@ -93,8 +80,8 @@ def run(engine: Engine, submits: list[Submit]) -> dict[str, list[Sample]]:
     return {id: [samples[k] for k in sorted(samples)] for id, samples in found.items()}
 
 
-def each_update(message: TokenBatch | SampleUpdate) -> Iterator[Any]:
-    if isinstance(message, TokenBatch):
+def each_update(message: messages.TokenBatch | messages.SampleUpdate) -> Iterator[Any]:
+    if isinstance(message, messages.TokenBatch):
         for id, tokens in zip(message.ids, message.tokens, strict=True):
             yield id, 0, tokens, None, None
     else:
@@ -123,14 +110,14 @@ def cut(samples: list[Sample], place: int) -> tuple[tuple[int, ...] | None, ...]
 def test_every_feature_continues_bit_equally_from_every_cut(
     tiny: str, baseline: dict[str, list[Sample]], name: str, settings: dict[str, Any]
 ) -> None:
-    submits, wanted = list[Submit](), dict[str, list[Sample]]()
+    submits, wanted = list[messages.Submit](), dict[str, list[Sample]]()
     with LLM(tiny, preset=name, max_num_seqs=6, max_model_len=90, **settings) as llm:
         for feature, samples in baseline.items():
             for place in range(max(len(s.tokens) for s in samples)) if name == "headway" else CUTS:
                 if (outputs := cut(samples, place)) is None:
                     continue
                 id = f"{feature} from {place}"
-                submits.append(Submit(id, *asked(llm, feature), outputs=outputs))
+                submits.append(messages.Submit(id, *asked(llm, feature), outputs=outputs))
                 wanted[id] = [
                     s._replace(tokens=s.tokens[len(o) :], logprobs=s.logprobs[len(o) :])
                     for s, o in zip(samples, outputs, strict=True) if o is not None
@@ -185,21 +172,21 @@ def test_a_continued_request_is_accepted_by_a_full_queue_and_keeps_its_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_loop, "READ_SECONDS", LIMIT)
-    engine, seen = make_engine(), list[FromLoop]()
+    engine, seen = make_engine(), list[messages.FromLoop]()
     engine.clock = clock = VirtualClock()
     clock.advance_to(7.0)
     loop = EngineLoop(engine, seen.extend, QueueLimits(max_waiting=1))
     params = script(20, deadline=1e9)
     loop.post(
-        Submit(id, [5], params, outputs=outputs, age=100.0, deadline_in=50.0)
+        messages.Submit(id, [5], params, outputs=outputs, age=100.0, deadline_in=50.0)
         for id, outputs in (("a", ()), ("b", ()), ("c", ((),)), ("d", ((1, 1),)))
     )
     loop._read()
     loop._flush()
-    assert [each.id for each in seen if isinstance(each, Refusal)] == ["b"]
+    assert [each.id for each in seen if isinstance(each, messages.Refusal)] == ["b"]
     for request in engine.scheduler.requests.values():
         assert request.arrival == 7.0 - 100 and request.params.deadline == 7.0 + 50
-    loop.post([Cancel("d", 0)])
+    loop.post([messages.Cancel("d", 0)])
     loop._read()
     assert sorted(engine.scheduler.requests) == ["a", "c"]
 

@@ -1,7 +1,4 @@
-"""The GPU executor generates the tokens of the CPU executor, whatever the scheduler does.
-
-Without a GPU the kernels run in Triton's interpreter, so models and runs are tiny.
-"""
+"""The GPU executor generates the tokens of the CPU executor, whatever the scheduler does."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.config import Config
+from headway import Config, Scheduler, preset
 from headway.engine.engine import Engine, Observer
 from headway.engine.input_processor import embedding_params
 from headway.errors import ConfigError
@@ -35,7 +32,6 @@ from headway.model.weights.checkpoint import DummyCheckpoint
 from headway.plan import Chunk, Copy, Embedding, Plan
 from headway.request import Pooling, Request, RequestParams
 from headway.sampling_params import Sampling
-from headway.scheduler import Scheduler, preset
 
 pytest.importorskip("triton")
 from headway.executor.gpu.executor import GpuExecutor
@@ -169,11 +165,7 @@ def test_tokens_do_not_depend_on_the_schedule(way: str) -> None:
     config, async_scheduling = WAYS[way]
     seen = Events()
     found = answers(
-        on_device,
-        config,
-        FAMILIES["norms of heads"],
-        async_scheduling=async_scheduling,
-        watch=seen,
+        on_device, config, FAMILIES["norms of heads"], async_scheduling=async_scheduling, watch=seen
     )
     assert found == answers(plain, settings(), FAMILIES["norms of heads"])
     if way in ("recomputed", "swapped"):
@@ -209,10 +201,8 @@ def test_requests_that_need_the_host_equal_the_cpu_executor() -> None:
     about, config = FAMILIES["norms of heads"], settings()
     wanted, found = Scores(), Scores()
     expected = answers(plain, config, about, samplings=asked, watch=wanted)
-    assert (
-        answers(on_device, config, about, async_scheduling=1, samplings=asked, watch=found)
-        == expected
-    )
+    made = answers(on_device, config, about, async_scheduling=1, samplings=asked, watch=found)
+    assert made == expected
     assert wanted.keys() == {"0", "1 prompt"}
     found.check(wanted)
 
@@ -230,12 +220,9 @@ def embeddings(
 ) -> Vectors:
     """Embeddings of a few prompts with both poolings, beside requests that generate."""
     found, source = Vectors(), random.Random(3)
-    engine = Engine(
-        Scheduler(config),
-        make(config, FAMILIES["norms of heads"]),
-        async_scheduling=async_scheduling,
-        observers=[found],
-    )
+    executor = make(config, FAMILIES["norms of heads"])
+    engine = Engine(Scheduler(config), executor, async_scheduling=async_scheduling)
+    engine.observers.append(found)
     for number in range(4):
         prompt = [source.randrange(VOCABULARY) for _ in range(source.randint(3, 14))]
         pooling: Pooling = "last" if number % 2 else "mean"
@@ -249,10 +236,8 @@ def embeddings(
 @pytest.mark.parametrize("way", ["short pieces", "recomputed"])
 def test_embeddings_equal_the_cpu_executor(way: str) -> None:
     config, async_scheduling = WAYS[way]
-    found, expected = (
-        embeddings(on_device, config, async_scheduling),
-        embeddings(plain, settings(), 0),
-    )
+    found = embeddings(on_device, config, async_scheduling)
+    expected = embeddings(plain, settings(), 0)
     assert found.keys() == expected.keys() == {"mean 0", "last 1", "mean 2", "last 3"}
     for name, vector in expected.items():
         np.testing.assert_allclose(found[name], vector, atol=1e-5)

@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway import Plan, Scheduler
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ExecutorError
 from headway.executor.gpu.graphs import capture_into
@@ -30,9 +31,7 @@ from headway.model.backends.base import ForwardPass, PassArguments
 from headway.model.backends.plain import PlainBackend, PlainPass
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler
 from tests.support.waiting import LIMIT
 
 pytest.importorskip("triton")
@@ -171,9 +170,6 @@ def check_after(engine: Engine, executor: GpuExecutor, requests: Sequence[Reques
     check_sent_state(executor)
 
 
-# A step that fails.
-
-
 @each_scheduling
 @pytest.mark.parametrize("first", [1, 2, 4])
 def test_requests_in_flight_fail_with_the_reason_and_others_finish(
@@ -263,9 +259,6 @@ def test_a_plan_that_fails_on_the_device_is_reported_like_a_failed_launch(
     check_after(engine, executor, requests)
 
 
-# A device that is lost.
-
-
 def raising(error: BaseException) -> Callable[[], None]:
     def probe() -> None:
         raise error
@@ -313,9 +306,6 @@ def test_out_of_memory_names_the_flags_and_is_not_fatal(async_scheduling: int) -
         assert request.error and "CUDA out of memory" in request.error
         assert "--max-num-batched-tokens" in request.error and "If reserved" not in request.error
     check_after(engine, executor, requests)
-
-
-# Captures.
 
 
 @each_scheduling

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway import LLM, Engine, Request, SamplingParams, Scheduler, preset
-from headway.config import Config
+from headway import LLM, Config, Engine, Request, SamplingParams, Scheduler, preset
 from headway.engine.input_processor import embedding_params
 from headway.errors import ExecutorError, InvalidRequest, RequestTooLong
 from headway.events import Completed, Event, Planned, preempted_by
@@ -273,14 +272,6 @@ def test_a_request_that_cannot_be_an_embedding_is_rejected(word: str) -> None:
     scheduler = Scheduler(roomy())
     with pytest.raises(InvalidRequest, match=word):
         scheduler.add(Request("a", [1, 2], RequestParams(**WRONG[word])))
-
-
-# The offline API.
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(real.write_tiny(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture

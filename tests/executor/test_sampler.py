@@ -57,6 +57,12 @@ def run_all(sampler: Sampler, steps: torch.Tensor) -> list[list[int]]:
 # Plain references, one row at a time, in float64.
 
 
+KINDS = [
+    Sampling(**more)
+    for more in ({}, {"top_p": 0.95}, {"temperature": 0}, {"top_k": 40}, {"min_p": 0.1})
+]
+
+
 def softmax(logits: Floats) -> Floats:
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
@@ -127,9 +133,6 @@ histories = st.builds(
     allowed_tokens=st.none() | st.frozensets(tokens, min_size=6),
     seed=st.integers(0, 2**64 - 1),
 )  # fmt: skip
-
-
-# Distribution
 
 
 @settings(deadline=None, max_examples=80)
@@ -224,9 +227,6 @@ def test_samples_of_one_prompt_differ_with_one_seed() -> None:
     assert len(set(drawn)) == 3 and drawn[1] == drawn[3]
 
 
-# Independence
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(cuts | histories, min_size=1, max_size=24),
@@ -250,14 +250,7 @@ def test_a_row_does_not_depend_on_its_batch(
 
 
 def test_a_row_does_not_depend_on_its_batch_with_a_large_vocabulary() -> None:
-    kinds = [
-        Sampling(),
-        Sampling(top_p=0.95),
-        Sampling(temperature=0),
-        Sampling(top_k=40),
-        Sampling(min_p=0.1),
-    ]
-    samplings = [kinds[row % 5] for row in range(21)]
+    samplings = [KINDS[row % 5] for row in range(21)]
     logits = some_logits(21, 49_155)
     alone = sampler_of(samplings, 49_155)
     expected = torch.cat([alone.sample(logits[[row]], np.array([row])) for row in range(21)])
@@ -311,23 +304,12 @@ def test_the_given_logits_are_not_changed() -> None:
 
 
 def test_a_row_of_nan_yields_a_token_and_does_not_affect_others() -> None:
-    kinds = [
-        Sampling(temperature=0),
-        Sampling(),
-        Sampling(top_p=0.9),
-        Sampling(top_k=5),
-        Sampling(min_p=0.1),
-    ]
-    samplings = kinds * 2
-    logits = some_logits(10, 300)
+    samplings, logits = KINDS * 2, some_logits(10, 300)
     sound = sampler_of(samplings, 300).sample(logits, np.arange(10))
     logits[:5] = torch.nan
     chosen = sampler_of(samplings, 300).sample(logits, np.arange(10))
     assert torch.equal(chosen[5:], sound[5:])
     assert chosen.min() >= 0 and chosen.max() < 300
-
-
-# Greedy
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
@@ -357,9 +339,6 @@ def test_half_precision_logits_are_accepted() -> None:
         sampler_of(samplings, 50).sample(logits, np.arange(2)),
         sampler_of(samplings, 50).sample(logits.float(), np.arange(2)),
     )
-
-
-# Masks, biases, penalties
 
 
 @settings(deadline=None, max_examples=80)
@@ -459,9 +438,8 @@ def test_bad_words_and_stop_tokens_outside_the_vocabulary_are_ignored() -> None:
 
 def test_bad_words_are_dropped_if_they_would_ban_every_token() -> None:
     words = tuple((token,) for token in range(5))
-    assert run(sampler_of([Sampling(temperature=0, bad_words=words)], 5), 0, torch.eye(5)) == [
-        *range(5)
-    ]
+    banned = Sampling(temperature=0, bad_words=words)
+    assert run(sampler_of([banned], 5), 0, torch.eye(5)) == [*range(5)]
     within = Sampling(temperature=0, bad_words=((3,),), allowed_tokens=frozenset({3}))
     assert run(sampler_of([within], 5), 0, torch.eye(5)) == [3] * 5
 
@@ -498,9 +476,6 @@ def test_a_sampling_of_another_type_is_rejected() -> None:
         Sampler(1, 5).add_request(0, a_request({"temperature": 1.0}), [0])
 
 
-# Log probabilities
-
-
 def test_logprobs_are_of_the_raw_logits_and_only_where_requested() -> None:
     asks: list[int | None] = [None, 0, 3, 3, 99]
     samplings = [
@@ -530,10 +505,9 @@ def test_logprobs_are_of_the_latest_call_only() -> None:
 
 
 def test_requesting_logprobs_changes_no_token() -> None:
+    scored, plain = (sampler_of([each], 40) for each in (Sampling(logprobs=5), Sampling()))
     steps = some_logits(20, 40)
-    assert run(sampler_of([Sampling(logprobs=5)], 40), 0, steps) == run(
-        sampler_of([Sampling()], 40), 0, steps
-    )
+    assert run(scored, 0, steps) == run(plain, 0, steps)
 
 
 def test_logprobs_of_many_positions_equal_those_of_each() -> None:

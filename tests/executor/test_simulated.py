@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import PRESETS, Engine, Plan, Scheduler, VirtualClock, preset
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.simulate import SimulationResult, simulate, with_profile
 from headway.lab.summary import summarize
 from headway.lab.workload.request import EOS, TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.plan import Plan
 from headway.record.reader import split_header
 from headway.record.writer import LineMaker
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, Scheduler, preset
 from headway.scheduler.policies.swap import swap_if_cheaper
 from tests.support.events import Events
 from tests.support.journals import Lines
@@ -45,9 +42,6 @@ def record(
         trace=lines,
     )
     return run, lines
-
-
-# Time.
 
 
 def test_a_virtual_clock_only_moves_forwards() -> None:
@@ -106,9 +100,6 @@ def test_idle_time_is_skipped_and_requests_start_after_they_arrive(async_schedul
         assert life.admitted < life.first_token < life.finished < job.arrival + 1
     assert 3000 < run.metrics.ended_at < 3001
     assert len(run.metrics.steps["running"]) == 12
-
-
-# Scripts.
 
 
 def scripted(request: Request) -> list[int]:
@@ -175,9 +166,6 @@ def test_a_request_without_a_script_fails_an_assertion() -> None:
         executor.launch(scheduler.schedule())
 
 
-# Whole runs.
-
-
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm", "static"])
 def test_a_run_is_the_same_every_time(name: str, async_scheduling: int) -> None:
@@ -215,9 +203,6 @@ def test_observers_see_every_event_of_the_trace() -> None:
     jobs = parse_synthetic("requests=5,prompt=9,output=4").generate()
     simulate(jobs, preset(), PROFILE, observers=[events], trace=lines)
     assert lines.read()[1:] == [*map(LineMaker().line, events)]
-
-
-# The profile.
 
 
 def test_the_default_swap_rule_takes_the_profiles_costs() -> None:

@@ -1,4 +1,4 @@
-"""Measured swap costs: the rule picks the faster way, and measuring does not change outputs."""
+"""Measured costs of swaps and steps: rules that use them are right, and outputs do not change."""
 
 from __future__ import annotations
 
@@ -14,21 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Plan, Scheduler, VirtualClock, preset
 from headway.executor.cpu import CpuExecutor
-from headway.executor.gpu.costs import (
-    MIN_TRIES,
-    SwapCost,
-    Timed,
-    _best_time,
-    _measure_copy,
-    fit_nonnegative,
-    measured,
-    recompute_seconds,
-    resume_seconds,
-    swap_seconds,
-)
+from headway.executor.gpu import costs
 from headway.executor.simulated import SimulatedExecutor, SimulatedHandle
 from headway.lab.cost import Profile, load_profile
 from headway.llm import with_measured_costs
@@ -36,11 +24,12 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.config import from_hf
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import DummyCheckpoint
-from headway.plan import Plan
+from headway.plan import Chunk
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
+from headway.scheduler.policies.chunk import hold_tbt
 from headway.scheduler.policies.presets import describe, slot
 from headway.scheduler.policies.swap import swap_if_cheaper
+from headway.step_cost import work_of
 from tests.support.processes import printed_by
 
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -95,29 +84,31 @@ def test_the_measured_rule_picks_the_faster_way(
 ) -> None:
     executor = Pretended(profile)
     config = replace(CONFIG, max_num_batched_tokens=max_num_batched_tokens)
-    rule = swap_if_cheaper(*measured(executor, config))
+    rule = swap_if_cheaper(*costs.measured(executor, config))
     for context in CONTEXTS:
-        swapping = swap_seconds(executor, context // 16) + resume_seconds(executor, config, context)
-        again = recompute_seconds(executor, config, context)
+        swapping = costs.swap_seconds(executor, context // 16) + costs.resume_seconds(
+            executor, config, context
+        )
+        again = costs.recompute_seconds(executor, config, context)
         is_close = abs(swapping / again - 1) < 0.1
         assert is_close or swaps(rule, context) == (swapping < again), (context, swapping, again)
 
 
 def test_the_choice_may_depend_on_the_length() -> None:
     """A rule without a cost for attention could not do this."""
-    rule = swap_if_cheaper(*measured(Pretended(H200), CONFIG))
+    rule = swap_if_cheaper(*costs.measured(Pretended(H200), CONFIG))
     assert not swaps(rule, 256) and swaps(rule, 32768)
     assert rule.pair > 0 and not swaps(replace(rule, pair=0.0), 32768)
 
 
 def test_the_measured_costs_are_those_of_plans() -> None:
     executor = Pretended(H200)
-    blocks_back = swap_seconds(executor, 64)
+    blocks_back = costs.swap_seconds(executor, 64)
     assert blocks_back == pytest.approx(2 * H200.copy_seconds(1024))
-    copy, start = _measure_copy(executor, CONFIG)
+    copy, start = costs._measure_copy(executor, CONFIG)
     assert copy == pytest.approx(H200.model.kv_bytes / H200.machine.copy_bandwidth)
     assert start == pytest.approx(H200.machine.copy_seconds)
-    found = measured(executor, CONFIG)
+    found = costs.measured(executor, CONFIG)
     assert found.copy == pytest.approx(copy) and found.start >= start
     added = H200.prefill_seconds(6000) - H200.prefill_seconds(3000)
     assert found.compute * 3000 + found.pair * 4500 * 3000 == pytest.approx(added, rel=0.05)
@@ -125,23 +116,23 @@ def test_the_measured_costs_are_those_of_plans() -> None:
 
 def test_a_copy_ends_when_the_host_has_it() -> None:
     late, lag = Pretended(H200, lag=1e-3), 1e-3
-    assert swap_seconds(late, 16) == pytest.approx(2 * H200.copy_seconds(256) + 2 * lag)
-    assert _measure_copy(late, CONFIG)[1] == pytest.approx(H200.machine.copy_seconds + lag)
+    assert costs.swap_seconds(late, 16) == pytest.approx(2 * H200.copy_seconds(256) + 2 * lag)
+    assert costs._measure_copy(late, CONFIG)[1] == pytest.approx(H200.machine.copy_seconds + lag)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4096), (3, 2), (4096, 1)])
 def test_the_smallest_caches_can_be_measured(sizes: tuple[int, int]) -> None:
     config = replace(CONFIG, num_blocks=sizes[0], num_host_blocks=sizes[1])
-    assert all(number >= 0 for number in measured(Pretended(H200), config))
+    assert all(number >= 0 for number in costs.measured(Pretended(H200), config))
 
 
 def test_the_fit_finds_the_coefficients_and_none_is_negative() -> None:
     random = np.random.default_rng(0)
     for _ in range(100):
         parts, times = random.normal(size=(3, 5)), random.exponential(size=3)
-        assert fit_nonnegative(parts, times @ parts) == pytest.approx(times)
+        assert costs.fit_nonnegative(parts, times @ parts) == pytest.approx(times)
         wholes = random.normal(size=5)
-        found = np.array(fit_nonnegative(parts, wholes))
+        found = np.array(costs.fit_nonnegative(parts, wholes))
         assert found.min() >= 0
         for part in range(3):  # a local optimum: no small change is better
             for other in (found[part] + 1e-3, max(0.0, found[part] - 1e-3)):
@@ -157,17 +148,15 @@ def test_only_the_default_rule_is_replaced_and_only_with_host_blocks() -> None:
     executor, chosen = Pretended(H200), swap_if_cheaper(copy=1e-3)
     found = with_measured_costs(CONFIG, executor)
     assert found.swap != swap_if_cheaper() and replace(found, swap=swap_if_cheaper()) == CONFIG
-    assert astuple(found.swap) == pytest.approx(measured(executor, CONFIG))  # type: ignore[call-overload]
+    assert astuple(found.swap) == pytest.approx(costs.measured(executor, CONFIG))  # type: ignore[call-overload]
     assert preset(swap=describe(found)["swap"]).swap == found.swap  # as a trace writes it
     for other in (
         replace(CONFIG, swap=chosen), replace(CONFIG, num_host_blocks=0),
         preset("static", num_host_blocks=8),
     ):  # fmt: skip
         assert with_measured_costs(other, executor) == other
-    assert SwapCost._fields == tuple(swap_if_cheaper.__dataclass_fields__)
+    assert costs.SwapCost._fields == tuple(swap_if_cheaper.__dataclass_fields__)
 
-
-# On tensors.
 
 SMALL = replace(CONFIG, num_blocks=12, num_host_blocks=12, block_size=4, max_model_len=64,
                 max_num_seqs=4, max_num_batched_tokens=24)  # fmt: skip
@@ -211,7 +200,7 @@ def test_recomputing_fills_the_blocks_of_all_tokens() -> None:
     torch.set_num_threads(1)
     executor = on_cpu()
     executor.device_blocks.zero_()
-    recompute_seconds(executor, SMALL, 30)
+    costs.recompute_seconds(executor, SMALL, 30)
     is_used = executor.device_blocks.flatten(1).any(1).tolist()
     assert is_used == [True] * 8 + [False] * 4
 
@@ -226,36 +215,31 @@ def test_prompts_are_split_as_the_scheduler_splits_them(chunk: str, sizes: list[
             return super().launch(plan)
 
     seen: list[int] = []
-    recompute_seconds(Noting(H200), replace(SMALL, chunk=slot("chunk", chunk)), 30)
-    assert seen == sizes * MIN_TRIES
+    costs.recompute_seconds(Noting(H200), replace(SMALL, chunk=slot("chunk", chunk)), 30)
+    assert seen == sizes * costs.MIN_TRIES
 
 
 @pytest.mark.parametrize("seconds", [
     [0.01], [3.0, 0.03, 0.01], [5.0, 0.4, 0.33, 0.33], [0.3, 0.3, 0.1], [30.0, 29.0], [0.03, 0.02, 0.015, 0.01],
 ])  # fmt: skip
-def test_attempts_repeat_until_compiling_and_capturing_are_over(
-    seconds: list[float],
-) -> None:
+def test_attempts_repeat_until_compiling_and_capturing_are_over(seconds: list[float]) -> None:
     tries = chain(seconds, repeat(seconds[-1]))
-    assert _best_time(lambda: next(tries)) == seconds[-1]
+    assert costs._best_time(lambda: next(tries)) == seconds[-1]
 
 
 def test_a_long_measurement_is_tried_twice() -> None:
     tries = iter([30.0, 30.0])
-    assert _best_time(lambda: next(tries)) == 30.0
+    assert costs._best_time(lambda: next(tries)) == 30.0
 
 
 @pytest.mark.usefixtures("small_padding")
 @pytest.mark.parametrize("make", [on_cpu, on_device])
 def test_measuring_changes_no_output(make: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
-    executor: Timed = make()
-    times = measured(executor, replace(SMALL, num_blocks=2))  # small, for the interpreter
+    executor: costs.Timed = make()
+    times = costs.measured(executor, replace(SMALL, num_blocks=2))  # small, for the interpreter
     assert min(times) >= 0 and times.copy + times.start > 0
     assert outputs(executor) == outputs(make())
-
-
-# The benchmark.
 
 
 def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:
@@ -270,3 +254,41 @@ def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:
     assert set(printed["profile"]["held_out"]) >= {"simulated", "ttft"}
     kinds = {json.loads(line)["kind"] for line in log.read_text().splitlines()}
     assert kinds == {"fitted", "held_out", "copies"}
+
+
+NAMES = ("qwen3-0.6b-h200-headway", "llama3.1-8b-a100-80gb", "llama3-70b-4xa100")
+ROOMY = preset("vllm_v1", num_blocks=4096, max_model_len=40960)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("max_num_batched_tokens", [512, 8192])
+def test_the_measured_cost_predicts_mixed_steps(name: str, max_num_batched_tokens: int) -> None:
+    profile, random = load_profile(name), Random(0)
+    config = replace(ROOMY, max_num_batched_tokens=max_num_batched_tokens)
+    found = costs.measured_step(Pretended(profile), config, 1.0)
+    request = Request("a", [1], RequestParams())
+    for _ in range(60):
+        num_decodes, start = random.randrange(1, 64), random.choice([0, random.randrange(8000)])
+        end = start + random.randrange(1, max_num_batched_tokens - 64)
+        plan = Plan(0, decodes=[request] * num_decodes, decode_context=num_decodes * 800)
+        plan.chunks = [Chunk(request, start, end, start, True)]
+        assert found.seconds(*work_of(plan)) == pytest.approx(profile.step_seconds(plan), rel=0.2)
+
+
+def test_a_default_rule_gets_the_measured_times_and_another_keeps_its_own() -> None:
+    profile: Profile = load_profile(NAMES[0])
+    found = with_measured_costs(replace(ROOMY, chunk=hold_tbt(0.02)), Pretended(profile)).chunk
+    assert isinstance(found, hold_tbt) and found.seconds == 0.02 and not found.has_default_costs
+    own = replace(ROOMY, chunk=hold_tbt(0.02, token=1e-6))
+    assert with_measured_costs(own, Pretended(profile)) == own
+    assert with_measured_costs(ROOMY, Pretended(profile)) == ROOMY
+
+
+def test_without_a_device_to_copy_to_the_swap_rule_keeps_its_times() -> None:
+    config = replace(
+        ROOMY, chunk=hold_tbt(0.02), swap=swap_if_cheaper(), num_host_blocks=ROOMY.num_blocks
+    )
+    profile = load_profile(NAMES[0])
+    found = with_measured_costs(config, Pretended(profile), has_swap=False)
+    assert found.swap == swap_if_cheaper() and found.chunk != config.chunk
+    assert with_measured_costs(config, Pretended(profile)).swap != swap_if_cheaper()

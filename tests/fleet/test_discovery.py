@@ -9,21 +9,20 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from headway import Engine, Scheduler, preset
+from headway import Engine, Plan, Scheduler, preset
 from headway.engine import loop as engine_loop
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.thread_client import ThreadClient
 from headway.fleet import discovery
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.settings import FleetSettings
-from headway.plan import Plan
 from headway.remote import auth, service
 from headway.remote.auth import Identity
 from headway.remote.service import EngineService
 from headway.request import RequestParams
 from headway.server.process.serve import bind
-from tests.support.served import Capitals, on_loop
-from tests.support.waiting import LIMIT, until
+from tests.support.served import Capitals
+from tests.support.waiting import LIMIT, on_loop, until
 
 KEY = b"key"
 MODEL = Identity(name="", model="letters", block_size=16)
@@ -121,10 +120,8 @@ async def test_a_request_continues_when_its_replica_stops_and_another_is_announc
         await draining
         assert one.num_open == 0
         assert await running == text.upper()
-        assert (fleet.dispatcher.counters.num_drains, fleet.dispatcher.counters.num_losses) == (
-            1,
-            0,
-        )
+        counters = fleet.dispatcher.counters
+        assert (counters.num_drains, counters.num_losses) == (1, 0)
     await one.close()
     await two.close()
 

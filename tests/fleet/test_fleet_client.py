@@ -8,20 +8,10 @@ from typing import Any
 
 import pytest
 
+from headway.engine import queries
 from headway.engine.async_engine import AsyncEngine, OnMessages
 from headway.engine.engine import Engine
 from headway.engine.messages import FromLoop
-from headway.engine.queries import (
-    AskEach,
-    DescribeFleet,
-    ExplainQueue,
-    GetLoad,
-    GetProblem,
-    GetRecording,
-    GetTime,
-    ResetPrefixCache,
-    StartTrial,
-)
 from headway.engine.thread_client import ThreadClient
 from headway.errors import ExecutorError, InvalidRequest
 from headway.fleet import client
@@ -32,15 +22,11 @@ from headway.fleet.settings import FleetCounters, FleetSettings
 from tests.support.faults import Faults
 from tests.support.held import Held, Hold
 from tests.support.scripted import END, make_engine, script
-from tests.support.served import on_loop
-from tests.support.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, on_loop, until
 
 
 class StoppableClient(ThreadClient):
-    """A client whose replica can be stopped, like a process by SIGSTOP: no message arrives.
-
-    Until then a message arrives at every tick, however slow the replica is.
-    """
+    """A client whose replica can be stopped, like a process by SIGSTOP: no message arrives."""
 
     is_stopped = False
 
@@ -154,8 +140,8 @@ async def test_requests_wait_for_a_replica_and_then_fail() -> None:
         with pytest.raises(ExecutorError, match=r"'b'.*no replica.*0\.3 s"):
             await fleet.run("b")
         with pytest.raises(ExecutorError, match="no replica"):
-            await fleet.engine.ask(ExplainQueue())
-        assert (await fleet.engine.ask(GetProblem())) == "no replica is connected"
+            await fleet.engine.ask(queries.ExplainQueue())
+        assert (await fleet.engine.ask(queries.GetProblem())) == "no replica is connected"
 
 
 @on_loop
@@ -183,26 +169,28 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on(
 async def test_queries_reach_the_right_replicas() -> None:
     engines = [make_engine(0.02, **LARGE) for _ in range(2)]
     replicas, steps = [replica(engine) for engine in engines], b"recording"
-    replicas[0].loop.handle(GetRecording, lambda query: steps if query.viewer == 7 else None)
+    replicas[0].loop.handle(
+        queries.GetRecording, lambda query: steps if query.viewer == 7 else None
+    )
     async with Fleet(*replicas) as fleet:
         ask = fleet.engine.ask
         runs = [asyncio.create_task(fleet.run(str(i), ENDLESS)) for i in range(3)]
         await until(lambda: sum(len(engine.scheduler.running) for engine in engines) == 3)
-        assert (await ask(GetLoad())).running == 3
-        why = await ask(ExplainQueue())
+        assert (await ask(queries.GetLoad())).running == 3
+        why = await ask(queries.ExplainQueue())
         assert "Replica a: " in why and "Replica b: " in why
-        assert await ask(GetRecording(7)) == steps  # of the first by name
-        each = await ask(AskEach(GetLoad()))
+        assert await ask(queries.GetRecording(7)) == steps  # of the first by name
+        each = await ask(queries.AskEach(queries.GetLoad()))
         assert [*each] == ["a", "b"] and sum(load.running for load in each.values()) == 3
-        assert await ask(ResetPrefixCache()) is False
-        assert 0 < await ask(GetTime()) <= fleet.client.dispatcher.clock.now()
-        assert (await ask(DescribeFleet()))["num_open"] == 3
+        assert await ask(queries.ResetPrefixCache()) is False
+        assert 0 < await ask(queries.GetTime()) <= fleet.client.dispatcher.clock.now()
+        assert (await ask(queries.DescribeFleet()))["num_open"] == 3
         with pytest.raises(ExecutorError, match="replica a: .*does not answer StartTrial"):
-            await ask(StartTrial())
+            await ask(queries.StartTrial())
         for run in runs:
             run.cancel()
         await until(lambda: all(engine.scheduler.is_idle for engine in engines))
-        assert await ask(ResetPrefixCache()) is True
+        assert await ask(queries.ResetPrefixCache()) is True
 
 
 @on_loop

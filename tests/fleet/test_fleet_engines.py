@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from headway import LLM
+from headway import LLM, RequestOutput, SamplingParams
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.outputs import RequestOutput
 from headway.engine.thread_client import ThreadClient
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
-from headway.sampling_params import SamplingParams
-from tests.support import real
 from tests.support.faults import Faults
 from tests.support.features import FEATURES, PROMPT
 from tests.support.waiting import LIMIT, wait_until
@@ -27,11 +24,6 @@ CASES = FEATURES | {
 }
 # On a GPU the bits of a token depend on its batch otherwise.
 EXACT: dict[str, Any] = {"deterministic": True} if torch.cuda.is_available() else {}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(real.write_tiny(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 
-from headway import LLM
-from headway.engine.async_engine import AsyncEngine
-from headway.engine.outputs import RequestOutput
+from headway import LLM, AsyncEngine, RequestOutput, SamplingParams
 from headway.fleet import discovery
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
-from headway.sampling_params import SamplingParams
-from tests.support import real
 from tests.support.features import FEATURES, PROMPT
 from tests.support.forked_replicas import (
     KEY,
@@ -40,8 +36,8 @@ CASES = FEATURES | {
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(str(real.write_tiny(tmp_path_factory.mktemp("tiny"))), **SETTINGS) as llm:
+def llm(tiny: str) -> Iterator[LLM]:
+    with LLM(tiny, **SETTINGS) as llm:
         yield llm
 
 

@@ -191,9 +191,8 @@ class FleetMachine(RuleBasedStateMachine):
                 tokens = samples[sample]
                 assert tokens == expected_tokens(id, sample, len(tokens))
                 assert end.reason in ("length", "abort", "stop", "error")
-        assert sorted(answer.number for answer in world.answers) == list(
-            range(1, self.num_asked + 1)
-        )
+        numbers = sorted(answer.number for answer in world.answers)
+        assert numbers == list(range(1, self.num_asked + 1))
         assert not any(world.scripted(r).assigned for r in self.fleet.replicas.values())
 
 

@@ -18,8 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway import LLM, Engine, Grammar, Request, SamplingParams, Scheduler, preset
-from headway.engine.async_engine import AsyncEngine
+from headway import LLM, AsyncEngine, Engine, Grammar, Request, SamplingParams, Scheduler, preset
 from headway.engine.input_processor import InputProcessor
 from headway.errors import InvalidRequest
 from headway.executor.cpu import CpuExecutor
@@ -258,9 +257,6 @@ def test_masks_are_unpacked_alike_on_host_and_device() -> None:
         assert torch.equal(truths, unpacked_on_device(torch.from_numpy(words), size))
 
 
-# Choices.
-
-
 def allowed_texts(grammar: Grammar, most: int = 1000) -> set[bytes]:
     """All texts that a grammar allows, enumerated byte by byte."""
     from llguidance import LLMatcher, LLParserLimits
@@ -314,9 +310,6 @@ def test_a_choice_may_have_thousands_of_texts(num_texts: int) -> None:
     assert sampler.grammars.take_failed() == {}
 
 
-# Grammars that fail.
-
-
 def test_a_dead_end_is_reported_and_allows_only_the_end() -> None:
     sampler, request = a_sampler(1), a_request(DEAD_END)
     sampler.add_request(0, request, [0])
@@ -360,9 +353,6 @@ def test_a_slow_mask_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(answer(sampler, 1, noise(1, 5))) == 5
 
 
-# Matchers of one grammar share a lexer.
-
-
 def with_few_states(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     values = {"max_items_in_row": 2000, "max_lexer_states": most, "verbose_errors": False}
     monkeypatch.setattr(Grammar, "limits", values)
@@ -396,8 +386,7 @@ def test_a_request_that_fills_every_lexer_ends(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("speller", "ends", "reason"),
-    [(None, {1}, "no tokenizer"), (LETTERS, set(), "no end token")],
+    ("speller", "ends", "reason"), [(None, {1}, "no tokenizer"), (LETTERS, set(), "no end token")]
 )
 def test_a_grammar_that_cannot_be_compiled_is_reported(
     speller: Any, ends: Any, reason: str
@@ -439,24 +428,19 @@ def test_a_prepared_request_carries_its_matcher() -> None:
     assert spelled and all(b"ab".startswith(each) for each in spelled)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real.write_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("num_scheduler_steps", [1, 3])
 def test_a_failed_grammar_ends_only_its_request(
-    tiny: Path, async_scheduling: int, num_scheduler_steps: int
+    tiny: str, async_scheduling: int, num_scheduler_steps: int
 ) -> None:
     config = preset("headway", block_size=4, num_blocks=64, max_model_len=64, max_num_seqs=4,
                     max_num_batched_tokens=64, num_scheduler_steps=num_scheduler_steps)  # fmt: skip
-    tokenizer = find_tokenizer(tiny)
+    tokenizer = find_tokenizer(Path(tiny))
     assert tokenizer is not None
     ends = frozenset({1})
 
     def outputs(*asked: tuple[str, Grammar | None]) -> dict[str, Request]:
-        executor = CpuExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config)
+        executor = CpuExecutor(Decoder(open_checkpoint(Path(tiny)), PlainBackend()), config)
         executor.sampler.grammars.matchers.use(tokenizer, ends)
         engine = Engine(Scheduler(config), executor, async_scheduling=async_scheduling)
         found = {}
@@ -477,12 +461,12 @@ def test_a_failed_grammar_ends_only_its_request(
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 4])
-def test_a_dead_end_after_the_last_token_is_ignored(tiny: Path, num_scheduler_steps: int) -> None:
+def test_a_dead_end_after_the_last_token_is_ignored(tiny: str, num_scheduler_steps: int) -> None:
     """The steps of a plan continue after a request has reached its length."""
     config = preset("headway", block_size=4, num_blocks=64, max_model_len=64, max_num_seqs=4,
                     max_num_batched_tokens=64, num_scheduler_steps=num_scheduler_steps)  # fmt: skip
-    executor, ends = CpuExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config), {1}
-    executor.sampler.grammars.matchers.use(find_tokenizer(tiny), ends)
+    executor, ends = CpuExecutor(Decoder(open_checkpoint(Path(tiny)), PlainBackend()), config), {1}
+    executor.sampler.grammars.matchers.use(find_tokenizer(Path(tiny)), ends)
     engine, reasons = Engine(Scheduler(config), executor), {}
     late = Grammar.lark('start: "a" "b" NEVER\nNEVER: /[^\\s\\S]/\n')
     for length in (1, 2, 3, 4):
@@ -493,9 +477,6 @@ def test_a_dead_end_after_the_last_token_is_ignored(tiny: Path, num_scheduler_st
     engine.run()
     found = {length: request.finish_reason for length, request in reasons.items()}
     assert found == {1: "length", 2: "length", 3: "error", 4: "error"}
-
-
-# Validation.
 
 
 @pytest.mark.parametrize(
@@ -552,9 +533,6 @@ def test_a_grammar_can_be_pickled() -> None:
         assert hash(grammar) == hash(Grammar(grammar.kind, grammar.text))
 
 
-# The bundled model.
-
-
 def test_the_bundled_model_satisfies_grammars_under_preemption(smollm2: Path) -> None:
     tight = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 7, "num_scheduler_steps": 2}
     trial = real.Trial(real.decoder(), "vllm_v1", async_scheduling=1, **tight)
@@ -577,8 +555,8 @@ def test_the_bundled_model_satisfies_grammars_under_preemption(smollm2: Path) ->
     assert not real.unlike_reference({"capital": plain.output})
 
 
-def test_the_offline_api_accepts_a_grammar(tiny: Path) -> None:
-    with LLM(str(tiny), kv_memory="4MiB", threads=1) as llm:
+def test_the_offline_api_accepts_a_grammar(tiny: str) -> None:
+    with LLM(tiny, kv_memory="4MiB", threads=1) as llm:
         asked = SamplingParams(grammar=Grammar.choice(["red", "blue"]), n=3, max_tokens=20)
         (result,) = llm.generate("The", asked)
         assert {sample.text for sample in result.outputs} <= {"red", "blue"}
@@ -604,8 +582,8 @@ def huge(number: int) -> Grammar:
     return Grammar.json_schema({"anyOf": kinds})
 
 
-def test_an_engine_continues_while_huge_grammars_are_compiled(tiny: Path) -> None:
-    with LLM(str(tiny), kv_memory="4MiB", threads=1) as llm:
+def test_an_engine_continues_while_huge_grammars_are_compiled(tiny: str) -> None:
+    with LLM(tiny, kv_memory="4MiB", threads=1) as llm:
         matchers = llm.executor.sampler.grammars.matchers
         matchers.warm_up()
         llm.engine.observers.append(events := Events())

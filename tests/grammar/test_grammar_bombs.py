@@ -87,9 +87,6 @@ def test_memory_is_limited() -> None:
     assert "memory" in done.stdout
 
 
-# The checker's process.
-
-
 def test_a_checker_restarts_its_killed_process() -> None:
     checker = GrammarChecker()
     assert checker.problem(Grammar.regex("a")) == ""
@@ -143,9 +140,6 @@ def turns_during_check(size: int) -> int:
         num_turns += 1
     assert failed
     return num_turns
-
-
-# The bundled model's vocabulary.
 
 
 @pytest.fixture(scope="module")

@@ -80,9 +80,7 @@ def test_objects_with_named_properties_are_closed(
         },
     ],
 )
-def test_objects_with_own_rules_and_parts_of_objects_are_unchanged(
-    schema: dict[str, Any],
-) -> None:
+def test_objects_with_own_rules_and_parts_of_objects_are_unchanged(schema: dict[str, Any]) -> None:
     assert close_objects(schema) == schema
 
 

@@ -36,9 +36,6 @@ def admit(kv: KVCache, tokens: Any, **params: Any) -> Request:
     return admitted
 
 
-# pool
-
-
 def test_taken_blocks_are_held_once_and_no_longer_free() -> None:
     pool = BlockPool(4)
     taken = pool.take(3)
@@ -164,9 +161,6 @@ def test_entries_of_blocks_that_are_held_again_do_not_pile_up(num_blocks: int) -
         pool.drop(used)
         assert len(pool._cached) <= 2 * num_blocks
     assert 0 < num_searches * num_blocks <= num_shared
-
-
-# prefix index
 
 
 def test_only_full_blocks_have_keys() -> None:
@@ -296,9 +290,6 @@ def test_a_copy_that_follows_the_journal_equals_the_index(seed: int) -> None:
                 num_drained += 1
 
 
-# cache
-
-
 def test_a_request_gets_blocks_for_all_known_tokens() -> None:
     kv = KVCache(8, SIZE)
     a = admit(kv, range(9))
@@ -358,9 +349,8 @@ def test_blocks_are_evicted_tail_first() -> None:
 def test_hits_are_not_evicted_for_their_own_request() -> None:
     kv = KVCache(4, SIZE)
     kv.release(admit(kv, range(8)))
-    kv.release(
-        admit(kv, range(100, 108))
-    )  # no blank block; the first two are the least recently used
+    # no blank block; the first two are the least recently used
+    kv.release(admit(kv, range(100, 108)))
     b = request([*range(8), *range(50, 58)])
     cost = kv.admission_cost(b)
     kv.allocate(b, cost)
@@ -417,9 +407,6 @@ def test_private_blocks_become_free_on_release() -> None:
     free = kv.num_free
     kv.release(a)
     assert kv.num_free == free + 1 and kv.num_private_blocks(b) == 3
-
-
-# swap
 
 
 def test_a_swap_restores_every_block() -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from headway.config import Config
+from headway import Config, Plan, Scheduler, preset
 from headway.errors import ConfigError, RequestTooLong
 from headway.kv.cache import KVCache
 from headway.kv.window import WindowCache, most_useful_window_blocks, most_window_blocks
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies.presets import describe
 from tests.support.drive import Driver
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run

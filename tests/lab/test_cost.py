@@ -263,10 +263,7 @@ def test_an_invalid_profile_is_rejected_with_its_field(
 
 
 def test_a_file_without_a_profile_is_rejected(tmp_path: Path) -> None:
-    for text, problem in (
-        ("{\n,", "p.json:2: not JSON"),
-        ("[]", "must be a JSON object"),
-    ):
+    for text, problem in (("{\n,", "p.json:2: not JSON"), ("[]", "must be a JSON object")):
         (tmp_path / "p.json").write_text(text)
         with pytest.raises(FormatError, match=problem):
             load_profile(tmp_path / "p.json")

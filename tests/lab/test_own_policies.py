@@ -28,8 +28,8 @@ from headway.scheduler.policies.text import ANY
 from headway.server import lab
 from tests.cli.test_cli import headway, sentence
 from tests.support.own_module import WORKLOAD, OwnModule, own_module
-from tests.support.served import on_loop, server
-from tests.support.waiting import LIMIT
+from tests.support.served import server
+from tests.support.waiting import LIMIT, on_loop
 
 ROOT = Path(__file__).parents[2]
 FLAG = "--allow-own-policies"

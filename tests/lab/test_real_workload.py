@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway import LLM
+from headway import LLM, preset
 from headway.errors import ConfigError, RequestTooLong
 from headway.lab.cost import load_profile
 from headway.lab.real.run import run_workload
@@ -15,8 +15,6 @@ from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler import preset
-from tests.support import real
 
 LIMITS = {"block_size": 16, "num_blocks": 60, "num_host_blocks": 60, "max_num_seqs": 12,
           "max_num_batched_tokens": 128, "max_model_len": 400}  # fmt: skip
@@ -24,9 +22,8 @@ PROFILE = load_profile("qwen3-0.6b-h200")
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = real.write_tiny(tmp_path_factory.mktemp("tiny"))
-    with LLM(str(folder), threads=1, **LIMITS) as loaded:
+def llm(tiny: str) -> Iterator[LLM]:
+    with LLM(tiny, threads=1, **LIMITS) as loaded:
         yield loaded
 
 

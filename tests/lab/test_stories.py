@@ -81,9 +81,6 @@ def test_the_json_of_a_story_can_be_run(story: Story) -> None:
     assert all(set(n) >= {"label", "metric", "value", "unit"} for n in described["numbers"])
 
 
-# What a recording contains.
-
-
 def recorded(**spec: object) -> dict[str, object]:
     recording = RunRecording()
     recording.read(b"".join(SimulatedRun(read_spec(spec)).record()))
@@ -139,9 +136,6 @@ def test_a_number_is_compared_to_the_digits_it_shows() -> None:
 
 def test_the_report_has_every_number() -> None:
     assert [line.split()[-1] for line in report("free-first")] == ["9", "10", "31", "30"]
-
-
-# Files that are wrong.
 
 
 @pytest.mark.parametrize(

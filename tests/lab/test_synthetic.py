@@ -55,10 +55,8 @@ def test_a_mix_draws_from_its_parts_by_weight() -> None:
 
 def test_changing_one_field_does_not_change_the_others() -> None:
     text = "requests=50,arrivals=poisson(2),prompt=uniform(5,90),clients=4,skew=zipf(1.0)"
-    base, other = (
-        parse_synthetic(text).generate(),
-        parse_synthetic(text + ",output=uniform(1,9)").generate(),
-    )
+    base = parse_synthetic(text).generate()
+    other = parse_synthetic(text + ",output=uniform(1,9)").generate()
     assert [(r.arrival, r.pieces, r.client) for r in base] == [
         (r.arrival, r.pieces, r.client) for r in other
     ]

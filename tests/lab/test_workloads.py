@@ -1,7 +1,4 @@
-"""Laws of workload files: reading returns what was written, and prefixes are shared as described.
-
-The tests write their own files; no public trace is needed.
-"""
+"""Laws of workload files: reading returns what was written; prefixes are shared as described."""
 
 from __future__ import annotations
 
@@ -18,13 +15,7 @@ from headway.errors import ConfigError, FormatError
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.workload.files import read_workload, write_workload
-from headway.lab.workload.request import (
-    EOS,
-    FIRST_TOKEN,
-    LAST_TOKEN,
-    TokenSpace,
-    WorkloadRequest,
-)
+from headway.lab.workload.request import EOS, FIRST_TOKEN, LAST_TOKEN, TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.packing import num_packed
 from headway.scheduler import preset
@@ -52,10 +43,8 @@ def test_both_spellings_of_azure_files_give_the_same_requests(tmp_path: Path) ->
     dates = ["2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:51.1805900,6,7"]
     theirs = save(tmp_path, "b.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", *dates)
     assert read_workload(ours) == read_workload(theirs)
-    assert [(r.arrival, r.num_prompt, r.num_output) for r in read_workload(ours)] == [
-        (0.0, 374, 44),
-        (4.5, 6, 7),
-    ]
+    found = [(r.arrival, r.num_prompt, r.num_output) for r in read_workload(ours)]
+    assert found == [(0.0, 374, 44), (4.5, 6, 7)]
 
 
 def test_dates_out_of_order_count_from_the_earliest(tmp_path: Path) -> None:
@@ -154,10 +143,8 @@ def test_requests_are_sorted_limited_and_sped_up(tmp_path: Path) -> None:
     rows = [{**OWN, "arrival": t, "deadline": t + 3} for t in (4, 2, 6, 0)]
     path = save(tmp_path, "a.jsonl", *rows)
     assert [r.arrival for r in read_workload(path)] == [0, 2, 4, 6]
-    assert [(r.arrival, r.deadline) for r in read_workload(path, limit=2, speed=4)] == [
-        (0.5, 3.5),
-        (1.0, 4.0),
-    ]
+    found = [(r.arrival, r.deadline) for r in read_workload(path, limit=2, speed=4)]
+    assert found == [(0.5, 3.5), (1.0, 4.0)]
     for bad in ({"limit": 0}, {"speed": 0.0}, {"speed": float("nan")}):
         with pytest.raises(ConfigError):
             read_workload(path, **bad)
@@ -240,8 +227,6 @@ def test_a_token_space_starts_again_within_32_bits() -> None:
     assert all(run.start >= FIRST_TOKEN and run.stop - 1 <= LAST_TOKEN for run in runs)
     assert len({run.start for run in runs}) == len(runs)
 
-
-# Decision traces.
 
 TRACED = (
     "requests=30,arrivals=poisson(200),prompt=uniform(5,60),output=uniform(2,30),max_tokens=40,"

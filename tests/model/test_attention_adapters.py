@@ -23,12 +23,7 @@ from headway.model.decoder import Decoder
 
 pytest.importorskip("triton")
 from headway.executor.gpu.executor import GpuExecutor
-from headway.model.backends.attention_adapters import (
-    WORKSPACE_BYTES,
-    FlashAttention,
-    FlashInfer,
-    kernels_for,
-)
+from headway.model.backends import attention_adapters
 from headway.model.backends.gpu import AttentionKernels, GpuBackend, TritonAttention
 from tests.executor.test_gpu import FAMILIES, Loud, answers, plain, settings
 
@@ -50,15 +45,12 @@ def attend(q_thd: Tensor, k_pgd: Tensor, v_pgd: Tensor) -> Tensor:
     return found[0].transpose(0, 1)
 
 
-# Stand-ins.
-
-
 class Wrapper:
     """FlashInfer's prefill over a paged cache."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         assert float_workspace_buffer.dtype == torch.uint8
-        assert len(float_workspace_buffer) == WORKSPACE_BYTES
+        assert len(float_workspace_buffer) == attention_adapters.WORKSPACE_BYTES
         assert kv_layout == "HND" and not float_workspace_buffer.any()
         self.num_plans = 0
 
@@ -122,9 +114,6 @@ FLASH_ATTENTION = SimpleNamespace(
 FLASH_INFER = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
 
 
-# The batch for both.
-
-
 def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
@@ -132,10 +121,7 @@ def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 def make(
     num_decodes: int, num_chunks: int, dim: int = DIM, size: int = SIZE
 ) -> tuple[Tensor, ForwardBatch, Tensor]:
-    """Queries [T, H, D], a batch, and blocks of random numbers.
-
-    A sequence has the same number of blocks for any block size.
-    """
+    """Queries [T, H, D], a batch and random blocks: as many per sequence for any block size."""
     generator = torch.Generator().manual_seed(3)
     longer = size // SIZE
     positions = [longer * position for position in POSITIONS[:num_decodes]]
@@ -181,9 +167,9 @@ MIXES = [(0, 1), (2, 0), (2, 3), (1, 2)]
 @pytest.mark.parametrize("name", ["flashinfer", "flash-attn"])
 def test_another_library_gives_the_results_of_our_kernels(name: str, mix: tuple[int, int]) -> None:
     given = make(*mix)
-    other: AttentionKernels = FlashAttention(FLASH_ATTENTION)
+    other: AttentionKernels = attention_adapters.FlashAttention(FLASH_ATTENTION)
     if name == "flashinfer":
-        other = FlashInfer(FLASH_INFER, DEVICE)
+        other = attention_adapters.FlashInfer(FLASH_INFER, DEVICE)
     for own, found in zip(
         found_by(TritonAttention(), *given), found_by(other, *given), strict=True
     ):
@@ -199,20 +185,22 @@ def test_an_installed_library_gives_the_results_of_our_kernels(
     pytest.importorskip(module)
     wide_q, batch, wide_blocks = make(*mix, dim=64, size=size)
     q, blocks = wide_q.bfloat16(), wide_blocks.bfloat16()
-    theirs = found_by(kernels_for(module, q.dtype, None, DEVICE), q, batch, blocks)
+    theirs = found_by(
+        attention_adapters.kernels_for(module, q.dtype, None, DEVICE), q, batch, blocks
+    )
     ours = found_by(TritonAttention(), q.float(), batch, blocks.float())
     for found, own in zip(theirs, ours, strict=True):
         torch.testing.assert_close(found.float(), own, atol=0.02, rtol=0.02)
 
 
 def test_flashinfer_plans_once_per_pass() -> None:
-    kernels = FlashInfer(FLASH_INFER, DEVICE)
+    kernels = attention_adapters.FlashInfer(FLASH_INFER, DEVICE)
     for num_passes, mix in enumerate([(0, 1), (2, 3), (0, 2)], start=1):
         found_by(kernels, *make(*mix))
         assert kernels._prompts.num_plans == num_passes
 
 
-class Small(FlashAttention):
+class Small(attention_adapters.FlashAttention):
     """Accepts small blocks; counts batches that have only decodes."""
 
     block_multiple, num_alone = 1, 0
@@ -228,7 +216,7 @@ class Small(FlashAttention):
 @pytest.mark.parametrize("name", ["flashinfer", "flash-attn"])
 def test_the_executor_generates_the_same_with_another_library(name: str) -> None:
     small = Small(FLASH_ATTENTION)
-    library = FlashInfer(FLASH_INFER, DEVICE) if name == "flashinfer" else small
+    library = attention_adapters.FlashInfer(FLASH_INFER, DEVICE) if name == "flashinfer" else small
 
     def with_library(config: Config, about: ModelConfig) -> GpuExecutor:
         backend = GpuBackend(torch.float32, "cpu", None, library)
@@ -242,7 +230,9 @@ def test_the_executor_generates_the_same_with_another_library(name: str) -> None
 
 def test_unsupported_block_sizes_are_rejected() -> None:
     about = FAMILIES["norms of heads"]
-    backend = GpuBackend(torch.bfloat16, str(DEVICE), None, FlashAttention(FLASH_ATTENTION))
+    backend = GpuBackend(
+        torch.bfloat16, str(DEVICE), None, attention_adapters.FlashAttention(FLASH_ATTENTION)
+    )
     with pytest.raises(ConfigError, match=r"block_size is 16.* 256.*--block-size 256"):
         backend.kv_blocks(about, 2, 16)
     assert backend.kv_blocks(about, 0, 1).element_size() == 2  # no blocks: only the type matters
@@ -262,4 +252,4 @@ def test_unsupported_types_are_rejected_before_the_library_is_loaded(
     module: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        kernels_for(module, dtype, kv_dtype, DEVICE)
+        attention_adapters.kernels_for(module, dtype, kv_dtype, DEVICE)

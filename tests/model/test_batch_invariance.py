@@ -98,8 +98,6 @@ def decoder(name: str, precision: str) -> Decoder:
     return Decoder(checkpoint, NativeBackend(is_quantized=precision != "float32"))
 
 
-# A sequence alone and in batches.
-
 Sequences = list[list[int]]
 
 
@@ -232,9 +230,6 @@ def test_two_decoders_can_share_a_backend() -> None:
         assert torch.equal(real.logits_of(shared, tokens), real.logits_of(own, tokens))
 
 
-# Products.
-
-
 def error_bound(x: Tensor, matrix: Tensor, steps: int) -> Tensor:
     """The largest error of a product in float32, with `steps` roundings per sum."""
     return (steps + 2) * EPSILON * (x.abs().double() @ matrix.abs().double().T) + 1e-30
@@ -339,9 +334,6 @@ def test_unpacked_rows_equal_the_packed_matrix(bits: int) -> None:
     assert ((weight.rows(ids) - expected).abs() <= most).all()
 
 
-# Between the products.
-
-
 @pytest.mark.parametrize("width", [1, 15, 16, 33, 576])
 def test_norms_match_the_plain_backend(width: int) -> None:
     for num_rows in (1, 4, 5, 37):
@@ -367,9 +359,6 @@ def test_gates_match_the_plain_backend_and_handle_overflow(activation: str) -> N
         rtol, atol = (1e-6, 1e-33) if activation == "silu" else GELU_ERRORS
         torch.testing.assert_close(found, exact.float(), rtol=rtol, atol=2e-36 * 3e38)
         torch.testing.assert_close(found[:, 8:], exact[:, 8:].float(), rtol=rtol, atol=atol)
-
-
-# Attention.
 
 
 def random_batch(rng: random.Random, block_size: int) -> tuple[ForwardBatch, int]:

@@ -29,17 +29,10 @@ from headway.model.weights.gguf import read_header, read_metadata
 from headway.model.weights.gguf_checkpoint import gguf_name
 
 torch.set_num_threads(1)
-VALUES: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "eos_token_id": 2,
-}
+VALUES = dict[str, Any](
+    model_type="llama", vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=2,
+)  # fmt: skip
 GROUPED = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q5_0: 5, Kind.Q5_1: 5, Kind.Q8_0: 8}
 PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
 BIG_GROUPS = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
@@ -154,9 +147,8 @@ def test_gguf_returns_what_was_written_in_hugging_face_order(kind: Kind, tmp_pat
 @pytest.mark.parametrize("kind", GROUPED)
 def test_groups_equal_the_dequantized_tensor(kind: Kind, tmp_path: Path) -> None:
     config = config_of()
-    checkpoint = open_checkpoint(
-        write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(kind))
-    )
+    path = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(kind))
+    checkpoint = open_checkpoint(path)
     for name, shape in config.shapes().items():
         groups = checkpoint.read_groups(name)
         if len(shape) == 1:
@@ -173,9 +165,8 @@ def test_groups_equal_the_dequantized_tensor(kind: Kind, tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", PLAIN)
 def test_other_types_have_no_groups(kind: Kind, tmp_path: Path) -> None:
     config = config_of()
-    checkpoint = open_checkpoint(
-        write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(kind))
-    )
+    path = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(kind))
+    checkpoint = open_checkpoint(path)
     assert all(checkpoint.read_groups(name) is None for name in config.shapes())
 
 
@@ -271,11 +262,8 @@ def test_a_truncated_gguf_is_rejected(tmp_path: Path) -> None:
     whole = small_gguf()
     assert opened(tmp_path, whole).has("model.norm.weight")
     header = whole.rindex(b"blk.")  # every byte of the header, then samples
-    for length in (
-        *range(0, header + 100, 7),
-        *range(header + 100, len(whole), 4999),
-        len(whole) - 1,
-    ):
+    later = range(header + 100, len(whole), 4999)
+    for length in (*range(0, header + 100, 7), *later, len(whole) - 1):
         with pytest.raises(ModelError, match="m.gguf: not a valid GGUF"):
             opened(tmp_path, whole[:length])
 

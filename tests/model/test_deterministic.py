@@ -1,7 +1,4 @@
-"""The deterministic GPU backend: the logits of a sequence are the same bits in any batch.
-
-Without a GPU the kernels run in Triton's interpreter, so the model is tiny.
-"""
+"""The deterministic GPU backend: the logits of a sequence are the same bits in any batch."""
 
 from __future__ import annotations
 

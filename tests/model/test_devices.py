@@ -19,38 +19,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway import Config, preset
+from headway import LLM, Config, preset
 from headway.errors import ConfigError
 from headway.executor.cpu import CpuExecutor
 from headway.executor.factory import make_executor
-from headway.executor.gpu.memory import (
-    Budget,
-    buffer_bytes,
-    graph_bytes,
-    graph_sizes,
-    num_blocks_in,
-    partial_bytes,
-    prompt_batch,
-    run_step,
-    shared_bytes,
-)
+from headway.executor.gpu import memory
 from headway.executor.sampling.logprobs import SLICE
-from headway.llm import LLM
 from headway.loading import GpuRoom, _check_memory, fit
+from headway.model import devices
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
-from headway.model.devices import (
-    check_weights,
-    container_free_memory,
-    cuda_problem,
-    explain_out_of_memory,
-    free_memory,
-    gpu_index,
-    gpus,
-    use_device,
-    why_no_cuda,
-)
 from headway.model.precision import (
     DTYPES,
     FASTEST,
@@ -66,12 +45,9 @@ from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
 from tests.support.waiting import LIMIT
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
-
 GIB = 2**30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-without_gpu = pytest.mark.skipif(why_no_cuda() is None, reason="a GPU can be used here")
+without_gpu = pytest.mark.skipif(devices.why_no_cuda() is None, reason="a GPU can be used here")
 
 
 def fail(message: str) -> None:
@@ -81,9 +57,6 @@ def fail(message: str) -> None:
 @cache
 def model() -> ModelConfig:
     return from_hf({**SHAPE, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}, "here")
-
-
-# Devices.
 
 
 @pytest.mark.parametrize(
@@ -102,21 +75,21 @@ def test_the_first_problem_is_named_in_one_line(
         if message is not None:
             fail(message)
 
-    found = cuda_problem(is_built=is_built, start=start, has_triton=has_triton)
+    found = devices.cuda_problem(is_built=is_built, start=start, has_triton=has_triton)
     assert found is not None and "\n" not in found
     with pytest.raises(ConfigError, match=reason):
         raise ConfigError(found)
 
 
 def test_without_a_problem_there_is_no_reason() -> None:
-    assert cuda_problem(is_built=True, start=lambda: None, has_triton=True) is None
+    assert devices.cuda_problem(is_built=True, start=lambda: None, has_triton=True) is None
 
 
 @without_gpu
 def test_auto_uses_the_cpu_without_a_gpu_and_prints_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert use_device("auto") == use_device("cpu") == CPU and gpus() == []
+    assert devices.use_device("auto") == devices.use_device("cpu") == CPU and devices.gpus() == []
     assert capsys.readouterr() == ("", "")
 
 
@@ -124,8 +97,8 @@ def test_auto_uses_the_cpu_without_a_gpu_and_prints_nothing(
 @pytest.mark.parametrize("wanted", ["cuda", "cuda:0", "cuda:7"])
 def test_a_missing_gpu_is_rejected_with_the_reason(wanted: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        use_device(wanted)
-    text, reason = str(refused.value), why_no_cuda()
+        devices.use_device(wanted)
+    text, reason = str(refused.value), devices.why_no_cuda()
     assert reason and f"device {wanted} " in text and reason in text and "--device cpu" in text
 
 
@@ -134,20 +107,18 @@ def test_a_missing_gpu_is_rejected_with_the_reason(wanted: str) -> None:
 )
 def test_an_unknown_device_is_rejected_with_the_known_ones(wanted: str) -> None:
     with pytest.raises(ConfigError, match=rf"device {wanted!r}.*auto, cpu, cuda, .*cuda:1"):
-        use_device(wanted)
+        devices.use_device(wanted)
 
 
 @given(st.integers(0, 9), st.integers(1, 8))
 def test_a_number_selects_that_gpu_or_raises(number: int, count: int) -> None:
     if number < count:
-        assert gpu_index(f"cuda:{number}", count, 0) == gpu_index("cuda", count, number) == number
-        assert gpu_index("auto", count, number) == number
+        assert devices.gpu_index(f"cuda:{number}", count, 0) == number
+        assert devices.gpu_index("cuda", count, number) == number
+        assert devices.gpu_index("auto", count, number) == number
     else:
         with pytest.raises(ConfigError, match=rf"cuda:{number}: {count} visible.*cuda:0"):
-            gpu_index(f"cuda:{number}", count, 0)
-
-
-# Precisions.
+            devices.gpu_index(f"cuda:{number}", count, 0)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -180,7 +151,7 @@ def test_an_fp8_kv_cache_needs_a_gpu() -> None:
     assert kv_dtype_for("auto", CPU) is kv_dtype_for("auto", CUDA) is None
     with pytest.raises(ConfigError, match="kv_cache_dtype fp8 needs a GPU: .") as refused:
         kv_dtype_for("fp8", CPU)
-    assert (why_no_cuda() or "--device cuda") in str(refused.value)
+    assert (devices.why_no_cuda() or "--device cuda") in str(refused.value)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype 'int4'.*auto, fp8, int8"):
         kv_dtype_for("int4", CPU)
 
@@ -206,8 +177,6 @@ def test_a_missing_attention_package_is_named(
         check_attention(name, CUDA)
 
 
-# Memory budget.
-
 SIZES = st.integers(0, 80 * GIB)
 
 
@@ -215,24 +184,24 @@ SIZES = st.integers(0, 80 * GIB)
 def test_blocks_fill_the_fraction_and_never_more(
     total: int, weights: int, others: int, step: int, reserve: int, block: int, share: float
 ) -> None:
-    budget = Budget(
+    budget = memory.Budget(
         total=total, weights=weights, others=others, step=step, reserve=reserve, block=block
     )
     have, need = int(total * share), weights + others + step + reserve
     if have - need >= block:
-        num_blocks = num_blocks_in(budget, share)
+        num_blocks = memory.num_blocks_in(budget, share)
         assert num_blocks >= 1 and 0 <= have - need - num_blocks * block < block
     else:
         with pytest.raises(ConfigError, match="too little"):
-            num_blocks_in(budget, share)
+            memory.num_blocks_in(budget, share)
 
 
 def test_too_little_memory_names_need_limit_difference_and_flags() -> None:
-    budget = Budget(
+    budget = memory.Budget(
         total=16 * GIB, weights=15 * GIB, others=GIB, step=2 * GIB, reserve=GIB, block=GIB // 2
     )
     with pytest.raises(ConfigError) as refused:
-        num_blocks_in(budget, 0.5)
+        memory.num_blocks_in(budget, 0.5)
     text = str(refused.value)
     for part in (
         "at least 19.50 GiB", "weights 15.00 GiB", "one step 2.00 GiB", "0.5 of 16.00 GiB is 8.00",
@@ -247,9 +216,9 @@ def test_weights_that_do_not_fit_are_rejected_before_loading() -> None:
     decoder = Decoder(DummyCheckpoint(model()), PlainBackend(torch.bfloat16))
     assert decoder.num_bytes <= half < 1.01 * decoder.num_bytes  # num_bytes leaves out the norms
     assert 2 * half == weight_bytes(model(), PlainBackend())
-    check_weights(GIB, GIB)
+    devices.check_weights(GIB, GIB)
     with pytest.raises(ConfigError, match=r"3.00 GiB.*1.00 GiB.*2.00 GiB too little.*--dtype"):
-        check_weights(3 * GIB, GIB)
+        devices.check_weights(3 * GIB, GIB)
 
 
 def test_only_running_out_of_memory_becomes_a_config_error() -> None:
@@ -257,19 +226,14 @@ def test_only_running_out_of_memory_becomes_a_config_error() -> None:
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.20 GiB "
         "of which 10.00 GiB is free. Including non-PyTorch memory, this process has 69 GiB in use."
     )
-    with (
-        pytest.raises(
-            ConfigError,
-            match=r"^it: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 .*79.20 GiB of "
-            r"which 10.00 GiB is free; do this$",
-        ),
-        explain_out_of_memory("it", "do this"),
-    ):
+    explained = (
+        r"^it: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 .*79.20 GiB of "
+        r"which 10.00 GiB is free; do this$"
+    )
+    explain = devices.explain_out_of_memory
+    with pytest.raises(ConfigError, match=explained), explain("it", "do this"):
         raise torch.OutOfMemoryError(message)
-    with (
-        pytest.raises(RuntimeError, match="something else"),
-        explain_out_of_memory("it", "do this"),
-    ):
+    with pytest.raises(RuntimeError, match="something else"), explain("it", "do this"):
         fail("something else")
 
 
@@ -281,24 +245,21 @@ def test_only_running_out_of_memory_becomes_a_config_error() -> None:
 def test_every_out_of_memory_error_is_explained_in_one_line(message: str, start: str) -> None:
     with (
         pytest.raises(ConfigError, match=rf"^it: {start}[^\n]*; do this$"),
-        explain_out_of_memory("it", "do this"),
+        devices.explain_out_of_memory("it", "do this"),
     ):
         fail(message)
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
-    assert container_free_memory(tmp_path, 77) == 77, "no container"
+    assert devices.container_free_memory(tmp_path, 77) == 77, "no container"
     for name, text in (("max", "max\n"), ("current", "600\n"), ("stat", "anon 300\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert container_free_memory(tmp_path, 77) == 77, "no limit"
+    assert devices.container_free_memory(tmp_path, 77) == 77, "no limit"
     (tmp_path / "memory.max").write_text("1000\n")
-    assert container_free_memory(tmp_path, 77) == 400
+    assert devices.container_free_memory(tmp_path, 77) == 400
     (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 100\nactive_file 50\n")
-    assert container_free_memory(tmp_path, 77) == 550
-    assert 0 < free_memory() < 2**50
-
-
-# The step that measures memory.
+    assert devices.container_free_memory(tmp_path, 77) == 550
+    assert 0 < devices.free_memory() < 2**50
 
 
 def config_of(**changes: Any) -> Config:
@@ -312,7 +273,7 @@ def test_the_measured_prompts_have_all_tokens_and_valid_lengths(
     config = config_of(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size
     )
-    batch = prompt_batch(config, num_tokens, CPU)
+    batch = memory.prompt_batch(config, num_tokens, CPU)
     starts, ends = batch.starts_s.tolist(), batch.ends_s.tolist()
     assert len(batch.tokens_t) == starts[-1] == sum(ends) == num_tokens and starts[0] == 0
     assert max(ends) == batch.longest <= max_model_len and min(ends) > 0
@@ -332,8 +293,8 @@ def test_the_measured_step_computes_every_token_and_every_row() -> None:
     rows: list[int] = []
     decoder, config = Counting(DummyCheckpoint(model()), PlainBackend()), config_of()
     blocks = decoder.backend.kv_blocks(decoder.config, 1, config.block_size).zero_()
-    run_step(decoder, config, 100, blocks)
-    run_step(decoder, config, 6, blocks)
+    memory.run_step(decoder, config, 100, blocks)
+    memory.run_step(decoder, config, 6, blocks)
     assert rows == [100, 6] and blocks.abs().sum(dim=(0, 4, 5)).min() > 0, "every layer stored"
 
 
@@ -345,7 +306,7 @@ def test_the_executors_buffers_are_counted() -> None:
     config = config_of(max_num_batched_tokens=4000, num_blocks=3, max_model_len=30000)
     executor = GpuExecutor(decoder, config)
     kept = (executor.mixed._hidden, executor.state.tensors.tables)
-    assert buffer_bytes(decoder, config) == sum(each.nbytes for each in kept) > 10**5
+    assert memory.buffer_bytes(decoder, config) == sum(each.nbytes for each in kept) > 10**5
 
 
 def test_the_measured_step_runs_through_the_gpu_kernels() -> None:
@@ -356,7 +317,7 @@ def test_the_measured_step_runs_through_the_gpu_kernels() -> None:
     backend = GpuBackend(torch.float32, device)
     decoder, config = Decoder(DummyCheckpoint(model(), device), backend), config_of()
     blocks = backend.kv_blocks(decoder.config, 1, config.block_size).zero_()
-    run_step(decoder, config, 50, blocks)
+    memory.run_step(decoder, config, 50, blocks)
     assert blocks.abs().sum(dim=(0, 4, 5)).min() > 0 and blocks.isfinite().all()
 
 
@@ -376,9 +337,6 @@ def test_a_cpu_needs_no_triton(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "2\n"
-
-
-# Configs on a GPU.
 
 
 def room(blocks: int, seen: list[Config] | None = None, free: int = 80 * GIB) -> GpuRoom:
@@ -421,24 +379,16 @@ def test_memory_is_measured_unless_blocks_or_bytes_are_given() -> None:
     assert measured.num_blocks == 123 and len(seen) == 1
     limits = seen[0].max_num_seqs, seen[0].max_num_batched_tokens, seen[0].max_model_len
     assert limits == (256, 8192, 8192)
-    assert (
-        fit(LONG, 2, EngineOptions(preset="vllm_v1", num_blocks=9), room(123, seen)).num_blocks == 9
-    )
     block = 16 * LONG.kv_bytes(2)
-    assert (
-        fit(
-            LONG, 2, EngineOptions(preset="vllm_v1", kv_memory=5 * block), room(123, seen)
-        ).num_blocks
-        == 5
-    )
+    for size, num_blocks in (({"num_blocks": 9}, 9), ({"kv_memory": 5 * block}, 5)):
+        options = EngineOptions(preset="vllm_v1", **size)
+        assert fit(LONG, 2, options, room(123, seen)).num_blocks == num_blocks
     assert len(seen) == 1
 
 
 def test_no_more_blocks_are_allocated_than_all_requests_can_fill() -> None:
-    config = fit(
-        LONG, 2, EngineOptions(preset="vllm_v1", max_num_seqs=3, max_model_len=100), room(10**6)
-    )
-    assert config.num_blocks == 3 * 7
+    options = EngineOptions(preset="vllm_v1", max_num_seqs=3, max_model_len=100)
+    assert fit(LONG, 2, options, room(10**6)).num_blocks == 3 * 7
 
 
 def test_max_model_len_above_the_models_limit_is_rejected_with_both_numbers() -> None:
@@ -466,10 +416,8 @@ def test_swapping_pins_at_most_a_fraction_of_host_memory(monkeypatch: pytest.Mon
     assert seen[0].num_host_blocks > 0, "the measurement includes the staging buffers"
     assert fit(LONG, 2, EngineOptions(preset="headway"), room(50)).num_host_blocks == 50
     assert fit(LONG, 2, EngineOptions(preset="vllm_v1"), room(50)).num_host_blocks == 0
-    assert (
-        fit(LONG, 2, EngineOptions(preset="headway", num_host_blocks=3), room(50)).num_host_blocks
-        == 3
-    )
+    three = EngineOptions(preset="headway", num_host_blocks=3)
+    assert fit(LONG, 2, three, room(50)).num_host_blocks == 3
 
 
 def test_a_failure_to_pin_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,9 +469,9 @@ def test_the_memory_of_all_graphs_is_counted() -> None:
             config=SimpleNamespace(num_layers=num_layers), num_bytes=4e7 * num_layers,
             norm=torch.zeros(1), shard=None, max_kv_heads=8,
         )  # fmt: skip
-        num_mixed, num_decodes = len(graph_sizes(decoder, config)), 61  # type: ignore[arg-type]
+        num_mixed, num_decodes = len(memory.graph_sizes(decoder, config)), 61  # type: ignore[arg-type]
         need = num_layers / 28 * (num_mixed * 88 / 91 + num_decodes * 16 / 34) * 2**20
-        assert num_mixed > 20 and need < graph_bytes(decoder, config) < 1.5 * need  # type: ignore[arg-type]
+        assert num_mixed > 20 and need < memory.graph_bytes(decoder, config) < 1.5 * need  # type: ignore[arg-type]
 
 
 def test_a_cache_that_does_not_fit_names_what_swapping_adds(
@@ -592,7 +540,7 @@ def test_partial_results_of_decodes_are_reserved(
                 row_ids_s=torch.empty(num_rows), positions_t=torch.empty(num_rows),
             )  # fmt: skip
             kernels.decode(0, q, torch.empty_like(q), batch, blocks)
-    assert len(needs) > 1 and max(needs) == partial_bytes(decoder, config)
+    assert len(needs) > 1 and max(needs) == memory.partial_bytes(decoder, config)
 
 
 @pytest.mark.parametrize(("num_heads", "kv_heads"), [(16, 8), (28, 4), (1, 1)])
@@ -611,10 +559,7 @@ def test_partial_results_of_prompts_with_few_tokens_are_reserved(
         if prefill_splits(num_tiles, device_limits()[0]) > 1:
             sums = shared_sums(num_tokens * num_heads, 128, torch.device("meta"))
             needs.append(sums.nbytes)
-    assert 0.8 * shared_bytes(decoder) < max(needs) <= shared_bytes(decoder)
-
-
-# Options and commands.
+    assert 0.8 * memory.shared_bytes(decoder) < max(needs) <= memory.shared_bytes(decoder)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.01, float("nan")])
@@ -648,14 +593,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_command_says_why_no_gpu_is_used(command: tuple[str, ...], tiny: list[str]) -> None:
     text = sentence(*command, *tiny, "--device", "cuda")
-    assert "device cuda " in text and (why_no_cuda() or "") in text
+    assert "device cuda " in text and (devices.why_no_cuda() or "") in text
 
 
 @without_gpu
 def test_profile_says_why_no_gpu_is_used(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     text = sentence("bench", "profile", str(tmp_path), "--device", "cuda", "--out", out)
-    assert "device cuda " in text and (why_no_cuda() or "") in text and not out.exists()
+    assert "device cuda " in text and (devices.why_no_cuda() or "") in text and not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -678,9 +623,8 @@ def test_options_that_need_a_gpu_are_rejected_on_a_cpu(
 
 def test_models_lists_the_gpus() -> None:
     done = headway("models")
-    reason = why_no_cuda()
+    reason = devices.why_no_cuda()
     assert done.code == 0
     shown = " ".join(done.out.split())
-    assert (
-        f"No GPU is used: {reason}" in shown if reason else f"GPU cuda:0: {gpus()[0].name}" in shown
-    )
+    first = f"No GPU is used: {reason}" if reason else f"GPU cuda:0: {devices.gpus()[0].name}"
+    assert first in shown

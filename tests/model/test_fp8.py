@@ -14,27 +14,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.errors import ConfigError, ModelError
+from headway.model import precision
 from headway.model.backends.base import Backend, LayerWeights, Weight
 from headway.model.backends.plain import PlainBackend, PlainWeight
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.loader import open_checkpoint
-from headway.model.precision import (
-    choose_backend,
-    kv_dtype_for,
-    resolved,
-    stored_precision,
-    weight_bytes,
-)
 from headway.model.sharding import Part
-from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint
+from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import FP8, MAX_FP8, quantize
 from tests.model.kernels.reference.fp8 import quantize_rows
 from tests.support.real import batch_of
 
 pytest.importorskip("triton")
 from headway.model.backends import fp8
+from tests.executor.test_gpu import Loud
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 VALUES: dict[str, Any] = {
@@ -60,18 +55,6 @@ LIMIT = 0.03  # of the relative error of float32 logits
 # So bfloat16 logits are compared with exact ones, and with the error of plain torch in bfloat16.
 MAX_RATIO = 1.5
 STEPS = {"prompts": slice(0, 7), "two decodes": slice(7, 9), "one decode": slice(9, 10)}  # of rows
-
-
-class Loud(DummyCheckpoint):
-    """Random weights large enough for clear choices, and norm weights other than 1."""
-
-    def whole(self, name: str) -> Tensor:
-        quiet = super().whole(name)
-        if name.endswith("norm.weight"):
-            return quiet + 0.3 * torch.randn(
-                quiet.shape, generator=torch.Generator().manual_seed(len(name))
-            )
-        return quiet * 10
 
 
 def config_of(**changes: Any) -> ModelConfig:
@@ -105,9 +88,6 @@ def write(
     return floats
 
 
-# Quantizing.
-
-
 def test_every_row_has_the_scale_of_its_largest_number() -> None:
     matrix = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     matrix *= 10.0 ** torch.arange(-2, 3)[:, None]
@@ -121,9 +101,6 @@ def test_every_row_has_the_scale_of_its_largest_number() -> None:
     tops = matrix.abs().amax(1, keepdim=True)
     # Half of the distance between neighbours: 2^-4 of a number, or of the smallest normal one.
     assert ((rounded.wide() - matrix).abs() <= matrix.abs() / 16 + tops / MAX_FP8 / 1024).all()
-
-
-# Files.
 
 
 def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
@@ -202,9 +179,6 @@ def test_other_formats_are_named(found: Any, named: str) -> None:
         config_of(quantization_config=found)
 
 
-# Options.
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """A GPU of a compute capability, as far as its properties are read."""
@@ -218,16 +192,16 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 def test_fp8_needs_a_gpu_that_has_it(card: Callable[[int, int], None]) -> None:
     card(8, 9)
-    assert resolved("auto", "fp8", CUDA) == resolved("bfloat16", "fp8", CUDA) == "fp8"
+    assert {precision.resolved(dtype, "fp8", CUDA) for dtype in ("auto", "bfloat16")} == {"fp8"}
     with pytest.raises(ConfigError, match="dtype auto or bfloat16, not float16"):
-        resolved("float16", "fp8", CUDA)
+        precision.resolved("float16", "fp8", CUDA)
     with pytest.raises(ConfigError, match=r"fp8 needs a GPU: .*--quantization none or int8"):
-        resolved("auto", "fp8", CPU)
+        precision.resolved("auto", "fp8", CPU)
     card(8, 6)
     with pytest.raises(ConfigError, match=r"8\.9 or later; Test card has 8\.6; .*--quantization"):
-        resolved("auto", "fp8", CUDA)
+        precision.resolved("auto", "fp8", CUDA)
     with pytest.raises(ConfigError, match=r"Test card has 8\.6; .*--kv-cache-dtype auto"):
-        kv_dtype_for("fp8", CUDA)
+        precision.kv_dtype_for("fp8", CUDA)
 
 
 def test_a_file_in_fp8_runs_in_fp8_unless_another_type_is_chosen(
@@ -235,20 +209,17 @@ def test_a_file_in_fp8_runs_in_fp8_unless_another_type_is_chosen(
 ) -> None:
     stored, other = config_of(quantization_config=SCHEME), config_of()
     card(9, 0)
-    assert stored_precision(stored, "bfloat16", "auto", CUDA) == "fp8"
-    assert stored_precision(stored, "bfloat16", "bfloat16", CUDA) == "bfloat16"
-    assert stored_precision(other, "bfloat16", "auto", CUDA) == "bfloat16"
-    assert stored_precision(stored, "float32", "auto", CPU) == "float32"
+    assert precision.stored_precision(stored, "bfloat16", "auto", CUDA) == "fp8"
+    assert precision.stored_precision(stored, "bfloat16", "bfloat16", CUDA) == "bfloat16"
+    assert precision.stored_precision(other, "bfloat16", "auto", CUDA) == "bfloat16"
+    assert precision.stored_precision(stored, "float32", "auto", CPU) == "float32"
     card(8, 0)
-    assert stored_precision(stored, "bfloat16", "auto", CUDA) == "bfloat16"
+    assert precision.stored_precision(stored, "bfloat16", "auto", CUDA) == "bfloat16"
 
 
 def test_sizes_must_be_multiples_of_16() -> None:
     with pytest.raises(ConfigError, match=r"multiples of 16, but intermediate_size is 100;"):
-        choose_backend(config_of(intermediate_size=100), "fp8", "cuda")
-
-
-# The backend.
+        precision.choose_backend(config_of(intermediate_size=100), "fp8", "cuda")
 
 
 def fp8_backend(config: ModelConfig, kv_dtype: torch.dtype | None = None) -> Backend:
@@ -381,7 +352,7 @@ def test_a_matrix_that_the_file_keeps_in_floats_stays_float(tmp_path: Path) -> N
 
 def test_the_first_and_last_layers_of_a_narrow_model_stay_floats() -> None:
     config = config_of(num_hidden_layers=8)
-    backend = choose_backend(config, "fp8", "cuda")
+    backend = precision.choose_backend(config, "fp8", "cuda")
     kept = backend.float_layers  # type: ignore[attr-defined]
     assert kept == fp8.float_layers(config) == {0, 1, 2, 5, 6, 7}
     assert fp8.float_layers(config_of(num_hidden_layers=2)) == {0, 1}
@@ -404,4 +375,4 @@ def test_only_the_matrices_of_the_layers_are_in_8_bits() -> None:
     scales = sum(4 * len(each.matrix) for each in matrices)
     vectors = sum(shape[0] for shape in config.shapes().values() if len(shape) == 1)
     expected = decoder.num_bytes - scales + vectors * decoder.norm.element_size()
-    assert weight_bytes(config, backend) == expected
+    assert precision.weight_bytes(config, backend) == expected

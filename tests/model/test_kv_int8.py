@@ -243,9 +243,6 @@ def _harness_results(library: ctypes.CDLL) -> list[Tensor]:
     return results
 
 
-# Sizes and errors.
-
-
 def test_the_same_memory_holds_nearly_four_times_as_many_blocks() -> None:
     config, memory = CONFIGS["as the bundled model"], 10**7
     found = {}

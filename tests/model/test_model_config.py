@@ -190,9 +190,8 @@ def test_a_length_beside_the_rope_parameters_overrides_theirs() -> None:
     assert read(rope_parameters=parameters).rope.original_max_length == 128
     beside = read(rope_parameters=parameters, original_max_position_embeddings=256)
     assert beside.rope.original_max_length == 256
-    assert (
-        read(rope_parameters={"rope_type": "yarn", "factor": 4.0}).rope.original_max_length == 512
-    )
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert read(rope_parameters=yarn).rope.original_max_length == 512
     missing = {"rope_type": "yarn", "original_max_position_embeddings": 128}
     assert read(rope_parameters=missing).rope.factor == 512 / 128
 
@@ -212,16 +211,9 @@ def test_rope_divisors_divide_the_frequencies() -> None:
         (partial(config_of, "Qwen2", sliding_window=128), False),
         (partial(config_of, "Qwen2", sliding_window=128, use_sliding_window=True), False),
         (partial(config_of, "Qwen2", **SLIDING, max_window_layers=3), False),
+        (partial(config_of, "Qwen2", **SLIDING, max_window_layers=2), True),
         (
-            partial(
-                config_of, "Qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=2
-            ),
-            True,
-        ),
-        (
-            partial(
-                config_of, "Qwen3", sliding_window=512, use_sliding_window=True, max_window_layers=0
-            ),
+            partial(config_of, "Qwen3", **{**SLIDING, "sliding_window": 512}, max_window_layers=0),
             False,
         ),
     ],
@@ -428,9 +420,6 @@ def test_random_gguf_values_are_read_or_rejected(key: str, value: Any) -> None:
         assert str(error).startswith("m.gguf: ")
 
 
-# Gemma 3.
-
-
 def gemma_values(**changes: Any) -> dict[str, Any]:
     """A config.json of the form that the published models have, which older versions wrote."""
     return {
@@ -480,13 +469,10 @@ def test_parameters_of_a_gemma_are_found_in_every_form() -> None:
     assert read_gemma(rope__scaling__factor=8.0).rope.factor == 8.0
     kinds = [WINDOWED, FULL] * 6
     assert from_hf(gemma_values(layer_types=kinds), "c").windowed_layers == set(range(0, 12, 2))
-    assert from_hf(gemma_values(sliding_window_pattern=3), "c").windowed_layers == {
-        n for n in range(12) if n % 3 != 2
-    }
-    pattern = [True, False] * 6
-    assert read_gemma(attention__sliding_window_pattern=pattern).windowed_layers == {
-        *range(0, 12, 2)
-    }
+    found = from_hf(gemma_values(sliding_window_pattern=3), "c")
+    assert found.windowed_layers == {n for n in range(12) if n % 3 != 2}
+    found = read_gemma(attention__sliding_window_pattern=[True, False] * 6)
+    assert found.windowed_layers == {*range(0, 12, 2)}
     assert not read_gemma(attention__sliding_window=0).windowed_layers
     largest = read_gemma(block_count=62)
     assert largest.attention_scale == 16**-0.5  # hidden size over heads, not the head size

@@ -77,10 +77,8 @@ def test_unpacked_rows_equal_the_packed_matrix() -> None:
 
 def test_logits_are_bit_identical_alone_and_in_any_batch() -> None:
     config = sizes(6, 2, 64, hidden_size=128, intermediate_size=192)
-    model, rng = (
-        Decoder(ScaledCheckpoint(config), NativeBackend(is_quantized=True)),
-        random.Random(5),
-    )
+    model = Decoder(ScaledCheckpoint(config), NativeBackend(is_quantized=True))
+    rng = random.Random(5)
     assert model.layers[0].down.struct.group == GROUP
     sequences = [[rng.randrange(131) for _ in range(length)] for length in (1, 2, 31, 65, 130)]
     alone = [real.logits_of(model, tokens) for tokens in sequences]

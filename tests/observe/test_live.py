@@ -7,7 +7,8 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,22 +16,19 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from headway.config import SchedulerView
+from headway import Engine, Request, SchedulerView
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.engine import Engine
 from headway.engine.queries import GetSnapshot, ResetPrefixCache
 from headway.engine.thread_client import ThreadClient
 from headway.fleet.merge import merge_snapshots
 from headway.observe.server_metrics import ServerMetrics
 from headway.record.sentences import DecisionLog, why_not_considered
-from headway.request import Request
 from headway.scheduler.policies.queue import custom
 from headway.server import live
 from headway.server.context import Context
 from headway.server.http import validation_errors
-from tests.support.gated import Gate, gated_engine, scripted
-from tests.support.silent_client import SilentClient
-from tests.support.waiting import LIMIT, until
+from tests.support.gated import Gate, SilentClient, gated_engine, scripted
+from tests.support.waiting import LIMIT, on_loop, until
 
 SECRET = 31337  # a prompt token
 
@@ -53,25 +51,19 @@ def client(engine: AsyncEngine) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
 
 
-def served(test: Callable[[AsyncEngine, httpx.AsyncClient], Awaitable[None]]) -> None:
-    """Run a test against an engine on its own thread."""
-
-    async def serve() -> None:
-        engine, _ = gated_engine()
-        engine_client = ThreadClient(engine)
-        ServerMetrics(engine_client.loop, "tiny")
-        running = AsyncEngine(engine_client)
-        await running.start()
-        try:
-            async with client(running) as http:
-                await test(running, http)
-        finally:
-            await running.close()
-
-    asyncio.run(serve())
-
-
-# Snapshots.
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[AsyncEngine, httpx.AsyncClient]]:
+    """An engine on its own thread, and a client of its page."""
+    engine, _ = gated_engine()
+    engine_client = ThreadClient(engine)
+    ServerMetrics(engine_client.loop, "tiny")
+    running = AsyncEngine(engine_client)
+    await running.start()
+    try:
+        async with client(running) as http:
+            yield running, http
+    finally:
+        await running.close()
 
 
 def test_a_snapshot_lists_requests_and_decisions_but_no_prompt() -> None:
@@ -197,11 +189,9 @@ def test_a_snapshot_has_latencies_hit_rate_errors_and_aborts() -> None:
     assert (s["last_minute"]["errors"], s["totals"]["errors"]) == (0, 1)
 
 
-# The page.
-
-
-def test_the_page_allows_only_its_own_script_and_has_every_element_that_it_uses() -> None:
-    async def test(engine: AsyncEngine, http: httpx.AsyncClient) -> None:
+@on_loop
+async def test_the_page_allows_only_its_own_script_and_has_every_element_that_it_uses() -> None:
+    async with served() as (_engine, http):
         response = await http.get("/")
         policy = response.headers["content-security-policy"]
         for tag in ("style", "script"):
@@ -214,8 +204,6 @@ def test_the_page_allows_only_its_own_script_and_has_every_element_that_it_uses(
         used = set(re.findall(r'\bat\("(\w+)"\)', response.text))
         used |= {f"{name}_fill" for name in re.findall(r'\bbar\("(\w+)"', response.text)}
         assert used <= ids, used - ids
-
-    served(test)
 
 
 def test_the_script_reads_only_keys_of_the_snapshot() -> None:
@@ -238,10 +226,11 @@ def test_the_script_reads_only_keys_of_the_snapshot() -> None:
         assert used and used <= set(value), (name, used - set(value))
 
 
-def test_many_clients_share_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_many_clients_share_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "SECONDS_KEPT", LIMIT)
 
-    async def test(engine: AsyncEngine, http: httpx.AsyncClient) -> None:
+    async with served() as (engine, http):
         loop = cast(ThreadClient, engine.client).loop
         observe, num_queries = loop._answers[GetSnapshot], 0
 
@@ -260,33 +249,30 @@ def test_many_clients_share_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> Non
         totals = {"requests": 1, "output_tokens": 5, "errors": 0, "aborts": 0}
         assert responses[0].json()["totals"] == totals
 
-    served(test)
 
-
-def test_live_returns_503_if_the_engine_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_live_returns_503_if_the_engine_does_not_respond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(live, "SECONDS_KEPT", 0.0)
-
-    async def test() -> None:
-        engine, _ = gated_engine()
-        engine_client = ThreadClient(engine)
-        ServerMetrics(engine_client.loop, "tiny")
-        remote_client = SilentClient(engine_client)
-        remote = AsyncEngine(remote_client)
-        await remote.start()
-        async with client(remote) as http:
-            assert (await http.get("/live")).status_code == 200
-            remote_client.is_silent = True
-            monkeypatch.setattr(live, "TIMEOUT", 0.2)
-            for response in await asyncio.gather(http.get("/live"), http.get("/live")):
-                assert response.status_code == 503 and response.headers["retry-after"]
-                assert response.json()["error"]["code"] == "engine_busy"
-                assert "0.2 s" in response.json()["error"]["message"]
-            remote_client.is_silent = False
-            await remote.close()
-            monkeypatch.setattr(live, "TIMEOUT", LIMIT)
-            await until(lambda: remote.stop_reason)
-            response = await http.get("/live")
-            assert response.status_code == 503
-            assert response.json()["error"]["code"] == "engine_gone"
-
-    asyncio.run(test())
+    engine, _ = gated_engine()
+    engine_client = ThreadClient(engine)
+    ServerMetrics(engine_client.loop, "tiny")
+    remote_client = SilentClient(engine_client)
+    remote = AsyncEngine(remote_client)
+    await remote.start()
+    async with client(remote) as http:
+        assert (await http.get("/live")).status_code == 200
+        remote_client.is_silent = True
+        monkeypatch.setattr(live, "TIMEOUT", 0.2)
+        for response in await asyncio.gather(http.get("/live"), http.get("/live")):
+            assert response.status_code == 503 and response.headers["retry-after"]
+            assert response.json()["error"]["code"] == "engine_busy"
+            assert "0.2 s" in response.json()["error"]["message"]
+        remote_client.is_silent = False
+        await remote.close()
+        monkeypatch.setattr(live, "TIMEOUT", LIMIT)
+        await until(lambda: remote.stop_reason)
+        response = await http.get("/live")
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_gone"

@@ -22,8 +22,8 @@ from headway.server.health import watch
 from tests.observe.test_prometheus import samples
 from tests.support import processes
 from tests.support.scripted import make_engine, script
-from tests.support.served import MODEL, Server, on_loop, server
-from tests.support.waiting import LIMIT, until, wait_until
+from tests.support.served import MODEL, Server, server
+from tests.support.waiting import LIMIT, on_loop, until, wait_until
 
 ENDLESS = 10 * LIMIT  # seconds
 PATHS = ("/metrics", "/load", "/live", "/health")
@@ -154,16 +154,14 @@ def test_a_locked_scheduler_gives_the_last_known_state() -> None:
     assert latest.get()[0] == 0
 
 
-def test_the_watchdog_explains_a_stuck_step() -> None:
-    async def test() -> None:
-        async with watched(clock=(clock := VirtualClock())) as s, blocked(s):
-            clock.advance_to(0.05)
-            watchdog = watch(s.engine, max_silence=0.01)
-            problem = await watchdog(s.engine)
-            assert problem is not None and "1 of" in problem and "in flight" in problem
-        assert isinstance(s.engine.client, ThreadClient)
-
-    asyncio.run(test())
+@on_loop
+async def test_the_watchdog_explains_a_stuck_step() -> None:
+    async with watched(clock=(clock := VirtualClock())) as s, blocked(s):
+        clock.advance_to(0.05)
+        watchdog = watch(s.engine, max_silence=0.01)
+        problem = await watchdog(s.engine)
+        assert problem is not None and "1 of" in problem and "in flight" in problem
+    assert isinstance(s.engine.client, ThreadClient)
 
 
 def test_an_engine_in_another_process_is_observed_during_a_step() -> None:

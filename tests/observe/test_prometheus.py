@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Plan, Scheduler, VirtualClock, preset
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import FromLoop, QueryResult
 from headway.engine.queries import GetMetrics, GetSnapshot
@@ -27,11 +26,9 @@ from headway.lab.simulate import with_profile
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.prometheus import COUNTERS, GAUGES, HISTOGRAMS, ITL_BUCKETS, Histogram
 from headway.observe.server_metrics import ServerMetrics
-from headway.plan import Plan
 from headway.record.lines import CompletedLine
 from headway.record.writer import LineMaker
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.events import Events
 from tests.support.journals import of_kind
 
@@ -116,10 +113,8 @@ def run(
     engine, clock = engine_of(name, async_scheduling, **changes)
     metrics, log = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny"), Log()
     engine.observers.append(log)
-    jobs, chance = (
-        list(parse_synthetic(WORKLOAD.format(seed)).generate())[::-1],
-        random.Random(seed),
-    )
+    jobs = list(parse_synthetic(WORKLOAD.format(seed)).generate())[::-1]
+    chance = random.Random(seed)
     while jobs or engine.has_work:
         while jobs and jobs[-1].arrival <= clock.now():
             job = jobs.pop()
@@ -142,9 +137,8 @@ def check_histogram(found: Samples, name: str, values: list[float]) -> None:
     ordered = sorted(round(value, 9) for value in values)
     for bound in bounds[:-1]:
         share = [v for v in ordered if v <= bound + 1e-9]
-        near = sum(
-            abs(v - bound) < 2e-9 for v in ordered
-        )  # rounding may put them into either bucket
+        # rounding may put them into either bucket
+        near = sum(abs(v - bound) < 2e-9 for v in ordered)
         label = next(k[1] for k in found if k[0] == f"{name}_bucket" and float(k[1]) == bound)
         assert abs(found[f"{name}_bucket", label] - len(share)) <= near, (name, bound)
 
@@ -247,14 +241,8 @@ def test_the_runs_include_preemptions_swaps_recomputation_and_aborts() -> None:
         totals["aborted"] += sum(r.finish_reason == "abort" for r in log.ends)
     _, log, _ = run("minivllm", 1, 0, num_blocks=300, max_num_batched_tokens=5, chunk="split_any")
     totals["deferred"] = log.totals["deferred"]
-    for name in (
-        "deferred",
-        "num_preemptions_total",
-        "recomputed_tokens_total",
-        "swapped",
-        "aborted",
-    ):
-        assert totals[name] > 0, name
+    counts = ("num_preemptions_total", "recomputed_tokens_total", "deferred", "swapped", "aborted")
+    assert all(totals[name] > 0 for name in counts), totals
 
 
 def test_no_state_is_kept_for_finished_requests() -> None:
@@ -307,9 +295,8 @@ def test_an_embedding_counts_as_prompt_and_not_as_generation() -> None:
         assert found[name,] == 1, name
     assert found["prompt_tokens_total",] == found["request_prompt_tokens_sum",] == 9
     assert found["request_success_total", "length"] == 1
-    assert (
-        found["request_prefill_time_seconds_sum",] == found["request_inference_time_seconds_sum",]
-    )
+    prefill, whole = (f"request_{kind}_time_seconds_sum" for kind in ("prefill", "inference"))
+    assert found[prefill,] == found[whole,]
     snapshot = metrics.snapshot()
     assert snapshot["totals"]["output_tokens"] == 0
     assert "embedding" in snapshot["decisions"][-1]["text"]

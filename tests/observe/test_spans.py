@@ -1,7 +1,4 @@
-"""Spans cover each request from arrival to end, within the trace context of the request.
-
-tests/cli/test_cli_serve.py checks the spans that a server exports.
-"""
+"""Spans cover each request from arrival to end, within the trace context of the request."""
 
 from __future__ import annotations
 
@@ -23,13 +20,11 @@ from headway.observe.spans import Spans, _make_provider, _within, check_installe
 from headway.server.http.middleware import RequestContextMiddleware, traceparent_of
 from tests.support.collector import HEADER, PARENT, TRACE
 from tests.support.gated import gated_engine, scripted
-from tests.support.served import on_loop, server
-from tests.support.waiting import LIMIT
+from tests.support.served import server
+from tests.support.waiting import LIMIT, on_loop
 
 
-def test_the_service_name_comes_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_service_name_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, given in (("headway", None), ("chat", "chat")):
         if given:
             monkeypatch.setenv("OTEL_SERVICE_NAME", given)

@@ -14,10 +14,7 @@ from tests.support.waiting import LIMIT
 
 @pytest.fixture(scope="module")
 def patient_watch() -> Iterator[None]:
-    """No rank of a group counts as stopped or late, however busy the machine is.
-
-    Rank 0 waits for the others, and for the reason why one has ended.
-    """
+    """No rank of a group counts as stopped or late, however busy the machine is."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MAX_STOPPED", "MAX_SILENT", "MAX_LATE"):
             patch.setattr(watch, name, 10 * LIMIT)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from headway import Engine, Scheduler
+from headway import Engine, Plan, Scheduler, StepResult, preset
 from headway.executor.cpu import CompletedStep
 from headway.parallel.delta import PlanDecoder, PlanEncoder
+from headway.parallel.group import connect
 from headway.parallel.progress import SharedState, anonymous_file
 from headway.parallel.spec import config_of, config_sizes, framed, messages
-from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.sampling_params import Sampling
-from headway.scheduler import preset
 
 MAX_BYTES = 2048  # of a step of 256 decodes
 
@@ -151,3 +154,19 @@ def test_ranks_get_the_sizes_of_a_config_and_no_policies() -> None:
     assert config_sizes(copied) == config_sizes(config)
     with pytest.raises(AssertionError, match="rank 0"):
         copied.chunk(1, 2, True)
+
+
+def test_a_group_leaves_a_later_file_with_the_same_number_alone(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"")
+    file = anonymous_file()
+    group = connect(file, 0, 1, torch.device("cpu"))
+    later = os.open(path, os.O_RDONLY)
+    os.dup2(later, file)  # closes the group's file and takes its number
+    num_open = len(os.listdir("/dev/fd"))
+    del group
+    gc.collect()
+    assert len(os.listdir("/dev/fd")) < num_open
+    os.close(later)
+    os.close(file)
+    assert path.read_bytes() == b""

@@ -1,7 +1,4 @@
-"""A group of ranks computes what one rank does: bit for bit with exact sums on a CPU.
-
-The ranks are threads here (tests/support/rank_threads.py); test_processes.py has processes.
-"""
+"""A group of ranks computes what one rank does: bit for bit with exact sums on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway import PRESETS, Engine, Request, Scheduler
+from headway import PRESETS, Engine, Request, Scheduler, preset
 from headway.engine.input_processor import embedding_params
 from headway.events import Completed, Event
 from headway.executor.cpu import CpuExecutor
@@ -27,7 +24,6 @@ from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
 from headway.request import RequestParams
 from headway.sampling_params import Sampling
-from headway.scheduler import preset
 from tests.model.test_batch_invariance import ScaledCheckpoint
 from tests.support import real
 from tests.support.rank_threads import ThreadExecutor, ThreadRanks

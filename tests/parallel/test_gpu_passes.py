@@ -1,7 +1,4 @@
-"""The GPU executor as a rank: the same tokens as alone, with both kinds of sums.
-
-Without a GPU the kernels run in Triton's interpreter. Ranks are threads, one running at a time.
-"""
+"""The GPU executor as a rank: the same tokens as alone, with both kinds of sums."""
 
 from __future__ import annotations
 

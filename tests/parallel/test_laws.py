@@ -16,16 +16,22 @@ from typing import Any
 
 import pytest
 
-from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
-from headway.engine.clock import VirtualClock
-from headway.engine.outputs import RequestOutput
+from headway import (
+    LLM,
+    PRESETS,
+    Engine,
+    RequestOutput,
+    SamplingParams,
+    Scheduler,
+    VirtualClock,
+    preset,
+)
 from headway.model.precision import why_not_native
 from headway.record.lines import CompletedLine, PlannedLine
 from headway.record.reader import read_journal
 from headway.record.replay import check_replay
 from headway.record.writer import JournalWriter, header, open_journal
 from headway.request import RequestParams
-from headway.scheduler import preset
 from tests.parallel.test_equality import outcome
 from tests.support import real
 from tests.support.journals import of_kind
@@ -276,10 +282,8 @@ def outcomes(results: list[RequestOutput]) -> list[tuple[str, list[int], str | N
 
 @pytest.mark.parametrize("quantization", ["none"])
 def test_a_stream_adds_up_and_leaving_it_early_frees_everything(pair: Pair) -> None:
-    llm, params = (
-        pair.group,
-        [SamplingParams(seed=seed, max_tokens=16) for seed in range(len(TEXTS))],
-    )
+    llm = pair.group
+    params = [SamplingParams(seed=seed, max_tokens=16) for seed in range(len(TEXTS))]
     whole, texts = outcomes(llm.generate(TEXTS, params)), dict[int, str]()
     for delta in llm.stream(TEXTS, params):
         texts[delta.choice] = texts.get(delta.choice, "") + delta.text

@@ -14,16 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.parallel import watch
 from headway.parallel.progress import Progress, SharedState, anonymous_file
-from headway.parallel.watch import (
-    INTERVAL,
-    MAX_LATE,
-    MAX_SILENT,
-    MAX_SLOWER,
-    MAX_STOPPED,
-    RankProcess,
-    Watch,
-)
 from tests.support.waiting import LIMIT, wait_until
 
 NEVER = 20.0  # seconds
@@ -41,9 +33,9 @@ class Group:
             control, other = socket.socketpair()
             process = subprocess.Popen(program)
             self.others.append(other)
-            self.processes.append(RankProcess(rank, process, control, control.makefile("rb")))
+            self.processes.append(watch.RankProcess(rank, process, control, control.makefile("rb")))
         self.progress = Progress()  # of rank 0
-        self.watch = Watch(self.processes, self.shared, self.progress)
+        self.watch = watch.Watch(self.processes, self.shared, self.progress)
 
     def found(self, *, beating: list[int]) -> str:
         """The reason that is found while these ranks advance their counters."""
@@ -51,7 +43,7 @@ class Group:
         def look() -> list[tuple[int, str]]:
             for rank in beating:
                 self.own[rank - 1].beat()
-            return self.watch._look(INTERVAL)
+            return self.watch._look(watch.INTERVAL)
 
         ((_, reason),) = wait_until(look)
         return reason
@@ -107,16 +99,16 @@ def test_the_report_of_a_rank_is_the_reason() -> None:
 def test_a_rank_that_no_longer_advances_is_ended_while_plans_run() -> None:
     with group(2) as made:
         made.watch.is_loading = False
-        for _ in range(int(MAX_SILENT / INTERVAL)):
+        for _ in range(int(watch.MAX_SILENT / watch.INTERVAL)):
             made.own[0].beat()
-            assert made.watch._look(INTERVAL) == []
+            assert made.watch._look(watch.INTERVAL) == []
         assert "rank 2 did not run for" in made.found(beating=[1])
 
 
 def test_while_weights_are_loaded_only_a_stopped_rank_is_ended() -> None:
     with group(2) as made:
-        for _ in range(3 * int(MAX_SILENT / INTERVAL)):
-            assert made.watch._look(INTERVAL) == []
+        for _ in range(3 * int(watch.MAX_SILENT / watch.INTERVAL)):
+            assert made.watch._look(watch.INTERVAL) == []
         made.processes[1].process.send_signal(signal.SIGSTOP)
         assert "rank 2 did not run for" in made.found(beating=[1])
 
@@ -133,18 +125,18 @@ def test_a_rank_that_runs_but_stays_behind_is_ended() -> None:
 def test_a_stopped_process_is_found_before_one_that_is_only_silent() -> None:
     with group(1) as made:
         made.watch.is_loading = False
-        for _ in range(int(MAX_STOPPED / INTERVAL) + 2):
-            assert made.watch._look(INTERVAL) == []
+        for _ in range(int(watch.MAX_STOPPED / watch.INTERVAL) + 2):
+            assert made.watch._look(watch.INTERVAL) == []
         made.processes[0].process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, made.processes[0].process.pid, os.WSTOPPED)
-        ((_, reason),) = made.watch._look(INTERVAL)
+        ((_, reason),) = made.watch._look(watch.INTERVAL)
         assert "rank 1 did not run for 0.3 s" in reason
 
 
 def test_a_pause_of_all_processes_is_no_failure() -> None:
     with group(1) as made:
         made.watch.is_loading = False
-        assert [made.watch._look(passed) for passed in (0.0, INTERVAL, 10.0)] == [[], [], []]
+        assert [made.watch._look(passed) for passed in (0.0, watch.INTERVAL, 10.0)] == [[], [], []]
         assert "rank 1 did not run for" in made.found(beating=[])
 
 
@@ -154,19 +146,19 @@ def test_a_rank_that_waits_for_a_cpu_is_not_stopped() -> None:
         stat = Path(f"/proc/{made.processes[0].process.pid}/stat")
         # Ticks of CPU time.
         wait_until(lambda: int(stat.read_text().rpartition(")")[2].split()[11]))
-        for _ in range(3 * int(MAX_SILENT / INTERVAL)):
-            assert made.watch._look(INTERVAL) == []
+        for _ in range(3 * int(watch.MAX_SILENT / watch.INTERVAL)):
+            assert made.watch._look(watch.INTERVAL) == []
         made.processes[0].process.kill()
         made.processes[0].process.wait()
-        assert made.watch._look(INTERVAL) == [(0, "rank 1 was killed by SIGKILL")]
+        assert made.watch._look(watch.INTERVAL) == [(0, "rank 1 was killed by SIGKILL")]
 
 
 def seconds_until_late(made: Group, changed: Callable[[int], object] = lambda _: None) -> float:
     """Seconds after which a rank is late, at most NEVER; `changed` is called before each look."""
-    for look in range(int(NEVER / INTERVAL)):
+    for look in range(int(NEVER / watch.INTERVAL)):
         changed(look)
-        if made.watch._lateness(INTERVAL):
-            return look * INTERVAL
+        if made.watch._lateness(watch.INTERVAL):
+            return look * watch.INTERVAL
     return NEVER
 
 
@@ -176,11 +168,11 @@ def test_a_rank_has_several_times_as_long_as_rank_0_needed() -> None:
         made.progress.begin_plan()
         made.progress.enter()
         made.progress.seconds = 4.0
-        assert seconds_until_late(made) >= MAX_SLOWER * 4.0
+        assert seconds_until_late(made) >= watch.MAX_SLOWER * 4.0
         made.progress.leave()
         made.progress.enter()
         made.progress.seconds = 0.0  # quickly
-        assert seconds_until_late(made) == pytest.approx(MAX_LATE, abs=INTERVAL)
+        assert seconds_until_late(made) == pytest.approx(watch.MAX_LATE, abs=watch.INTERVAL)
 
 
 def test_no_rank_is_late_unless_rank_0_waits_for_it() -> None:
@@ -199,9 +191,8 @@ def test_no_rank_is_late_unless_rank_0_waits_for_it() -> None:
         progress.end_plan()
         progress.seconds = 0.0
         progress.is_waiting = True
-        assert seconds_until_late(made) == pytest.approx(
-            MAX_LATE, abs=INTERVAL
-        )  # for a captured step
+        # for a captured step
+        assert seconds_until_late(made) == pytest.approx(watch.MAX_LATE, abs=watch.INTERVAL)
 
 
 def test_positions_of_equal_plans_are_equal_whatever_was_before() -> None:

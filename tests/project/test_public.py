@@ -19,7 +19,7 @@ import typer.main
 from msgspec import UNSET
 
 import headway
-from headway import errors
+from headway import PRESETS, SamplingParams, errors, preset
 from headway.cli.main import app
 from headway.lab.cost import known_profiles, load_profile
 from headway.lab.simulate import simulate
@@ -27,8 +27,6 @@ from headway.lab.workload.synthetic import FIELDS, parse_synthetic
 from headway.record import lines as record_lines
 from headway.record.lines import VERSION
 from headway.request import RequestParams, RequestState
-from headway.sampling_params import SamplingParams
-from headway.scheduler import PRESETS, preset
 from headway.scheduler.policies.presets import NUMBERS, PARTS, SLOTS
 from tests.support.journals import Lines
 from tests.support.served import server
@@ -216,20 +214,13 @@ def test_every_policy_has_a_one_line_description() -> None:
         for policy in group:
             first = (policy.__doc__ or "").strip().split("\n")[0]
             assert first.endswith((".", ":")) or first, policy
-            assert not first.startswith(policy.__name__ + "("), (
-                f"{policy.__name__} has no docstring"
-            )
+            assert not first.startswith(policy.__name__ + "("), f"{policy} has no docstring"
 
 
 def test_the_parameters_of_a_request() -> None:
     assert [field.name for field in fields(RequestParams)] == PARAM_NAMES
-    assert {s.value for s in RequestState} == {
-        "waiting",
-        "prefill",
-        "decoding",
-        "swapped",
-        "finished",
-    }
+    states = {"waiting", "prefill", "decoding", "swapped", "finished"}
+    assert {s.value for s in RequestState} == states
 
 
 def test_the_arguments_of_llm() -> None:

@@ -47,9 +47,6 @@ def waiting(journal: Journal, step: int) -> set[str]:
     return {each.text for each in found if each.kind == "waiting"}
 
 
-# Diff.
-
-
 @pytest.mark.parametrize("name", ["headway", "vllm_v1", "static"])
 def test_a_trace_does_not_differ_from_itself(name: str) -> None:
     lines = record(name)
@@ -117,9 +114,6 @@ def test_every_pair_of_presets_has_a_difference() -> None:
             difference = diff(one, other, (left, right))
             assert difference.lines or left == right
             assert all(0 < len(line) < 400 for line in difference.lines)
-
-
-# Perfetto.
 
 
 TRACES: list[tuple[str, int, dict[str, Any]]] = [
@@ -192,10 +186,8 @@ def test_times_never_decrease_on_a_track(
 def test_counters_equal_the_fields_of_the_steps(
     name: str, async_scheduling: int, changes: dict[str, Any]
 ) -> None:
-    lines, events = (
-        record(name, async_scheduling, **changes),
-        exported(name, async_scheduling, changes),
-    )
+    lines = record(name, async_scheduling, **changes)
+    events = exported(name, async_scheduling, changes)
     plans = {line.step: line for line in of_kind(PlannedLine, lines)}  # without empty ones
     for counter, field in (("running",) * 2, ("waiting",) * 2, ("free blocks", "free")):
         shown = [e["args"][counter] for e in events if e["ph"] == "C" and e["name"] == counter]

@@ -12,23 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway import PRESETS, Plan, StepResult, preset
 from headway.errors import FormatError
 from headway.events import Added, Completed, Event, Planned
-from headway.plan import Plan, StepResult
 from headway.record.diff import TIMES, decisions
-from headway.record.lines import (
-    VERSION,
-    AddedLine,
-    CompletedLine,
-    HeaderLine,
-    Line,
-    PlannedLine,
-)
+from headway.record.lines import VERSION, AddedLine, CompletedLine, HeaderLine, Line, PlannedLine
 from headway.record.packing import _pack_few, _pack_many, num_packed, pack_tokens, unpack_tokens
 from headway.record.reader import EventReader, read_journal
 from headway.record.writer import JournalWriter, LineMaker, header, open_journal
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, preset
 from headway.scheduler.policies.presets import describe
 from tests.support.journals import all_ends, of_kind, record
 
@@ -42,9 +34,6 @@ SMALL = {
     "block_size": 4, "num_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 64,
     "num_host_blocks": 20,
 }  # fmt: skip
-
-
-# Tokens.
 
 
 def spread(pieces: list[tuple[int, int, int]]) -> array[int]:
@@ -81,9 +70,6 @@ def test_a_long_run_is_one_entry() -> None:
     assert pack_tokens(array("i")) == []
 
 
-# Requests.
-
-
 PARAMS = st.builds(
     RequestParams,
     max_tokens=st.none() | st.integers(1, 1000),
@@ -118,9 +104,6 @@ def test_a_described_request_reads_back_as_the_same_request(
         "max_tokens", "min_tokens", "priority", "client", "deadline", "salt", "reads_cache",
     ):  # fmt: skip
         assert getattr(again.params, field) == getattr(params, field), field
-
-
-# Files.
 
 
 def test_the_reader_returns_what_the_writer_wrote(tmp_path: Path) -> None:
@@ -196,9 +179,6 @@ def test_the_error_for_an_unreadable_file_names_it(tmp_path: Path, name: str) ->
     with pytest.raises(FormatError) as caught:
         list(read_journal(tmp_path / name))
     assert str(tmp_path) in str(caught.value)
-
-
-# Steps.
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])

@@ -12,11 +12,8 @@ from typing import Any, TypeVar
 import pytest
 from msgspec import structs
 
-from headway.config import Config
-from headway.engine.clock import RealClock, VirtualClock
-from headway.engine.engine import Engine
+from headway import PRESETS, Completed, Config, Engine, RealClock, Scheduler, VirtualClock, preset
 from headway.errors import ReplayMismatch
-from headway.events import Completed
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.workload.request import WorkloadRequest
@@ -40,7 +37,6 @@ from headway.record.reader import events_of
 from headway.record.replay import check_replay
 from headway.record.stats import stats_of
 from headway.request import RequestParams
-from headway.scheduler import PRESETS, Scheduler, preset
 from headway.scheduler.policies.presets import read_preset
 from tests.support.journals import Journal, Recorder, replay, simulated
 
@@ -400,9 +396,6 @@ def test_a_run_with_a_failed_step_replays(async_scheduling: int) -> None:
     failed.ended.pop()
     with pytest.raises(ReplayMismatch, match="step"):
         check_replay(lines)
-
-
-# Mismatches.
 
 
 def test_an_abort_of_an_unknown_id_is_a_mismatch() -> None:

@@ -8,9 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from headway.config import Config
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Config, Engine, Scheduler, VirtualClock, preset
 from headway.engine.loop import EngineLoop
 from headway.events import Added, Event, Planned, Reset, ended_by, preempted_by
 from headway.executor.simulated import Script, SimulatedExecutor
@@ -29,7 +27,6 @@ from headway.record.sentences import (
 )
 from headway.record.writer import LineMaker, header
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 
 WORKLOAD = (
     "requests=16,arrivals=bursty(300,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"

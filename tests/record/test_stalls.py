@@ -9,22 +9,18 @@ from typing import Any
 
 import pytest
 
-from headway.config import Config
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Config, Engine, Plan, Scheduler, VirtualClock, preset
 from headway.events import Aborted, Completed, Event, preempted_by
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.plan import Plan
 from headway.record.reader import EventReader
 from headway.record.shared_gaps import MIN_KEPT, SharedGaps
 from headway.record.stats import by_prompt_length
 from headway.record.timeline import Timeline
 from headway.record.writer import LineMaker, header
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.journals import PROFILE
 
 END = 2

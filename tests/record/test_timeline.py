@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headway import PRESETS, Request, preset
 from headway.events import Completed, Event, Planned, ended_by, preempted_by
 from headway.lab.cost import load_profile
 from headway.lab.simulate import SimulationResult, simulate
@@ -28,8 +29,6 @@ from headway.record.reader import EventReader
 from headway.record.stats import PERCENTILES, percentiles, stats_of
 from headway.record.timeline import RequestTimeline, Timeline
 from headway.record.writer import LineMaker, header
-from headway.request import Request
-from headway.scheduler import PRESETS, preset
 from tests.support.journals import PROFILE, Lines
 
 SMALL = {"block_size": 4, "num_blocks": 44, "max_num_seqs": 8, "max_num_batched_tokens": 128}
@@ -189,15 +188,9 @@ def test_the_summary_equals_the_log_with_multi_step_decodes(
 
 @each_scheduling
 def test_the_summary_equals_the_log_with_deferred_decodes(async_scheduling: int) -> None:
+    changes = {"max_num_batched_tokens": 5, "num_blocks": 300, "chunk": "split_any"}
     for seed in range(2):
-        result, log = run(
-            "minivllm",
-            async_scheduling,
-            seed,
-            max_num_batched_tokens=5,
-            num_blocks=300,
-            chunk="split_any",
-        )
+        result, log = run("minivllm", async_scheduling, seed, **changes)
         assert log.totals["deferred"] > 10
         check(summarize(result.metrics), log)
 
@@ -235,9 +228,6 @@ def test_a_prompt_that_delays_decodes_raises_the_time_between_tokens() -> None:
     stall = 9 * PROFILE.prefill_seconds(1000)  # a lower bound: later chunks also read earlier ones
     assert summary["time_between_tokens"]["p99"] > stall
     assert summary["time_between_tokens"]["p50"] < stall / 9
-
-
-# Live events and journal files.
 
 
 @each_scheduling
@@ -303,9 +293,6 @@ def test_an_id_reused_while_its_aborted_request_is_in_flight_is_two_requests() -
     first, second = stats.requests
     assert (first.finish_reason, first.finished, first.num_output) == ("abort", 1.25, 1)
     assert (second.finish_reason, second.first_token, second.num_output) == ("stop", 3.0, 2)
-
-
-# Fairness, deadlines, percentiles.
 
 
 def test_equal_service_gives_fairness_1() -> None:

@@ -28,6 +28,7 @@ from headway.remote import codec
 from headway.remote.auth import HELLO, PROOF, Hello, Proof
 from headway.request import RequestParams, SamplingOptions
 from headway.sampling_params import Sampling, TokenLogprobs, pack_top
+from tests.support.waiting import on_loop
 
 SCORE = TokenLogprobs(7, -0.1, 1, pack_top([(7, -0.1), (9, -math.inf)]))
 END = messages.FinishInfo("stop", 3, None, 16, 0, 0.1, 0.2, 0.3)
@@ -181,18 +182,15 @@ def test_an_announced_length_allocates_nothing() -> None:
     assert int(done.stdout) < 20_000  # KiB
 
 
-def test_a_frame_above_the_limit_is_refused_before_it_is_read() -> None:
+@on_loop
+async def test_a_frame_above_the_limit_is_refused_before_it_is_read() -> None:
     head = bytearray(codec.LENGTH.pack(codec.MAX_FRAME + 1))
     with pytest.raises(ExecutorError, match=str(codec.MAX_FRAME)):
         codec.take_items(head, codec.to_engine())
-
-    async def read() -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(codec.LENGTH.pack(101))
-        with pytest.raises(ExecutorError, match=r"101 bytes \(limit 100\)"):
-            await codec.read_frame(reader, HELLO, 100)
-
-    asyncio.run(read())
+    reader = asyncio.StreamReader()
+    reader.feed_data(codec.LENGTH.pack(101))
+    with pytest.raises(ExecutorError, match=r"101 bytes \(limit 100\)"):
+        await codec.read_frame(reader, HELLO, 100)
 
 
 BATCHES = st.lists(

@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 
 from headway import Engine, Scheduler, preset
-from headway.engine.messages import (
-    Cancel,
-    Drain,
-    EngineStopped,
-    FromLoop,
-    Query,
-    QueryResult,
-    Refusal,
-    SampleUpdate,
-    Submit,
-    TokenBatch,
-)
+from headway.engine import messages
 from headway.engine.queries import GetTime
 from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError, ExecutorError
@@ -30,8 +19,8 @@ from headway.remote.auth import Identity
 from headway.remote.client import SocketClient
 from headway.remote.service import EngineService
 from headway.request import RequestParams
-from tests.support.served import Capitals, on_loop
-from tests.support.waiting import LIMIT, until
+from tests.support.served import Capitals
+from tests.support.waiting import LIMIT, on_loop, until
 
 KEY = b"k" * 32
 MODEL = Identity(name="one", model="letters (float32 on cpu)", block_size=16)
@@ -43,7 +32,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "DRAIN_SECONDS", 10 * LIMIT)  # longer than a test waits for it
 
 
-class GetOdd(Query[complex]):
+class GetOdd(messages.Query[complex]):
     """Its answer cannot be sent."""
 
 
@@ -51,22 +40,22 @@ class Received:
     """What one client gets."""
 
     def __init__(self) -> None:
-        self.messages: list[FromLoop] = []
+        self.messages: list[messages.FromLoop] = []
 
-    def of(self, kind: type[FromLoop]) -> list[FromLoop]:
+    def of(self, kind: type[messages.FromLoop]) -> list[messages.FromLoop]:
         return [message for message in self.messages if isinstance(message, kind)]
 
     def tokens(self, id: str) -> bytes:
         found: list[int] = []
         for message in self.messages:
-            if isinstance(message, TokenBatch) and id in message.ids:
+            if isinstance(message, messages.TokenBatch) and id in message.ids:
                 found += message.tokens[message.ids.index(id)]
-            elif isinstance(message, SampleUpdate) and message.id == id:
+            elif isinstance(message, messages.SampleUpdate) and message.id == id:
                 found += message.tokens
         return bytes(token for token in found if token < 256)
 
     def has_ended(self, id: str) -> bool:
-        ends = [m for m in self.messages if isinstance(m, SampleUpdate) and m.id == id]
+        ends = [m for m in self.messages if isinstance(m, messages.SampleUpdate) and m.id == id]
         return any(m.end is not None for m in ends)
 
 
@@ -90,8 +79,8 @@ async def connect(
     return client, received
 
 
-def submit(id: str, text: bytes = b"hello") -> Submit:
-    return Submit(id, list(text), RequestParams(max_tokens=len(text), ignore_eos=True))
+def submit(id: str, text: bytes = b"hello") -> messages.Submit:
+    return messages.Submit(id, list(text), RequestParams(max_tokens=len(text), ignore_eos=True))
 
 
 @on_loop
@@ -119,8 +108,8 @@ async def test_a_closed_client_cancels_its_requests() -> None:
         await client.close()
         executor.gate.set()
         await until(lambda: not server.clients)
-        client.send([Cancel("r")])  # does nothing
-        assert isinstance(received.messages[-1], EngineStopped)
+        client.send([messages.Cancel("r")])  # does nothing
+        assert isinstance(received.messages[-1], messages.EngineStopped)
 
 
 @on_loop
@@ -129,7 +118,7 @@ async def test_an_answer_that_cannot_be_sent_becomes_an_error() -> None:
         client, received = await connect(address)
         client.send([GetOdd(number=1), GetTime(number=2)])
         await until(lambda: len(received.messages) >= 2)
-        odd, now = sorted(received.of(QueryResult), key=lambda result: result.number)
+        odd, now = sorted(received.of(messages.QueryResult), key=lambda result: result.number)
         assert odd.error is not None and "complex" in odd.error
         assert isinstance(now.value, float)
         await client.close()
@@ -141,10 +130,10 @@ async def test_a_client_reports_the_end_of_its_replica_once() -> None:
         client, received = await connect(address)
         for connection in server.clients.values():
             connection.writer.transport.abort()
-        (lost,) = await until(lambda: received.of(EngineStopped))
+        (lost,) = await until(lambda: received.of(messages.EngineStopped))
         assert "replica one" in lost.reason
         await client.close()
-        assert received.messages[-1] is lost and len(received.of(EngineStopped)) == 1
+        assert received.messages[-1] is lost and len(received.of(messages.EngineStopped)) == 1
 
 
 @on_loop
@@ -154,7 +143,7 @@ async def test_a_frame_that_is_invalid_ends_only_its_connection() -> None:
         good, received = await connect(address)
         assert bad._writer is not None
         bad._writer.write(codec.frame(["odd"]))
-        await until(lambda: ended.of(EngineStopped))
+        await until(lambda: ended.of(messages.EngineStopped))
         good.send([submit("r")])
         await until(lambda: received.has_ended("r"))
         await good.close()
@@ -165,10 +154,10 @@ async def test_a_request_of_wrong_types_is_refused_alone() -> None:
     async with replica() as (server, address, _):
         client, received = await connect(address)
         wrong: Any = RequestParams(max_tokens="five")  # type: ignore[arg-type]
-        client.send([submit("a"), Submit("b", list(b"hello"), wrong), submit("c")])
+        client.send([submit("a"), messages.Submit("b", list(b"hello"), wrong), submit("c")])
         await until(lambda: received.has_ended("a") and received.has_ended("c"))
-        (refusal,) = received.of(Refusal)
-        assert isinstance(refusal, Refusal) and not received.of(EngineStopped)
+        (refusal,) = received.of(messages.Refusal)
+        assert isinstance(refusal, messages.Refusal) and not received.of(messages.EngineStopped)
         assert (refusal.id, refusal.kind) == ("b", "InvalidRequest")
         assert "'b'" in refusal.message and "max_tokens" in refusal.message
         assert received.tokens("c") == b"HELLO" and server.num_open == 0
@@ -183,7 +172,7 @@ async def test_a_drain_asks_the_gateways_and_waits_until_the_requests_are_gone()
         client.send([submit("r")])
         await until(lambda: server.num_open == 1)
         draining = asyncio.create_task(server.drain("scaled down"))
-        await until(lambda: received.of(Drain) == [Drain("scaled down")])
+        await until(lambda: received.of(messages.Drain) == [messages.Drain("scaled down")])
         assert not draining.done()
         await client.close()
         executor.gate.set()

@@ -24,13 +24,11 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Scheduler, VirtualClock, preset
 from headway.events import Aborted, Added, Completed, Event, Planned
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.plan import Plan, Preemption
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 
 RECORDED = Path(__file__).with_name("decisions.json")
 NUM_RUNS = 280

@@ -33,8 +33,7 @@ def test_every_token_is_reported_once_and_none_depends_on_the_rule(async_schedul
 def two_requests(swap: str) -> Driver:
     """Two requests in 4 blocks: the second one is preempted when both need a third block."""
     driver = Driver("deep_dive", headroom="watermark(0.0)", swap=swap, num_blocks=4, block_size=4)
-    driver.add("a", 6, 5)
-    driver.add("b", 6, 5)
+    driver.add_all(a=(6, 5), b=(6, 5))
     driver.run()
     return driver
 

@@ -11,20 +11,17 @@ from typing import Any
 
 import pytest
 
+from headway import Engine, Plan, Scheduler, VirtualClock, preset
 from headway.cli.main import main
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
 from headway.errors import InvalidRequest, PolicyError
 from headway.events import Aborted, Completed, Event, Planned, ended_by, preempted_by
 from headway.executor.simulated import Script, SimulatedExecutor, SimulatedHandle
 from headway.lab.cost import load_profile
 from headway.lab.summary import summarize
-from headway.plan import Plan
 from headway.record.reader import events_of
 from headway.record.replay import check_replay
 from headway.record.stats import stats_of
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.record.test_timeline import Log, check
 from tests.support.events import Events
 from tests.support.journals import Lines, Recorder
@@ -47,13 +44,8 @@ def random_run(seed: int, async_scheduling: int) -> tuple[Lines, Log]:
     clock, log = VirtualClock(), Log()
     executor = SimulatedExecutor(clock, PROFILE.step_seconds, 0.0003)
     recorder = Recorder(config, bool(async_scheduling))
-    engine = Engine(
-        Scheduler(config),
-        executor,
-        clock,
-        async_scheduling=bool(async_scheduling),
-        observers=[recorder, log],
-    )
+    engine = Engine(Scheduler(config), executor, clock, async_scheduling=bool(async_scheduling))
+    engine.observers += [recorder, log]
     for number in range(30):
         for _ in range(rng.choice((0, 0, 1, 2))):
             add_random(engine, f"r{number}.{rng.random()}", rng)
@@ -123,12 +115,8 @@ def engine_with(
             return launch(plan, handle) if launch else handle
 
     numbers = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4}
-    return Engine(
-        Scheduler(preset("vllm_v1", **numbers, **slots)),
-        Executor(),
-        clock,
-        async_scheduling=async_scheduling,
-    )
+    scheduler = Scheduler(preset("vllm_v1", **numbers, **slots))
+    return Engine(scheduler, Executor(), clock, async_scheduling=async_scheduling)
 
 
 def add_request(engine: Engine, id: str, **params: Any) -> Request:

@@ -14,13 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Plan, VirtualClock
 from headway.events import Completed, Event
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.loadgen.requests import LengthRange, random_requests, with_poisson_arrivals
 from headway.lab.workload.request import WorkloadRequest
-from headway.plan import Plan
 from headway.record.lines import PlannedLine
 from headway.record.replay import check_replay
 from headway.record.writer import JournalWriter, header
@@ -309,8 +307,6 @@ def test_every_law_of_the_scheduler_holds_while_requests_overtake(async_scheduli
     assert seen["overtakes"] > 50 and seen["reserved rows"] > 50, seen
     assert seen["preempted, swapped"] > 20 and seen["preempted, recomputed"] > 20
 
-
-# Times to first token, in simulated time.
 
 RATE, TIMES, NUM_SMALL = 1.0, 20, 20
 LIKE_SMALL, LONG_PROMPTS = (

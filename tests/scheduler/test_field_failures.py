@@ -91,11 +91,7 @@ def test_a_prompt_over_the_budget_is_split_or_refused() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
-    [
-        (0, 4, "empty prompt"),
-        (4, 0, "max_tokens.* 1"),
-        (4, -1, "max_tokens"),
-    ],
+    [(0, 4, "empty prompt"), (4, 0, "max_tokens.* 1"), (4, -1, "max_tokens")],
 )
 def test_an_invalid_request_is_refused_and_names_the_field(
     prompt: int, max_tokens: int, message: str
@@ -142,12 +138,8 @@ def test_admission_counts_blocks_and_not_tokens() -> None:
     driver = small_driver(block_size=16, num_blocks=2, max_num_seqs=8)
     for number in range(4):
         driver.add(str(number), 1, 2)
-    assert driver.steps(1)[0] == Row(
-        "0 1", "", (("0", 0, 1), ("1", 0, 1)), "", (("2", "blocks"),)
-    )  # although four tokens fit in one block
-
-
-# Repeated preemption
+    # although four tokens fit in one block
+    assert driver.steps(1)[0] == Row("0 1", "", (("0", 0, 1), ("1", 0, 1)), "", (("2", "blocks"),))
 
 
 def test_a_long_prompt_is_not_admitted_without_blocks_for_all_its_chunks() -> None:
@@ -202,9 +194,7 @@ def test_a_preempted_request_returns_to_its_place_in_the_queue() -> None:
 
 def test_a_request_is_preempted_again_after_a_prefix_hit() -> None:
     driver = small_driver(num_blocks=8, max_num_seqs=3)
-    driver.add("a", 4, 20)
-    driver.add("b", 4, 6)
-    c = driver.add("c", 9, 16)
+    _, _, c = driver.add_all(a=(4, 20), b=(4, 6), c=(9, 16))
     driver.run()
     assert c.history.num_preemptions == 2
     # It resumes twice with its generated tokens, each time from its two cached full blocks.
@@ -216,8 +206,7 @@ def test_a_request_is_preempted_again_after_a_prefix_hit() -> None:
 
 def test_a_step_that_preempts_for_blocks_admits_no_request() -> None:
     driver = small_driver(num_blocks=3)
-    driver.add("a", 4, 4)
-    driver.add("b", 4, 4)
+    driver.add_all(a=(4, 4), b=(4, 4))
     driver.step()
     driver.add("c", 1, 1)
     row = driver.steps(1)[0]
@@ -226,13 +215,9 @@ def test_a_step_that_preempts_for_blocks_admits_no_request() -> None:
 
 def test_recomputed_tokens_are_counted() -> None:
     driver = small_driver(num_blocks=3, max_num_seqs=2)
-    driver.add("a", 4, 6)
-    b = driver.add("b", 4, 4)
+    _, b = driver.add_all(a=(4, 6), b=(4, 4))
     driver.run()
     assert b.history.num_recomputed == 4  # its only block, with 4 tokens, was reused
-
-
-# Starvation of decodes and prompts
 
 
 def test_mixed_batches_never_skip_a_decode_for_prompts() -> None:
@@ -260,9 +245,7 @@ def test_a_stream_of_prompts_delays_decodes_by_at_most_16_steps(name: str) -> No
 
 def test_a_short_prompt_does_not_overtake_a_long_one_without_chunking() -> None:
     driver = small_driver(chunk="whole", num_blocks=64, max_num_batched_tokens=16, queue="fcfs(8)")
-    driver.add("first", 10, 1)
-    driver.add("long", 12, 1)
-    driver.add("short", 2, 1)
+    driver.add_all(first=(10, 1), long=(12, 1), short=(2, 1))
     assert driver.steps(2) == [
         Row("first", "", (("first", 0, 10),), "", (("long", "token_budget"),)),
         Row("long short", "", (("long", 0, 12), ("short", 0, 2))),
@@ -295,24 +278,14 @@ def test_no_step_computes_more_than_its_token_budget(name: str) -> None:
 
 
 def test_a_swapped_prompt_resumes_with_the_tokens_that_decodes_leave() -> None:
-    driver = small_driver(
-        "vllm",
-        swap="swap",
-        num_blocks=6,
-        num_host_blocks=6,
-        max_num_batched_tokens=4,
-        max_num_seqs=3,
-    )
+    sizes = {"num_blocks": 6, "num_host_blocks": 6, "max_num_batched_tokens": 4, "max_num_seqs": 3}
+    driver = small_driver("vllm", swap="swap", **sizes)
     for name, prompt, max_tokens in (("a", 4, 4), ("c", 4, 4), ("b", 12, 2)):
         driver.add(name, prompt, max_tokens)
     driver.steps(4)  # b is swapped out after 2 tokens of its prompt; then a ends
     assert driver.table[3] == Row("", "a c", (), "b", ())
-    assert driver.steps(1) == [
-        Row("b", "c", (("b", 2, 5),))
-    ]  # 3 tokens and 1 token of a budget of 4
-
-
-# Priority
+    # 3 tokens and 1 token of a budget of 4
+    assert driver.steps(1) == [Row("b", "c", (("b", 2, 5),))]
 
 
 def test_a_high_priority_preempts_at_once() -> None:
@@ -349,9 +322,6 @@ def test_a_high_priority_preempts_as_many_requests_as_its_blocks_need() -> None:
     driver.check_outputs()
 
 
-# Counts
-
-
 def test_counts_of_unfinished_requests_are_exact_after_add_and_abort() -> None:
     driver = small_driver(num_blocks=16, max_num_seqs=2)
     for number in range(5):
@@ -373,8 +343,7 @@ def test_counts_of_unfinished_requests_are_exact_after_add_and_abort() -> None:
 
 def test_blocks_are_free_in_the_step_after_their_request_ends() -> None:
     driver = small_driver(num_blocks=4)
-    driver.add("a", 16, 1)
-    driver.add("b", 16, 1)
+    driver.add_all(a=(16, 1), b=(16, 1))
     assert [row.admitted for row in driver.run()] == ["a", "b"]
 
 

@@ -7,8 +7,7 @@ from collections import deque
 
 import pytest
 
-from headway.plan import Plan
-from headway.request import RequestState
+from headway import Plan, RequestState
 from tests.support.drive import Driver, Row, count_up, names, small_driver
 
 
@@ -29,8 +28,7 @@ def run_async(driver: Driver, max_steps: int = 10_000) -> None:
 
 def test_a_preempted_request_gets_its_token_in_flight() -> None:
     driver = small_driver(num_blocks=3)
-    driver.add("a", 4, 6)
-    b = driver.add("b", 4, 4)
+    _, b = driver.add_all(a=(4, 6), b=(4, 4))
     first = driver.plan()
     second = driver.plan()  # preempts b while its first token is in flight
     assert driver.table[-1] == Row("", "a", (), "b")
@@ -45,8 +43,7 @@ def test_a_preempted_request_gets_its_token_in_flight() -> None:
 
 def test_a_preempted_request_is_not_resumed_before_its_token_is_known() -> None:
     driver = small_driver(num_blocks=3)
-    driver.add("a", 4, 2)
-    b = driver.add("b", 4, 4)
+    _, b = driver.add_all(a=(4, 2), b=(4, 4))
     first = driver.plan()
     second = driver.plan()  # a gets its last token, b is preempted
     driver.finish(first)
@@ -86,8 +83,7 @@ def test_max_tokens_is_never_exceeded_with_a_plan_in_flight() -> None:
 @pytest.mark.parametrize("num_done", [0, 1])
 def test_an_abort_in_flight_frees_each_block_once(num_done: int) -> None:
     driver = small_driver(num_blocks=8, max_num_batched_tokens=8)
-    a = driver.add("a", 12, 4)
-    b = driver.add("b", 4, 4)
+    a, b = driver.add_all(a=(12, 4), b=(4, 4))
     plans = [driver.plan(), driver.plan()]
     for plan in plans[:num_done]:
         driver.finish(plan)
@@ -173,14 +169,9 @@ def add_random(driver: Driver, name: str, rng: random.Random) -> None:
     )  # fmt: skip
 
 
-# Faults and resets
-
-
 def test_an_executor_failure_ends_only_requests_in_flight() -> None:
     driver = small_driver(num_blocks=8, max_num_seqs=2)
-    a = driver.add("a", 4, 4)
-    b = driver.add("b", 4, 4)
-    c = driver.add("c", 4, 4)
+    a, b, c = driver.add_all(a=(4, 4), b=(4, 4), c=(4, 4))
     driver.step()
     driver.plan()
     driver.scheduler.fail("device lost")
@@ -205,8 +196,7 @@ def test_an_executor_failure_empties_the_prefix_cache() -> None:
 
 def test_a_failure_with_two_plans_in_flight_and_a_swap_leaks_nothing() -> None:
     driver = small_driver("vllm", swap="swap", num_blocks=6, num_host_blocks=6)
-    driver.add("a", 10, 5)
-    driver.add("b", 10, 4)
+    driver.add_all(a=(10, 5), b=(10, 4))
     driver.steps(2)
     driver.plan()
     driver.plan()  # b is being swapped out

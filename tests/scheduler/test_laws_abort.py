@@ -6,11 +6,10 @@ import random
 
 import pytest
 
+from headway import Plan, Scheduler, preset
 from headway.events import Aborted, Added, Failed, Planned
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
-from tests.support.drive import Driver
+from tests.support.drive import Driver, small_driver
 from tests.support.events import Events
 
 
@@ -118,11 +117,8 @@ def test_an_abort_ends_the_request_with_its_reason_and_only_once() -> None:
     request = world.add("a", 5)
     world.step()
     assert world.scheduler.abort("a", "error", "no space left")
-    assert (
-        request.is_finished
-        and request.finish_reason == "error"
-        and request.error == "no space left"
-    )
+    assert request.is_finished
+    assert (request.finish_reason, request.error) == ("error", "no space left")
     assert not world.scheduler.abort("a") and not world.scheduler.abort("never added")
     assert world.events.ended == [request]
     other = world.add("b", 5)
@@ -133,9 +129,7 @@ def test_an_abort_ends_the_request_with_its_reason_and_only_once() -> None:
 
 def test_a_plan_without_work_is_recorded_at_its_place() -> None:
     """An empty plan beside one in flight considers arrivals before the result that is in flight."""
-    world = Driver(
-        "vllm_v1", num_blocks=40, block_size=4, max_num_seqs=1, max_num_batched_tokens=16
-    )
+    world = small_driver(num_blocks=40, max_num_seqs=1, max_num_batched_tokens=16)
     world.add("a", 5, 1)
     first = world.plan()
     world.add("b", 3)

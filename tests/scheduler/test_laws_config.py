@@ -152,9 +152,6 @@ def test_a_queue_rule_is_taken_for_the_queue_alone() -> None:
             preset(**{name: rule})
 
 
-# Numbers.
-
-
 @pytest.mark.parametrize(
     "value, low, high, whole, limits",
     (
@@ -176,9 +173,6 @@ def test_a_number_outside_its_range_is_described_with_the_bound_it_breaks(
     else:
         assert problem is not None and limits in problem
         assert problem.startswith("must be a whole number") is whole
-
-
-# Requests.
 
 
 def limit_of(num_prompt: int, max_tokens: int | None = None, **changes: Any) -> int:

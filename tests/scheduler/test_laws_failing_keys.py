@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
+from headway import Plan, preset
 from headway.errors import PolicyError
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import preset
 from headway.scheduler.policies import queue as queues
-from tests.support.drive import Driver
+from tests.support.drive import Driver, small_driver
 from tests.support.scenarios import Scenario, ScenarioRun, random_scenario
 
 
@@ -65,9 +64,9 @@ def test_a_preemption_whose_key_raises_changes_nothing(swap: str) -> None:
 
     def run(chance: float) -> Driver:
         rng, key = random.Random(2), Failing(0)
-        world = Driver(
-            "vllm", queue=queues.custom(0, key), swap=swap, headroom="watermark(0)", block_size=4,
-            num_blocks=14, num_host_blocks=6, max_num_seqs=4, max_num_batched_tokens=16,
+        world = small_driver(
+            "vllm", queue=queues.custom(0, key), swap=swap, headroom="watermark(0)",
+            num_blocks=14, num_host_blocks=6, max_num_batched_tokens=16,
         )  # fmt: skip
         for number in range(9):
             world.add(f"r{number}", rng.randint(1, 20), rng.randint(1, 20), arrival=float(number))

@@ -7,15 +7,8 @@ import random
 import pytest
 
 from headway.request import Request, RequestParams
-from headway.scheduler.fairness import (
-    MAX_IDLE,
-    RECENT_STEPS,
-    ServiceCounters,
-    check_reserved_rows,
-    overtaking_limit,
-    weighted_tokens,
-)
-from tests.support.drive import Driver
+from headway.scheduler import fairness
+from tests.support.drive import small_driver
 
 
 def of_group(group: str, num_prompt: int = 10) -> Request:
@@ -24,16 +17,13 @@ def of_group(group: str, num_prompt: int = 10) -> Request:
     return request
 
 
-def counters_of(**served: float) -> ServiceCounters:
+def counters_of(**served: float) -> fairness.ServiceCounters:
     """Counters with one active request for each group."""
-    counters = ServiceCounters()
+    counters = fairness.ServiceCounters()
     for group in served:
         counters.arrive(group)
     counters.served.update(served)
     return counters
-
-
-# Service.
 
 
 def test_service_is_the_prompt_once_and_twice_the_sampled_tokens() -> None:
@@ -41,11 +31,11 @@ def test_service_is_the_prompt_once_and_twice_the_sampled_tokens() -> None:
     request.prefill_end = 10
     for num_computed, num_sampled in ((0, 0), (4, 0), (9, 0), (10, 1), (12, 3)):
         request.computed_base = num_computed
-        assert weighted_tokens(request) == 10 + 2 * num_sampled
+        assert fairness.weighted_tokens(request) == 10 + 2 * num_sampled
     request.history.num_preemptions, request.prefill_end = 1, 13  # resumed: its prompt is paid
-    assert weighted_tokens(request) == 0
+    assert fairness.weighted_tokens(request) == 0
     request.computed_base = 13
-    assert weighted_tokens(request) == 2
+    assert fairness.weighted_tokens(request) == 2
 
 
 def test_running_requests_count_before_they_are_charged() -> None:
@@ -62,9 +52,6 @@ def test_running_requests_count_before_they_are_charged() -> None:
     counters.charge(first)
     assert counters.served == {"a": 21.0, "b": 7.0}
     assert counters.service([second]) == {"a": 21.0, "b": 10.0}
-
-
-# Groups that come and go.
 
 
 def test_a_group_that_returns_starts_level_with_the_least_served_active_group() -> None:
@@ -105,22 +92,19 @@ def test_the_last_group_to_leave_sets_the_level_of_an_empty_system() -> None:
 
 
 def test_idle_groups_are_forgotten_the_least_served_first_and_active_ones_never() -> None:
-    counters = ServiceCounters()
+    counters = fairness.ServiceCounters()
     counters.arrive("active")
-    for number in range(MAX_IDLE + 1):
+    for number in range(fairness.MAX_IDLE + 1):
         counters.arrive(f"g{number}")
         counters.served[f"g{number}"] = 1.0 + number
         assert len(counters.served) == number + 2  # none is forgotten up to the maximum
         counters.depart(f"g{number}")
-    assert MAX_IDLE == 1024
-    num_left = MAX_IDLE + 1 - MAX_IDLE // 2
+    assert fairness.MAX_IDLE == 1024
+    num_left = fairness.MAX_IDLE + 1 - fairness.MAX_IDLE // 2
     assert set(counters.served) == {"active"} | {
-        f"g{number}" for number in range(MAX_IDLE // 2, MAX_IDLE + 1)
+        f"g{number}" for number in range(fairness.MAX_IDLE // 2, fairness.MAX_IDLE + 1)
     }
     assert len(counters.served) == num_left + 1
-
-
-# Overtaking.
 
 
 def test_a_prompt_may_be_overtaken_up_to_its_service_less_what_is_left_of_it() -> None:
@@ -130,19 +114,16 @@ def test_a_prompt_may_be_overtaken_up_to_its_service_less_what_is_left_of_it() -
     for num_computed in (0, 30, 99, 100):
         prompt.computed_base = num_computed
         left = 100 - num_computed
-        assert overtaking_limit(prompt, {"a": 250.0, "b": 9.0}) == 250.0 - left
+        assert fairness.overtaking_limit(prompt, {"a": 250.0, "b": 9.0}) == 250.0 - left
     prompt.prefill_end = 90  # decoding already
-    assert overtaking_limit(prompt, {"a": 250.0}) == 250.0
+    assert fairness.overtaking_limit(prompt, {"a": 250.0}) == 250.0
 
 
 @pytest.mark.parametrize("length, overtakes", ((29, True), (30, True), (31, False)))
 def test_a_request_overtakes_only_if_it_is_no_longer_than_what_the_prompt_has_had(
     length: int, overtakes: bool
 ) -> None:
-    world = Driver(
-        "vllm_v1", queue="fair", num_blocks=400, block_size=4, max_num_seqs=8,
-        max_num_batched_tokens=10,
-    )  # fmt: skip
+    world = small_driver(queue="fair", num_blocks=400, max_num_seqs=8, max_num_batched_tokens=10)
     world.add("long", 200, 2, client="heavy")
     world.steps(3)
     small = world.add("small", length, 2, client="light")
@@ -155,10 +136,7 @@ def test_a_request_overtakes_only_if_it_is_no_longer_than_what_the_prompt_has_ha
 
 
 def test_requests_that_overtake_are_computed_before_all_partial_prompts() -> None:
-    world = Driver(
-        "vllm_v1", queue="fair", num_blocks=400, block_size=4, max_num_seqs=16,
-        max_num_batched_tokens=10,
-    )  # fmt: skip
+    world = small_driver(queue="fair", num_blocks=400, max_num_seqs=16, max_num_batched_tokens=10)
     world.add("long", 200, 2, client="heavy")
     world.steps(5)
     world.add("small", 25, 2, client="light")
@@ -168,10 +146,9 @@ def test_requests_that_overtake_are_computed_before_all_partial_prompts() -> Non
 
 def test_the_first_partial_prompt_is_overtaken_by_what_may_overtake_it_and_not_the_next() -> None:
     """Two partial prompts: a small request may overtake only the second, which has no tokens left."""
-    world = Driver(
-        "vllm_v1", queue="fair", chunk="at_most(5)", num_blocks=400, block_size=4, max_num_seqs=8,
-        max_num_batched_tokens=10,
-    )  # fmt: skip
+    world = small_driver(
+        queue="fair", chunk="at_most(5)", num_blocks=400, max_num_seqs=8, max_num_batched_tokens=10
+    )
     first = world.add("first", 200, 2, client="a")
     second = world.add("second", 200, 2, client="b")
     world.steps(1)
@@ -179,13 +156,10 @@ def test_the_first_partial_prompt_is_overtaken_by_what_may_overtake_it_and_not_t
     world.add("small", 4, 2, client="c")
     served = world.scheduler.queue.counters.served
     served.update({"client a": 0.0, "client b": 500.0, "client c": 100.0})
-    assert overtaking_limit(first, {"client a": 200.0}) < 104.0
-    assert overtaking_limit(second, {"client b": 700.0}) > 104.0
+    assert fairness.overtaking_limit(first, {"client a": 200.0}) < 104.0
+    assert fairness.overtaking_limit(second, {"client b": 700.0}) > 104.0
     row = world.steps(1)[0]
     assert row.chunks[0][0] == "first"
-
-
-# Reserved rows.
 
 
 @pytest.mark.parametrize("max_num_seqs", (1, 7, 8, 15, 16, 24, 40))
@@ -196,13 +170,13 @@ def test_the_last_eighth_of_the_rows_is_for_groups_that_have_fewer(max_num_seqs:
             running = [of_group("a") for _ in range(num_own)]
             running += [of_group("b") for _ in range(num_others)]
             free = max_num_seqs - len(running)
-            blocked = check_reserved_rows(of_group("a"), running, max_num_seqs, shared)
+            blocked = fairness.check_reserved_rows(of_group("a"), running, max_num_seqs, shared)
             if free > reserved or num_own < reserved:
                 assert blocked is None
             else:
                 assert blocked is not None and blocked.reason == "reserved_rows"
                 assert (blocked.need, blocked.have) == (reserved + 1, free)
-            assert check_reserved_rows(of_group("a"), running, max_num_seqs, alone) is None
+            assert fairness.check_reserved_rows(of_group("a"), running, max_num_seqs, alone) is None
 
 
 def test_a_group_is_alone_some_steps_after_the_last_request_of_any_other() -> None:
@@ -210,8 +184,8 @@ def test_a_group_is_alone_some_steps_after_the_last_request_of_any_other() -> No
     counters.depart("c")
     counters.num_steps = 100
     counters.depart("b")
-    assert RECENT_STEPS == 4096
-    counters.num_steps += RECENT_STEPS - 1
+    assert fairness.RECENT_STEPS == 4096
+    counters.num_steps += fairness.RECENT_STEPS - 1
     assert not counters.is_alone
     counters.depart("a")
     counters.arrive("a")  # its own pause does not count
@@ -228,10 +202,7 @@ def test_a_group_is_alone_some_steps_after_the_last_request_of_any_other() -> No
 def test_the_group_with_the_least_service_is_always_served_next(seed: int) -> None:
     """With rows for one request at a time, each admission is of a least served waiting group."""
     rng = random.Random(seed)
-    world = Driver(
-        "vllm_v1", queue="fair", num_blocks=400, block_size=4, max_num_seqs=1,
-        max_num_batched_tokens=64,
-    )  # fmt: skip
+    world = small_driver(queue="fair", num_blocks=400, max_num_seqs=1)
     for number in range(12):
         world.add(f"r{number}", rng.randint(1, 20), rng.randint(1, 5), client=rng.choice("abc"))
     counters = world.scheduler.queue.counters

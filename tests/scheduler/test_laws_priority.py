@@ -13,7 +13,7 @@ from headway.scheduler.policies.batching import mixed
 from headway.scheduler.policies.presets import SLOTS
 from headway.scheduler.preemption import MAX_PREEMPTIONS, TokenCount
 from headway.scheduler.step_builder import StepBuilder
-from tests.support.drive import Driver
+from tests.support.drive import Driver, small_driver
 
 SIZE = 4
 
@@ -62,10 +62,9 @@ def test_the_victims_free_enough_blocks_and_none_of_them_could_stay(batch: int) 
         lengths = [rng.choice((1, 5, 9, 13, 22)) for _ in range(rng.randint(2, 7))]
         num_high = rng.randint(1, 60)
         num_blocks = sum(map(blocks, lengths)) + len(lengths) + rng.randint(0, 3)
-        world = Driver(
-            "vllm_v1", queue="priority(preempts=True, aging=0)", victim="newest", block_size=SIZE,
-            num_blocks=max(num_blocks, blocks(num_high) + 1), max_num_seqs=10,
-            max_num_batched_tokens=200,
+        world = small_driver(
+            queue="priority(preempts=True, aging=0)", victim="newest", num_blocks=max(num_blocks,
+            blocks(num_high) + 1), max_num_seqs=10, max_num_batched_tokens=200,
         )  # fmt: skip
         low = []
         for number, length in enumerate(lengths):
@@ -95,10 +94,9 @@ def test_the_victims_free_enough_blocks_and_none_of_them_could_stay(batch: int) 
 
 def test_for_a_row_alone_only_the_first_victim_goes() -> None:
     for victim, wanted in (("newest", "low2"), ("least_work", "low1")):
-        world = Driver(
-            "vllm_v1", queue="priority(preempts=True)", victim=victim, block_size=SIZE,
-            num_blocks=100, max_num_seqs=3, max_num_batched_tokens=64,
-        )  # fmt: skip
+        world = small_driver(
+            queue="priority(preempts=True)", victim=victim, num_blocks=100, max_num_seqs=3
+        )
         for number, length in enumerate((9, 2, 5)):
             world.add(f"low{number}", length, 20, priority=5)
         world.steps(2)
@@ -120,10 +118,10 @@ def test_the_room_that_victims_leave_is_for_the_request_that_they_were_preempted
     num_preempted = num_beside_swapped = 0
     for seed in range(30):
         rng = random.Random(seed)
-        world = Driver(
-            "vllm", batching="swapped_first", queue="priority(preempts=True, aging=0)", swap="swap",
-            headroom=headroom, block_size=SIZE, num_blocks=rng.randint(14, 18),
-            num_host_blocks=40, max_num_seqs=4, max_num_batched_tokens=40,
+        world = small_driver(
+            "vllm", batching="swapped_first", queue="priority(preempts=True, aging=0)",
+            swap="swap", headroom=headroom, num_blocks=rng.randint(14, 18), num_host_blocks=40,
+            max_num_batched_tokens=40,
         )  # fmt: skip
         for number in range(6):
             world.add(f"low{number}", rng.randint(4, 16), rng.randint(8, 24), priority=5)
@@ -136,10 +134,8 @@ def test_the_room_that_victims_leave_is_for_the_request_that_they_were_preempted
             plan = world.step()
             if any(p.is_priority for p in plan.preempted):
                 assert plan.admitted and plan.admitted[0].request.params.priority == 0
-                num_preempted, num_beside_swapped = (
-                    num_preempted + 1,
-                    num_beside_swapped + had_swapped,
-                )
+                num_preempted += 1
+                num_beside_swapped += had_swapped
         world.check_empty()
     assert num_preempted > 30 and num_beside_swapped > 10
 
@@ -148,10 +144,9 @@ def test_the_room_that_victims_leave_is_for_the_request_that_they_were_preempted
 def test_a_request_is_preempted_for_priority_at_most_16_times_whatever_the_rule(
     num_before: int,
 ) -> None:
-    world = Driver(
-        "vllm_v1", queue="priority(preempts=True, max_preemptions=99)", block_size=SIZE,
-        num_blocks=100, max_num_seqs=1, max_num_batched_tokens=64,
-    )  # fmt: skip
+    world = small_driver(
+        queue="priority(preempts=True, max_preemptions=99)", num_blocks=100, max_num_seqs=1
+    )
     low = world.add("low", 5, 20, priority=5)
     world.step()
     low.history.num_priority_preemptions = num_before
@@ -174,10 +169,9 @@ def test_a_batching_rule_that_changes_its_mind_causes_no_needless_preemption(
         elif left and left.pop(0):
             step.admit()
 
-    world = Driver(
-        "vllm_v1", queue="priority(preempts=True)", batching=batching, block_size=SIZE,
-        num_blocks=100, max_num_seqs=3, max_num_batched_tokens=64,
-    )  # fmt: skip
+    world = small_driver(
+        queue="priority(preempts=True)", batching=batching, num_blocks=100, max_num_seqs=3
+    )
     for id in "abc":
         world.add(id, 5, 20, priority=5)
     world.steps(2)
@@ -187,10 +181,7 @@ def test_a_batching_rule_that_changes_its_mind_causes_no_needless_preemption(
 
 def test_nothing_is_preempted_for_a_request_that_cannot_start_in_this_step() -> None:
     """It was preempted itself, and a token of it is still in flight."""
-    world = Driver(
-        "vllm_v1", queue="priority(preempts=True)", block_size=SIZE, num_blocks=100,
-        max_num_seqs=1, max_num_batched_tokens=64,
-    )  # fmt: skip
+    world = small_driver(queue="priority(preempts=True)", num_blocks=100, max_num_seqs=1)
     first = world.add("first", 5, 20, priority=3)
     world.step()
     plan = world.plan()  # in flight from now on
@@ -210,9 +201,9 @@ def test_the_tokens_counted_for_a_batching_rule_are_those_that_the_step_grants(
     for seed in range(25):
         rng = random.Random(seed)
         budget = rng.randint(4, 24)
-        world = Driver(
-            "vllm_v1", batching=batching, chunk=chunk, queue="fcfs", block_size=SIZE, num_blocks=500,
-            max_num_seqs=30, max_num_batched_tokens=budget,
+        world = small_driver(
+            batching=batching, chunk=chunk, queue="fcfs", num_blocks=500, max_num_seqs=30,
+            max_num_batched_tokens=budget,
         )  # fmt: skip
         longest = budget - 1 if chunk == "whole" else 2 * budget
         for number in range(rng.randint(0, 6)):
@@ -246,10 +237,7 @@ def test_in_the_count_a_prompt_that_is_granted_nothing_is_not_the_first() -> Non
         """Nothing for the last 20 tokens of a prompt; otherwise the first chunk of a step."""
         return 0 if num_wanted == 20 or not is_first else min(num_wanted, 10)
 
-    world = Driver(
-        "vllm_v1", chunk=first_alone, queue="fcfs", block_size=SIZE, num_blocks=100, max_num_seqs=4,
-        max_num_batched_tokens=30,
-    )  # fmt: skip
+    world = small_driver(chunk=first_alone, queue="fcfs", num_blocks=100, max_num_batched_tokens=30)
     world.add("decoding", 4, 9)
     world.step()
     world.add("partial", 30, 2)
@@ -260,9 +248,9 @@ def test_in_the_count_a_prompt_that_is_granted_nothing_is_not_the_first() -> Non
 
 
 def test_the_count_leaves_out_what_would_be_preempted() -> None:
-    world = Driver(
-        "vllm_v1", batching="mixed", chunk="split_any", queue="fcfs", block_size=SIZE,
-        num_blocks=500, max_num_seqs=30, max_num_batched_tokens=12,
+    world = small_driver(
+        batching="mixed", chunk="split_any", queue="fcfs", num_blocks=500, max_num_seqs=30,
+        max_num_batched_tokens=12,
     )  # fmt: skip
     decoding = [world.add(f"d{number}", 1, 30) for number in range(3)]
     world.step()

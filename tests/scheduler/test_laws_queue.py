@@ -14,7 +14,7 @@ from headway.errors import PolicyError
 from headway.request import Request, RequestParams
 from headway.scheduler.policies import queue as queues
 from headway.scheduler.queue import NUM_REFRESHED, WaitingQueue
-from tests.support.drive import Driver
+from tests.support.drive import small_driver
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,6 @@ def a_queue(rule: Any, number: int, **served: float) -> tuple[WaitingQueue, list
 
 def order(queue: WaitingQueue, **more: Any) -> list[str]:
     return [request.id for request in queue.walk(**more)]
-
-
-# Keys that change while requests wait.
 
 
 def test_new_keys_at_the_front_count_at_once() -> None:
@@ -136,9 +133,6 @@ def test_a_request_is_found_where_its_key_has_no_order() -> None:
         queue.remove(request)
         left.remove(request.id)
         assert {each.id for each in queue} == left
-
-
-# Groups.
 
 
 def test_another_rule_orders_those_that_wait_and_those_that_come() -> None:
@@ -235,9 +229,6 @@ def test_other_groups_are_those_that_wait_and_are_not_the_requests_own() -> None
     assert queue.has_other_groups(requests["b10"])  # runs, while only the other group waits
 
 
-# Ready-made rules.
-
-
 def test_ready_made_keys_order_by_what_their_names_say() -> None:
     def key(rule: Any, arrival: float = 0.0, num_uncached: int = 0, **params: Any) -> Any:
         class Cached:
@@ -267,26 +258,18 @@ def test_only_a_priority_rule_that_preempts_outranks_a_lower_priority() -> None:
     assert rule.outranks(first, second)
     second.history.num_priority_preemptions = 2
     assert not rule.outranks(first, second)
-    for other in (
-        queues.fcfs(),
-        queues.fair(),
-        queues.earliest_deadline(),
-        queues.shortest_first(),
-    ):
+    others = (queues.fcfs, queues.fair, queues.earliest_deadline, queues.shortest_first)
+    for other in (make() for make in others):
         assert not other.preempts and not other.outranks(first, second)
         assert other.group(first) == ("client " if isinstance(other, queues.fair) else "all")
-
-
-# Overtaking a blocked request.
 
 
 @pytest.mark.parametrize("max_overtakes", (0, 1, 3))
 def test_a_blocked_request_is_overtaken_as_often_as_its_rule_allows(max_overtakes: int) -> None:
     """One request per step fits beside the first; each that passes counts."""
-    world = Driver(
-        "vllm_v1", queue=f"fcfs({max_overtakes})", block_size=4, num_blocks=20, max_num_seqs=9,
-        max_num_batched_tokens=100,
-    )  # fmt: skip
+    world = small_driver(
+        queue=f"fcfs({max_overtakes})", num_blocks=20, max_num_seqs=9, max_num_batched_tokens=100
+    )
     world.add("holder", 40, 30)
     world.step()
     large = world.add("large", 60, 1)  # 15 blocks, 9 are free
@@ -299,10 +282,7 @@ def test_a_blocked_request_is_overtaken_as_often_as_its_rule_allows(max_overtake
 
 
 def test_only_as_many_blocked_requests_are_examined_as_patience_allows() -> None:
-    world = Driver(
-        "vllm_v1", queue="fcfs(2)", block_size=4, num_blocks=20, max_num_seqs=9,
-        max_num_batched_tokens=100,
-    )  # fmt: skip
+    world = small_driver(queue="fcfs(2)", num_blocks=20, max_num_seqs=9, max_num_batched_tokens=100)
     world.add("holder", 40, 30)
     world.step()
     for number in range(5):

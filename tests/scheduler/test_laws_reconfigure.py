@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from headway.config import SchedulerView
+from headway import Plan, Request, SchedulerView
 from headway.errors import ConfigError, PolicyError
-from headway.plan import Plan
-from headway.request import Request
 from headway.scheduler.fairness import group_of, weighted_tokens
 from headway.scheduler.policies import queue as queues
-from tests.support.drive import Driver, Row
+from tests.support.drive import Driver, Row, small_driver
 from tests.support.scenarios import ScenarioRun, random_headroom, random_scenario
 
 RULES: dict[str, Any] = {
@@ -34,8 +32,8 @@ RULES: dict[str, Any] = {
 def a_world(seed: int, queue: Any) -> Iterator[Driver]:
     """A busy scheduler with requests whose order depends on the rule; yielded before each step."""
     rng = random.Random(seed)
-    world = Driver(
-        "vllm", queue=queue, block_size=4, num_blocks=24, num_host_blocks=8, max_num_seqs=3,
+    world = small_driver(
+        "vllm", queue=queue, num_blocks=24, num_host_blocks=8, max_num_seqs=3,
         max_num_batched_tokens=24, swap="swap", headroom="watermark(0)",
     )  # fmt: skip
     for number in range(10):
@@ -67,8 +65,6 @@ def test_a_rule_that_replaces_another_before_the_first_step_decides_alone(
 
     assert table(first) == table(second)
 
-
-# A rule that cannot be used.
 
 WAYS = ["key raises", "key has no order", "keys do not compare", "group is no text"]
 

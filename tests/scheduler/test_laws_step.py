@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from headway import Completed, Plan, StepResult
 from headway.config import StepActions
-from headway.events import Completed, Planned
-from headway.plan import Plan, StepResult
+from headway.events import Planned
 from headway.request import Request, RequestParams
 from headway.scheduler.policies.batching import mixed
 from headway.scheduler.policies.headroom import back_off
-from tests.support.drive import Driver
+from tests.support.drive import Driver, small_driver
 
 SIZE = 4
 
@@ -58,9 +58,9 @@ def swapping(seed: int, seen: Counter[str], headroom: int) -> Driver:
             seen["refused for decodes"] += needs[0] <= free
         mixed(step)
 
-    world = Driver(
+    world = small_driver(
         "vllm", batching=batching, queue="fcfs(3)", swap="swap", headroom=keeping(headroom),
-        block_size=SIZE, num_blocks=rng.randint(14, 20), num_host_blocks=30, max_num_seqs=6,
+        num_blocks=rng.randint(14, 20), num_host_blocks=30, max_num_seqs=6,
         max_num_batched_tokens=rng.choice((6, 12, 40)),
     )  # fmt: skip
     return world
@@ -86,10 +86,10 @@ def test_swapped_requests_leave_blocks_and_tokens_for_the_decodes(headroom: int)
 
 
 def test_while_room_is_made_for_a_priority_no_swapped_request_takes_it() -> None:
-    world = Driver(
+    world = small_driver(
         "vllm", batching="swapped_first", queue="priority(preempts=True)", swap="swap",
-        headroom="watermark(0.0)", block_size=SIZE, num_blocks=10, num_host_blocks=30,
-        max_num_seqs=2, max_num_batched_tokens=64, victim="newest",
+        headroom="watermark(0.0)", num_blocks=10, num_host_blocks=30, max_num_seqs=2,
+        victim="newest",
     )  # fmt: skip
     world.add("a", 12, 20, priority=5)
     world.add("b", 12, 20, priority=5)
@@ -101,15 +101,12 @@ def test_while_room_is_made_for_a_priority_no_swapped_request_takes_it() -> None
     world.check_empty()
 
 
-# What a plan records.
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) -> None:
     rng = random.Random(seed)
-    world = Driver(
-        "vllm_v1", block_size=SIZE, num_blocks=16, max_num_seqs=3, max_num_batched_tokens=10,
-        queue=rng.choice(("fcfs", "fcfs(2)")),
+    world = small_driver(
+        num_blocks=16, max_num_seqs=3, max_num_batched_tokens=10, queue=rng.choice(("fcfs",
+        "fcfs(2)")),
     )  # fmt: skip
     for number in range(7):
         world.add(f"r{number}", rng.randint(1, 20), rng.randint(1, 12))
@@ -143,9 +140,7 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
 
 
 def test_cached_recomputed_and_resumed_tokens_are_counted() -> None:
-    world = Driver(
-        "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, max_num_batched_tokens=64
-    )
+    world = small_driver(num_blocks=30, max_num_seqs=3)
     first = world.add("a", range(100, 110), 6)
     world.steps(2)
     second = world.add("b", range(100, 110), 4)
@@ -169,14 +164,11 @@ def test_cached_recomputed_and_resumed_tokens_are_counted() -> None:
 
 
 @pytest.mark.parametrize("num_steps", (1, 2, 5))
-def test_a_plan_has_as_many_steps_as_set_while_requests_and_blocks_last(
-    num_steps: int,
-) -> None:
+def test_a_plan_has_as_many_steps_as_set_while_requests_and_blocks_last(num_steps: int) -> None:
     world = Driver(
         "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, num_scheduler_steps=num_steps
     )
-    world.add("a", 4, 1 + 2 * num_steps)
-    world.add("b", 4, 1 + 3 * num_steps)
+    world.add_all(a=(4, 1 + 2 * num_steps), b=(4, 1 + 3 * num_steps))
     assert [world.step().num_steps for _ in range(4)] == [1, num_steps, num_steps, num_steps]
     assert not world.scheduler.requests
 
@@ -246,9 +238,9 @@ def test_a_prompt_that_no_request_overtakes_keeps_its_place() -> None:
         step.admit()
         step.prefill()
 
-    world = Driver(
-        "vllm_v1", batching=batching, queue="fair(5)", chunk="at_most(4)", block_size=SIZE,
-        num_blocks=14, max_num_seqs=4, max_num_batched_tokens=8, headroom="watermark(0)",
+    world = small_driver(
+        batching=batching, queue="fair(5)", chunk="at_most(4)", num_blocks=14,
+        max_num_batched_tokens=8, headroom="watermark(0)",
     )  # fmt: skip
     world.add("first", 20, 1, client="a")
     world.step()
@@ -294,9 +286,7 @@ def test_pressure_grows_with_preemptions_for_blocks_and_decays_with_every_step()
 
 
 def test_a_view_shows_the_state_of_the_scheduler() -> None:
-    world = Driver(
-        "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, max_num_batched_tokens=8,
-    )  # fmt: skip
+    world = small_driver(num_blocks=30, max_num_seqs=3, max_num_batched_tokens=8)
     assert world.scheduler.state.view.tokens_left == 8  # also before the first step
     running = world.add("a", range(50, 62), 6)
     world.step()
@@ -314,9 +304,7 @@ def test_a_view_shows_the_state_of_the_scheduler() -> None:
 
 
 def test_a_prefill_streak_counts_steps_without_decodes() -> None:
-    world = Driver(
-        "nano_vllm", block_size=SIZE, num_blocks=100, max_num_seqs=9, max_num_batched_tokens=4
-    )
+    world = small_driver("nano_vllm", num_blocks=100, max_num_seqs=9, max_num_batched_tokens=4)
     world.add("a", 12, 3)
     streaks = []
     while world.scheduler.requests:
@@ -331,12 +319,8 @@ def test_a_new_request_has_no_history() -> None:
     assert (counts.pop("serial"), counts.pop("admission"), counts.pop("group")) == (-1, -1, None)
     assert counts.pop("resumed") == ()
     assert set(counts.values()) == {0} and len(counts) == 7
-    assert (request.row, request.num_computed, request.num_generated, request.num_known) == (
-        -1,
-        0,
-        0,
-        2,
-    )
+    assert (request.row, request.num_computed) == (-1, 0)
+    assert (request.num_generated, request.num_known) == (0, 2)
     assert (request.sample, request.arrival, request.limit, request.prefill_end) == (0, 0.0, 0, 0)
     assert not request.is_finished and request.tokens.tolist() == [1, 2] and not request.output
 
@@ -345,9 +329,7 @@ def test_only_outputs_that_ended_by_themselves_teach_a_length() -> None:
     """Not aborted ones, and not the unused token of an embedding."""
     world = Driver("vllm_v1", block_size=SIZE, num_blocks=100, max_num_seqs=9)
     world.add("embedding", 5, 1, pooling="last")
-    world.add("aborted", 5, 8)
-    world.add("whole", 5, 8)
-    world.add("stopped", 5, 8)
+    world.add_all(aborted=(5, 8), whole=(5, 8), stopped=(5, 8))
     world.steps(4)
     world.scheduler.abort("aborted")
     world.scheduler.abort("stopped", "stop")
@@ -397,8 +379,7 @@ def test_the_view_counts_the_known_tokens_without_kv() -> None:
     for _ in range(2):
         world.step()
         assert view.num_uncached(world.requests["decoding"]) == 0
-    world.add("partial", range(100, 120), 9)
-    world.add("waiting", range(100, 113), 9)
+    world.add_all(partial=(range(100, 120), 9), waiting=(range(100, 113), 9))
     world.step()
     partial = world.requests["partial"]
     assert 0 < partial.num_computed < 20

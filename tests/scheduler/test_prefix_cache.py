@@ -45,8 +45,7 @@ def test_a_full_hit_computes_one_token_and_stores_nothing() -> None:
 def test_equal_prompts_in_one_step_share_their_blocks() -> None:
     driver = small_driver(num_blocks=16)
     prompt = list(range(10))
-    driver.add("a", prompt, 2)
-    driver.add("b", prompt, 2)
+    driver.add_all(a=(prompt, 2), b=(prompt, 2))
     driver.step()
     assert driver.table[-1].chunks == (("a", 0, 10), ("b", 8, 10))
     assert driver.scheduler.last_planned.num_free == 16 - 3 - 1
@@ -55,8 +54,7 @@ def test_equal_prompts_in_one_step_share_their_blocks() -> None:
 def test_a_shared_block_is_not_freed_while_another_request_uses_it() -> None:
     driver = small_driver(num_blocks=16)
     prompt = list(range(8))
-    driver.add("a", prompt, 1)
-    b = driver.add("b", prompt, 6)
+    _, b = driver.add_all(a=(prompt, 1), b=(prompt, 6))
     driver.step()
     assert driver.requests["a"].is_finished
     assert all(driver.scheduler.kv.pool.refs[block] == 1 for block in b.kv.blocks)
@@ -112,8 +110,7 @@ def test_cache_hits_are_counted_once_per_admission() -> None:
     driver = small_driver(num_blocks=6, max_num_seqs=3)
     driver.add("warm", range(8), 1)
     driver.run()
-    driver.add("a", [*range(8), 50], 12)
-    b = driver.add("b", [*range(8), 60], 12)
+    _, b = driver.add_all(a=([*range(8), 50], 12), b=([*range(8), 60], 12))
     seen = []
     while driver.scheduler.requests:
         seen += [(a.request.id, a.is_resume) for a in driver.step().admitted]

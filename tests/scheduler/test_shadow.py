@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from headway import PRESETS, Plan, Scheduler, preset
 from headway.config import Config, SchedulerView, StepActions
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, Scheduler, preset
 from headway.scheduler.policies import queue as queues
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError, oracle
@@ -57,9 +56,6 @@ def test_output_depends_neither_on_policy_nor_on_a_plan_in_flight() -> None:
     rare = {event: seen[event] for event, least in MIN_EVENTS.items() if seen[event] < least}
     assert not rare, f"too few of these events: {rare}"
     assert set(seen) <= {*MIN_EVENTS, *TOO_RARE}
-
-
-# Cases that are rare in random scenarios.
 
 
 def make(id: str, num_prompt: int, max_tokens: int, **params: object) -> Request:
@@ -201,9 +197,6 @@ def test_many_steps_without_changes_deliver_every_token(
     )
     requests = [make(str(i), 2 + i, 140 + i, ignore_eos=True) for i in range(3)]
     run(Scenario(config, async_scheduling, {0: requests[:2], 70: requests[2:]}))
-
-
-# The executor detects plans with one error.
 
 
 def swap_two_blocks(plan: Plan, scheduler: Scheduler) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from headway.errors import InvalidRequest
 from headway.request import TRANSITIONS, Request, RequestParams, RequestState
-from tests.support.drive import Driver
+from tests.support.drive import Driver, small_driver
 
 EOS = 2
 
@@ -140,8 +140,7 @@ def test_tokens_of_a_multi_step_plan_after_max_tokens_are_dropped() -> None:
 
 def test_a_plan_has_one_step_while_requests_wait() -> None:
     driver = make_driver([], num_scheduler_steps=8, max_num_seqs=1)
-    driver.add("a", 4, 8)
-    driver.add("b", 4, 8)
+    driver.add_all(a=(4, 8), b=(4, 8))
     driver.step()
     assert driver.step().num_steps == 1
 
@@ -160,9 +159,6 @@ def test_each_output_is_reported_once_and_finished_once(num_scheduler_steps: int
     assert all(gained[r] == generated(r) for r in driver.requests.values())
 
 
-# States
-
-
 def test_states_change_only_along_the_listed_transitions() -> None:
     for before, after in product(RequestState, RequestState):
         request = Request("a", [1], RequestParams())
@@ -178,16 +174,13 @@ def test_states_change_only_along_the_listed_transitions() -> None:
 
 def test_every_state_may_become_finished_and_finished_is_final() -> None:
     assert TRANSITIONS[RequestState.FINISHED] == frozenset()
-    assert all(
-        RequestState.FINISHED in TRANSITIONS[s]
-        for s in RequestState
-        if s is not RequestState.FINISHED
-    )
+    others = set(RequestState) - {RequestState.FINISHED}
+    assert all(RequestState.FINISHED in TRANSITIONS[state] for state in others)
 
 
 def test_requests_with_swaps_change_state_only_along_the_listed_transitions() -> None:
-    driver = Driver(
-        "vllm", swap="swap", block_size=4, num_blocks=6, num_host_blocks=6, max_num_seqs=3,
+    driver = small_driver(
+        "vllm", swap="swap", num_blocks=6, num_host_blocks=6, max_num_seqs=3,
         max_num_batched_tokens=8,
     )  # fmt: skip
     requests = [driver.add(name, 10, 6) for name in "abc"]
@@ -210,13 +203,9 @@ def test_requests_with_swaps_change_state_only_along_the_listed_transitions() ->
         assert seen[-1] is RequestState.FINISHED
 
 
-# Abort
-
-
 def test_abort_while_waiting_removes_the_request() -> None:
     driver = make_driver([], max_num_seqs=1)
-    driver.add("a", 4, 4)
-    b = driver.add("b", 4, 4)
+    _, b = driver.add_all(a=(4, 4), b=(4, 4))
     driver.step()
     assert b.state is RequestState.WAITING and driver.scheduler.abort("b")
     assert b.is_finished and b.finish_reason == "abort"
@@ -244,12 +233,8 @@ def test_abort_while_decoding_keeps_the_output() -> None:
 
 
 def test_abort_while_swapped_frees_the_host_blocks() -> None:
-    driver = Driver(
-        "vllm", swap="swap", block_size=4, num_blocks=6, num_host_blocks=6, max_num_seqs=3,
-        max_num_batched_tokens=64,
-    )  # fmt: skip
-    driver.add("a", 10, 5)
-    b = driver.add("b", 10, 4)
+    driver = small_driver("vllm", swap="swap", num_blocks=6, num_host_blocks=6, max_num_seqs=3)
+    _, b = driver.add_all(a=(10, 5), b=(10, 4))
     driver.steps(4)
     assert b.state is RequestState.SWAPPED and driver.scheduler.abort("b")
     driver.run()

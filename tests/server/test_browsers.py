@@ -13,7 +13,8 @@ from headway.server.http.middleware import SecurityMiddleware
 from headway.server.http.origins import host_name
 from headway.server.settings import Settings
 from tests.server.test_http import CHAT, COMPLETIONS, HELLO, error
-from tests.support.served import on_loop, server
+from tests.support.served import Server, server, with_server
+from tests.support.waiting import on_loop
 
 PAGE = "http://page.example:3000"
 OPENAI_HEADERS = (
@@ -37,26 +38,24 @@ def preflight(origin: str, headers: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("headers", [OPENAI_HEADERS, ANTHROPIC_HEADERS])
-@on_loop
-async def test_allowed_pages_may_send_any_header(headers: str) -> None:
-    async with server(allowed_origins=(PAGE,), api_keys=("k",)) as here:
-        response = await here.client.options(CHAT, headers=preflight(PAGE, headers))
-        assert response.status_code == 200
-        assert response.headers["access-control-allow-origin"] == PAGE
-        allowed = response.headers["access-control-allow-headers"].replace(" ", "").split(",")
-        assert set(headers.split(",")) <= set(allowed)
-        foreign = preflight("http://foreign.example", headers)
-        response = await here.client.options(CHAT, headers=foreign)
-        assert response.status_code == 400
-        assert "access-control-allow-origin" not in response.headers
+@with_server(allowed_origins=(PAGE,), api_keys=("k",))
+async def test_allowed_pages_may_send_any_header(here: Server, headers: str) -> None:
+    response = await here.client.options(CHAT, headers=preflight(PAGE, headers))
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == PAGE
+    allowed = response.headers["access-control-allow-headers"].replace(" ", "").split(",")
+    assert set(headers.split(",")) <= set(allowed)
+    foreign = preflight("http://foreign.example", headers)
+    response = await here.client.options(CHAT, headers=foreign)
+    assert response.status_code == 400
+    assert "access-control-allow-origin" not in response.headers
 
 
-@on_loop
-async def test_allowed_pages_may_read_request_id_and_retry_after() -> None:
-    async with server(allowed_origins=(PAGE,)) as here:
-        response = await here.client.get("/version", headers={"origin": PAGE})
-        exposed = response.headers["access-control-expose-headers"].lower()
-        assert {"x-request-id", "retry-after"} <= {name.strip() for name in exposed.split(",")}
+@with_server(allowed_origins=(PAGE,))
+async def test_allowed_pages_may_read_request_id_and_retry_after(here: Server) -> None:
+    response = await here.client.get("/version", headers={"origin": PAGE})
+    exposed = response.headers["access-control-expose-headers"].lower()
+    assert {"x-request-id", "retry-after"} <= {name.strip() for name in exposed.split(",")}
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from headway import LLM, SamplingParams
+from headway import LLM, AsyncEngine, SamplingParams
 from headway.cli.options.serve import ServeOptions
-from headway.engine.async_engine import AsyncEngine
 from headway.engine.queue_limits import QueueLimits
 from headway.lab.loadgen import report as serve_report
 from headway.lab.loadgen.http_client import Address
@@ -25,13 +24,8 @@ from headway.lab.loadgen.requests import RequestFormat
 from headway.lab.workload.files import read_workload
 from headway.server.app import create_app
 from headway.server.context import Context
+from headway.server.openai import protocol
 from headway.server.openai.embeddings import EmbeddingRequest
-from headway.server.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from headway.server.settings import Settings
 from tests.support import real
 from tests.support.waiting import LIMIT, until, wait_until
@@ -89,11 +83,7 @@ class Serving:
             settings=Settings(tool_call_parser="hermes"),
         )  # fmt: skip
         config = uvicorn.Config(
-            create_app(context),
-            port=0,
-            log_level="error",
-            ws="none",
-            timeout_keep_alive=int(LIMIT),
+            create_app(context), port=0, log_level="error", ws="none", timeout_keep_alive=int(LIMIT)
         )
         self._server = uvicorn.Server(config)
         serving = asyncio.create_task(self._server.serve())
@@ -449,7 +439,8 @@ def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:
     )
     schema = create_app(context).openapi()
     models = (
-        CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, EmbeddingRequest,
+        protocol.CompletionRequest, protocol.ChatRequest, protocol.TokenizeRequest,
+        protocol.DetokenizeRequest, EmbeddingRequest,
     )  # fmt: skip
     names = {field for model in models for field in model.model_fields}
     assert sorted(name for name in names if f"`{name}`" not in document) == []

@@ -15,8 +15,7 @@ from headway.server.http.connection import MAX_HEAD_BYTES, chunk_writer_of
 from tests.server.test_faults import Listening, listening
 from tests.support.processes import Server
 from tests.support.scripted import make_engine
-from tests.support.served import on_loop
-from tests.support.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, on_loop, until
 
 PIECE = b"a" * 16384
 FAR = 64  # parts; one megabyte in total

@@ -13,19 +13,19 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import ValidationError
 
-from headway.engine.async_engine import AsyncEngine, RequestStream
+from headway import AsyncEngine, SamplingParams
+from headway.engine.async_engine import RequestStream
 from headway.engine.input_processor import InputProcessor, Prompt
 from headway.engine.messages import FinishInfo, FromLoop, SampleUpdate, TokenBatch, ToLoop
 from headway.engine.thread_client import EventLoopBridge
 from headway.request import RequestParams
-from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun
 from headway.server.generation.prompts import tokens_of
 from headway.server.http.offload import MAX_INLINE_SIZE
 from headway.server.openai.protocol import CompletionRequest
-from tests.support.served import Server, on_loop, server
-from tests.support.waiting import LIMIT, until
+from tests.support.served import Server, with_server
+from tests.support.waiting import LIMIT, on_loop, until
 
 DONE = FinishInfo("length", None, None, 0, 0, 0.0, 0.0, 0.0)
 LETTERS = "abcdefghijklmnopqrstuvwxyz" * 8
@@ -72,59 +72,51 @@ async def read(run: PromptRun, writer: RandomWriter) -> str:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@on_loop
-async def test_texts_are_complete_with_any_mix_of_direct_writes(seed: int) -> None:
-    async with server(max_model_len=512) as here:
-        num_written = 0
-        while not num_written:  # none if the event loop is always behind the engine
-            writers = [RandomWriter(random.Random(100 * seed + number), []) for number in range(12)]
-            runs = [run_of(here, number) for number in range(12)]
-            texts = await asyncio.gather(*map(read, runs, writers))
-            assert set(texts) == {LETTERS.upper()}
-            num_written = sum(writer.num_written for writer in writers)
-            await here.settled()
-
-
-@on_loop
-async def test_a_stop_string_ends_direct_writes() -> None:
-    async with server(max_model_len=512) as here:
-        writer = RandomWriter(random.Random(1), [])
-        assert await read(run_of(here, 0, stop=["XYZ"]), writer) == "ABCDEFGHIJKLMNOPQRSTUVW"
+@with_server(max_model_len=512)
+async def test_texts_are_complete_with_any_mix_of_direct_writes(here: Server, seed: int) -> None:
+    num_written = 0
+    while not num_written:  # none if the event loop is always behind the engine
+        writers = [RandomWriter(random.Random(100 * seed + number), []) for number in range(12)]
+        runs = [run_of(here, number) for number in range(12)]
+        texts = await asyncio.gather(*map(read, runs, writers))
+        assert set(texts) == {LETTERS.upper()}
+        num_written = sum(writer.num_written for writer in writers)
         await here.settled()
 
 
-@on_loop
-async def test_a_failed_direct_write_fails_only_its_request() -> None:
-    async with server(max_model_len=512) as here:
-
-        def fails(deltas: list[Delta]) -> bytes:
-            raise KeyError("no such letter")
-
-        async def read_broken() -> None:
-            writer = RandomWriter(random.Random(2), [])
-            for number in count(2):  # until the event loop is not behind the engine
-                async for _ in run_of(here, number).deltas(DirectWriter(writer, fails)):
-                    pass
-
-        writer = RandomWriter(random.Random(3), [])
-        broken = asyncio.create_task(read_broken())
-        assert await read(run_of(here, 1), writer) == LETTERS.upper()
-        with pytest.raises(KeyError, match="no such letter"):
-            await broken
-        await here.settled()
+@with_server(max_model_len=512)
+async def test_a_stop_string_ends_direct_writes(here: Server) -> None:
+    writer = RandomWriter(random.Random(1), [])
+    assert await read(run_of(here, 0, stop=["XYZ"]), writer) == "ABCDEFGHIJKLMNOPQRSTUVW"
+    await here.settled()
 
 
-@on_loop
-async def test_several_samples_are_never_written_directly() -> None:
-    async with server(max_model_len=512) as here:
-        writer = RandomWriter(random.Random(4), [])
-        async for _ in run_of(here, 0, n=2).deltas(DirectWriter(writer, form)):
-            pass
-        assert writer.num_written == 0
-        await here.settled()
+@with_server(max_model_len=512)
+async def test_a_failed_direct_write_fails_only_its_request(here: Server) -> None:
+    def fails(deltas: list[Delta]) -> bytes:
+        raise KeyError("no such letter")
+
+    async def read_broken() -> None:
+        writer = RandomWriter(random.Random(2), [])
+        for number in count(2):  # until the event loop is not behind the engine
+            async for _ in run_of(here, number).deltas(DirectWriter(writer, fails)):
+                pass
+
+    writer = RandomWriter(random.Random(3), [])
+    broken = asyncio.create_task(read_broken())
+    assert await read(run_of(here, 1), writer) == LETTERS.upper()
+    with pytest.raises(KeyError, match="no such letter"):
+        await broken
+    await here.settled()
 
 
-# Streams and readers.
+@with_server(max_model_len=512)
+async def test_several_samples_are_never_written_directly(here: Server) -> None:
+    writer = RandomWriter(random.Random(4), [])
+    async for _ in run_of(here, 0, n=2).deltas(DirectWriter(writer, form)):
+        pass
+    assert writer.num_written == 0
+    await here.settled()
 
 
 @on_loop
@@ -175,9 +167,6 @@ async def test_tokens_of_several_steps_arrive_together() -> None:
         client.receive([SampleUpdate("a", 0, [], end=DONE)])
 
 
-# Between threads and processes.
-
-
 @on_loop
 async def test_the_event_loop_bridge_keeps_order_and_wakes_rarely() -> None:
     received: list[list[FromLoop]] = []
@@ -221,9 +210,6 @@ async def test_giving_way_ends_when_all_is_received_or_in_time() -> None:
     await until(lambda: len(received) == 2)
 
 
-# Long prompts.
-
-
 @pytest.mark.parametrize("prompt", [[1] * 999 + ["a"], ["a"] * 999 + [1], [[1] * 999 + ["a"]] * 9])
 def test_a_wrong_prompt_has_at_most_one_error_per_union_member(prompt: list[Any]) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -232,17 +218,16 @@ def test_a_wrong_prompt_has_at_most_one_error_per_union_member(prompt: list[Any]
 
 
 @pytest.mark.parametrize("length", [10, MAX_INLINE_SIZE + 1])
-@on_loop
-async def test_long_prompts_are_tokenized_off_the_event_loop(length: int) -> None:
-    async with server(max_model_len=2 * MAX_INLINE_SIZE) as here:
-        before: InputProcessor = here.app.state.context.input_processor
-        processor = Noting(**{each.name: getattr(before, each.name) for each in fields(before)})
-        context = replace(here.app.state.context, input_processor=processor)
-        for prompt in ([97] * length, "a" * length):
-            Noting.threads.clear()
-            [tokens] = await tokens_of(context, [prompt])
-            assert len(tokens) == length
-            assert (Noting.threads == [threading.get_ident()]) == (length <= MAX_INLINE_SIZE)
+@with_server(max_model_len=2 * MAX_INLINE_SIZE)
+async def test_long_prompts_are_tokenized_off_the_event_loop(here: Server, length: int) -> None:
+    before: InputProcessor = here.app.state.context.input_processor
+    processor = Noting(**{each.name: getattr(before, each.name) for each in fields(before)})
+    context = replace(here.app.state.context, input_processor=processor)
+    for prompt in ([97] * length, "a" * length):
+        Noting.threads.clear()
+        [tokens] = await tokens_of(context, [prompt])
+        assert len(tokens) == length
+        assert (Noting.threads == [threading.get_ident()]) == (length <= MAX_INLINE_SIZE)
 
 
 class Noting(InputProcessor):

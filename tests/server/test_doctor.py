@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import pytest
 
+from headway import Engine, Scheduler, VirtualClock, preset
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.clock import VirtualClock
-from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.queries import ResetPrefixCache, StartTrial
 from headway.engine.thread_client import ThreadClient
@@ -22,12 +22,11 @@ from headway.lab.cost import load_profile
 from headway.lab.doctor import live as live_doctor
 from headway.observe.server_metrics import ServerMetrics
 from headway.request import RequestParams
-from headway.scheduler import Scheduler, preset
 from headway.server import doctor, live
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.settings import Settings
-from tests.support.waiting import LIMIT
+from tests.support.waiting import LIMIT, on_loop
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
 KEY = {"Authorization": "Bearer secret"}
@@ -56,40 +55,34 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "NICENESS", 0)
 
 
-def served(
-    test: Callable[[httpx.AsyncClient, AsyncEngine], Awaitable[None]], *, has_work: bool = True
-) -> None:
-    """Run a test against a simulated engine on its own thread, behind an API key."""
-
-    async def serve() -> None:
-        clock = VirtualClock()
-        config = preset(
-            "vllm_v1", num_blocks=8000, max_num_batched_tokens=16384, max_model_len=16384
-        )
-        executor = SimulatedExecutor(clock, lambda plan: PROFILE.step_seconds(plan), 0.0005)
-        client = ThreadClient(Engine(Scheduler(config), executor, clock))
-        live_doctor.install(client.loop, ServerMetrics(client.loop, "tiny"), PROFILE.model)
-        engine = AsyncEngine(client)
-        await engine.start()
-        context = Context(
-            engine=engine, input_processor=cast(InputProcessor, SimpleNamespace(tokenizer=None)),
-            model_name="tiny", max_model_len=16384, settings=Settings(api_keys=("secret",)),
-        )  # fmt: skip
-        app = create_app(context, [doctor.router(context)])
-        transport = httpx.ASGITransport(app)
-        try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                if has_work:
-                    await work(engine)
-                await test(http, engine)
-        finally:
-            await engine.close()
-
-    asyncio.run(serve())
+@asynccontextmanager
+async def served(has_work: bool = True) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngine]]:
+    """A client of a simulated engine on its own thread, behind an API key; and the engine."""
+    clock = VirtualClock()
+    config = preset("vllm_v1", num_blocks=8000, max_num_batched_tokens=16384, max_model_len=16384)
+    executor = SimulatedExecutor(clock, lambda plan: PROFILE.step_seconds(plan), 0.0005)
+    client = ThreadClient(Engine(Scheduler(config), executor, clock))
+    live_doctor.install(client.loop, ServerMetrics(client.loop, "tiny"), PROFILE.model)
+    engine = AsyncEngine(client)
+    await engine.start()
+    context = Context(
+        engine=engine, input_processor=cast(InputProcessor, SimpleNamespace(tokenizer=None)),
+        model_name="tiny", max_model_len=16384, settings=Settings(api_keys=("secret",)),
+    )  # fmt: skip
+    app = create_app(context, [doctor.router(context)])
+    transport = httpx.ASGITransport(app)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            if has_work:
+                await work(engine)
+            yield http, engine
+    finally:
+        await engine.close()
 
 
-def test_the_doctor_answers_with_json_or_text_and_needs_the_key() -> None:
-    async def test(http: httpx.AsyncClient, engine: AsyncEngine) -> None:
+@on_loop
+async def test_the_doctor_answers_with_json_or_text_and_needs_the_key() -> None:
+    async with served() as (http, _engine):
         assert (await http.get("/doctor")).status_code == 401
         found = (await http.get("/doctor", headers=KEY)).json()
         assert {"vitals", "findings", "summary", "config", "seconds"} == set(found)
@@ -101,11 +94,10 @@ def test_the_doctor_answers_with_json_or_text_and_needs_the_key() -> None:
             assert vital["name"] in text.text and vital["healthy"] in text.text
         assert "symptom" in text.text and str(SECRET) not in json.dumps(found) + text.text
 
-    served(test)
 
-
-def test_a_trial_shows_before_and_after_and_changes_nothing() -> None:
-    async def test(http: httpx.AsyncClient, engine: AsyncEngine) -> None:
+@on_loop
+async def test_a_trial_shows_before_and_after_and_changes_nothing() -> None:
+    async with served() as (http, _engine):
         body: dict[str, Any] = {"changes": {"max_num_seqs": 2}}
         assert (await http.post("/doctor/try", json=body)).status_code == 401
         first, second = await asyncio.gather(
@@ -123,8 +115,6 @@ def test_a_trial_shows_before_and_after_and_changes_nothing() -> None:
         text = (await http.post("/doctor/try", json=body, headers=headers)).text
         assert "chunk=hold_tbt(0.05)" in text and "longest stall" in text
 
-    served(test)
-
 
 @pytest.mark.parametrize(
     ("body", "problem"),
@@ -136,10 +126,11 @@ def test_a_trial_shows_before_and_after_and_changes_nothing() -> None:
         ({"changes": {"max_num_seqs": 2}}, "no steps are recorded"),
     ],
 )  # fmt: skip
-def test_an_impossible_trial_is_refused_with_the_reason(body: dict[str, Any], problem: str) -> None:
-    async def test(http: httpx.AsyncClient, engine: AsyncEngine) -> None:
+@on_loop
+async def test_an_impossible_trial_is_refused_with_the_reason(
+    body: dict[str, Any], problem: str
+) -> None:
+    async with served(has_work=False) as (http, engine):
         refused = await http.post("/doctor/try", json=body, headers=KEY)
         assert refused.status_code == 400 and problem in refused.json()["error"]["message"]
         assert await engine.ask(StartTrial()) is not None, "the next trial may start"
-
-    served(test, has_work=False)

@@ -34,7 +34,7 @@ from tests.support.journals import of_kind
 from tests.support.lettered import SlowCapitals, letters_app, letters_served
 from tests.support.processes import PATIENT, Server, refuses_connections, stable_port
 from tests.support.scripted import MiniApp, make_engine
-from tests.support.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, on_loop, until
 
 LONG = 1800  # letters; a stream of them takes longer than any pause
 SLOW = 0.03  # seconds of half a step
@@ -126,41 +126,38 @@ async def capitals(
         yield server
 
 
-def test_every_stream_reports_that_the_engine_has_stopped() -> None:
+@on_loop
+async def test_every_stream_reports_that_the_engine_has_stopped() -> None:
     def broken() -> None:
         raise RuntimeError("fatal fault")
 
-    async def live() -> None:
-        async with capitals(SLOW) as server:
-            streams = await server.streams(8)
-            server.engine.step = broken  # type: ignore[method-assign]
-            for said in await asyncio.gather(*streams):
-                assert 0 < len(text_of(said)) < LONG and "ABC".startswith(text_of(said)[:3])
-                assert "fatal fault" in said[-1]["error"]["message"]
-            response = await server.client.post("/v1/completions", json={"prompt": "a"})
-            assert response.status_code == 503
-            health = await server.client.get("/health")
-            assert health.status_code == 503 and "fatal fault" in health.text
-
-    within(live())
+    async with capitals(SLOW) as server:
+        streams = await server.streams(8)
+        server.engine.step = broken  # type: ignore[method-assign]
+        for said in await asyncio.gather(*streams):
+            assert 0 < len(text_of(said)) < LONG and "ABC".startswith(text_of(said)[:3])
+            assert "fatal fault" in said[-1]["error"]["message"]
+        response = await server.client.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 503
+        health = await server.client.get("/health")
+        assert health.status_code == 503 and "fatal fault" in health.text
 
 
-def test_a_failed_step_ends_its_requests_and_later_ones_work() -> None:
-    async def live() -> None:
-        async with capitals(SLOW) as server:
-            streams = await server.streams(4)
-            assert isinstance(server.engine.executor, SlowCapitals)
-            server.engine.executor.fault = RuntimeError("the device fell off")
-            for said in await asyncio.gather(*streams):
-                assert reason_of(said) == "step_failed"
-                assert "the device fell off" in said[-1]["error"]["message"]
-            assert await server.capitals("later") == "LATER"
-        check_no_leaks(server.engine.scheduler)
-
-    within(live())
+@on_loop
+async def test_a_failed_step_ends_its_requests_and_later_ones_work() -> None:
+    async with capitals(SLOW) as server:
+        streams = await server.streams(4)
+        assert isinstance(server.engine.executor, SlowCapitals)
+        server.engine.executor.fault = RuntimeError("the device fell off")
+        for said in await asyncio.gather(*streams):
+            assert reason_of(said) == "step_failed"
+            assert "the device fell off" in said[-1]["error"]["message"]
+        assert await server.capitals("later") == "LATER"
+    check_no_leaks(server.engine.scheduler)
 
 
-def test_a_tokenizer_failure_fails_only_its_request() -> None:
+@on_loop
+async def test_a_tokenizer_failure_fails_only_its_request() -> None:
     letters = letters_served(0.0).model_info.tokenizer
 
     class Delicate(Tokenizer):
@@ -172,46 +169,38 @@ def test_a_tokenizer_failure_fails_only_its_request() -> None:
             return super().encode(text, special=special, max_tokens=max_tokens)
 
     delicate = Delicate(letters._backend, eos=letters.eos, chat_template=letters.chat_template)
-
-    async def live() -> None:
-        async with capitals(0.002, delicate) as server:
-            going = asyncio.create_task(server.capitals("abc" * 60))
-            for is_streamed in (False, True):
-                asked = {"prompt": "poison", "stream": is_streamed}
-                response = await server.client.post("/v1/completions", json=asked)
-                assert response.status_code == 500
-                assert response.json()["error"]["code"] == "internal_error"
-            chat = {"messages": [{"role": "user", "content": "poison"}]}
-            assert (await server.client.post("/v1/chat/completions", json=chat)).status_code == 500
-            assert await going == "ABC" * 60
-        check_no_leaks(server.engine.scheduler)
-
-    within(live())
+    async with capitals(0.002, delicate) as server:
+        going = asyncio.create_task(server.capitals("abc" * 60))
+        for is_streamed in (False, True):
+            asked = {"prompt": "poison", "stream": is_streamed}
+            response = await server.client.post("/v1/completions", json=asked)
+            assert response.status_code == 500
+            assert response.json()["error"]["code"] == "internal_error"
+        chat = {"messages": [{"role": "user", "content": "poison"}]}
+        assert (await server.client.post("/v1/chat/completions", json=chat)).status_code == 500
+        assert await going == "ABC" * 60
+    check_no_leaks(server.engine.scheduler)
 
 
-def test_a_client_that_stops_reading_delays_no_other_and_uses_little_memory() -> None:
-    async def live() -> None:
-        engine = make_engine(num_blocks=3_000, max_model_len=10_000, max_num_batched_tokens=256)
-        async with listening(engine, MiniApp, {}) as server:
-            port = server.client.base_url.port
-            asked = json.dumps(
-                {"id": "stuck", "prompt": [1], "num_output": 4_000, "padding": 9_000}
-            )
-            head = f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(asked)}\r\n\r\n"
-            stuck = socket.create_connection(("127.0.0.1", port))
-            stuck.sendall((head + asked).encode())  # never reads the 36 MB of the response
-            for number in range(10):
-                body = {"id": f"{number}", "prompt": [1], "num_output": 50}
-                lines = (await server.client.post("/", json=body)).text.splitlines()
-                assert json.loads(lines[-1])["end"] == "stop"
-            await until(lambda: not engine.has_work)  # unread tokens are kept as integers
-            transports = [c.transport for c in server.http.server_state.connections]
-            assert max(t.get_write_buffer_size() for t in transports) < 1_000_000
-            stuck.close()
-            await until(lambda: not server.http.server_state.tasks)
-        check_no_leaks(engine.scheduler)
-
-    within(live())
+@on_loop
+async def test_a_client_that_stops_reading_delays_no_other_and_uses_little_memory() -> None:
+    engine = make_engine(num_blocks=3_000, max_model_len=10_000, max_num_batched_tokens=256)
+    async with listening(engine, MiniApp, {}) as server:
+        port = server.client.base_url.port
+        asked = json.dumps({"id": "stuck", "prompt": [1], "num_output": 4_000, "padding": 9_000})
+        head = f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(asked)}\r\n\r\n"
+        stuck = socket.create_connection(("127.0.0.1", port))
+        stuck.sendall((head + asked).encode())  # never reads the 36 MB of the response
+        for number in range(10):
+            body = {"id": f"{number}", "prompt": [1], "num_output": 50}
+            lines = (await server.client.post("/", json=body)).text.splitlines()
+            assert json.loads(lines[-1])["end"] == "stop"
+        await until(lambda: not engine.has_work)  # unread tokens are kept as integers
+        transports = [c.transport for c in server.http.server_state.connections]
+        assert max(t.get_write_buffer_size() for t in transports) < 1_000_000
+        stuck.close()
+        await until(lambda: not server.http.server_state.tasks)
+    check_no_leaks(engine.scheduler)
 
 
 class SmallDisk(io.BytesIO):
@@ -245,9 +234,6 @@ def test_a_full_disk_ends_the_trace_with_one_warning_and_fails_no_request(
     assert len([r for r in caplog.records if r.name == "headway.engine.loop"]) == 1
     lines = disk.getvalue().splitlines()
     assert len(lines) > 5 and all(json.loads(line) for line in lines)
-
-
-# Signals to separate processes.
 
 
 async def load(

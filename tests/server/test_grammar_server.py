@@ -11,14 +11,13 @@ import httpx
 import pytest
 import torch
 
-from headway import LLM
-from headway.engine.async_engine import AsyncEngine
+from headway import LLM, AsyncEngine
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.settings import Settings
-from tests.support import real
-from tests.support.served import TOOL_TEMPLATE, on_loop
+from tests.support.served import TOOL_TEMPLATE
 from tests.support.served import server as letters_server
+from tests.support.waiting import on_loop
 
 pytest.importorskip("llguidance")
 torch.set_num_threads(1)
@@ -31,9 +30,8 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = real.write_tiny(tmp_path_factory.mktemp("tiny"))
-    yield LLM(str(folder), kv_memory="4MiB", threads=1)
+def llm(tiny: str) -> LLM:
+    return LLM(tiny, kv_memory="4MiB", threads=1)
 
 
 @asynccontextmanager
@@ -109,11 +107,9 @@ async def test_a_grammar_that_fails_during_generation_is_a_400(llm: LLM) -> None
         assert (await client.post(COMPLETIONS, json=asked())).status_code == 200
 
 
-# Closed objects.
-
-
 STRICT = {"type": "json_schema", "json_schema": {"schema": OBJECT, "strict": True}}
 LOOSE = {"type": "json_schema", "json_schema": {"schema": OBJECT}}
+CLOSED = "disable_additional_properties"
 
 
 @pytest.mark.parametrize(
@@ -124,16 +120,8 @@ LOOSE = {"type": "json_schema", "json_schema": {"schema": OBJECT}}
         (True, {"response_format": LOOSE}, True),
         (False, {"structured_outputs": {"json": OBJECT}}, False),
         (True, {"structured_outputs": {"json": OBJECT}}, True),
-        (
-            False,
-            {"structured_outputs": {"json": OBJECT, "disable_additional_properties": True}},
-            True,
-        ),
-        (
-            True,
-            {"structured_outputs": {"json": OBJECT, "disable_additional_properties": False}},
-            True,
-        ),
+        (False, {"structured_outputs": {"json": OBJECT, CLOSED: True}}, True),
+        (True, {"structured_outputs": {"json": OBJECT, CLOSED: False}}, True),
     ],
 )
 @on_loop

@@ -25,19 +25,14 @@ from headway.server.anthropic.protocol import CountRequest, MessagesRequest
 from headway.server.app import create_app
 from headway.server.generation.prepared_chat import OutputParser
 from headway.server.generation.prompt_runs import Delta
+from headway.server.openai import protocol
 from headway.server.openai.embeddings import EmbeddingRequest
-from headway.server.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from headway.server.openai.responses_input import ResponsesRequest
 from headway.server.settings import Settings, read_api_keys
 from headway.server.toolcalls.choice import tool_use
 from headway.server.toolcalls.formats import CallDelta
-from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, on_loop, server
-from tests.support.waiting import LIMIT, until
+from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, server, with_server
+from tests.support.waiting import LIMIT, on_loop, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -59,34 +54,29 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     return found
 
 
-# Completions.
-
-
 @pytest.mark.parametrize(
     "prompt", ["hello", list(b"hello"), ["hello"], [list(b"hello")]], ids=["a", "b", "c", "d"]
 )
-@on_loop
-async def test_a_prompt_is_text_or_tokens_or_a_list_of_either(prompt: Any) -> None:
-    async with server() as here:
-        body = await here.complete(prompt=prompt, model=MODEL)
-        (choice,) = body["choices"]
-        assert choice == {"index": 0, "text": "HELLO", "logprobs": None, "finish_reason": "stop"}
-        assert body["object"] == "text_completion" and body["model"] == MODEL
-        cached = {"cached_tokens": 0}
-        assert body["usage"] == {
-            "prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11,
-            "prompt_tokens_details": cached,
-        }  # fmt: skip
+@with_server()
+async def test_a_prompt_is_text_or_tokens_or_a_list_of_either(here: Server, prompt: Any) -> None:
+    body = await here.complete(prompt=prompt, model=MODEL)
+    (choice,) = body["choices"]
+    assert choice == {"index": 0, "text": "HELLO", "logprobs": None, "finish_reason": "stop"}
+    assert body["object"] == "text_completion" and body["model"] == MODEL
+    cached = {"cached_tokens": 0}
+    assert body["usage"] == {
+        "prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11,
+        "prompt_tokens_details": cached,
+    }  # fmt: skip
 
 
-@on_loop
-async def test_choices_are_in_prompt_order_and_usage_counts_them_all() -> None:
-    async with server() as here:
-        body = await here.complete(prompt=["abc", "wxyz"], n=2)
-        assert [choice["text"] for choice in body["choices"]] == ["ABC", "BC", "WXYZ", "XYZ"]
-        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-        assert body["usage"]["prompt_tokens"] == 7
-        assert body["usage"]["completion_tokens"] == 4 + 3 + 5 + 4
+@with_server()
+async def test_choices_are_in_prompt_order_and_usage_counts_them_all(here: Server) -> None:
+    body = await here.complete(prompt=["abc", "wxyz"], n=2)
+    assert [choice["text"] for choice in body["choices"]] == ["ABC", "BC", "WXYZ", "XYZ"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["prompt_tokens"] == 7
+    assert body["usage"]["completion_tokens"] == 4 + 3 + 5 + 4
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": 2}, {"echo": True, "logprobs": 0}])
@@ -114,164 +104,151 @@ async def test_a_streamed_completion_equals_the_complete_one(more: dict[str, Any
                 assert [each for part in mine for each in part["logprobs"][name]] == column
 
 
-@on_loop
-async def test_a_stop_string_ends_text_and_token_count() -> None:
-    async with server() as here:
-        body = await here.complete(prompt="abcdefgh", stop="DE")
-        assert body["choices"][0]["text"] == "ABC" and body["usage"]["completion_tokens"] == 5
-        asked = {"prompt": "abcdefgh", "stop": ["DE"], "include_stop_str_in_output": True}
-        assert (await here.complete(**asked))["choices"][0]["text"] == "ABCDE"
-        body = await here.complete(prompt="abcdeabcdefgh", stop="DE", min_tokens=5)
-        assert body["choices"][0]["text"] == "ABCDEABC"
-        body = await here.complete(prompt="abcdefgh", stop_token_ids=[ord("C")])
-        assert body["choices"][0]["text"] == "AB"
-        body = await here.complete(prompt="abcdefgh", max_tokens=3)
-        assert body["choices"][0]["text"] == "ABC"
-        assert body["choices"][0]["finish_reason"] == "length"
-        await here.settled()
+@with_server()
+async def test_a_stop_string_ends_text_and_token_count(here: Server) -> None:
+    body = await here.complete(prompt="abcdefgh", stop="DE")
+    assert body["choices"][0]["text"] == "ABC" and body["usage"]["completion_tokens"] == 5
+    asked = {"prompt": "abcdefgh", "stop": ["DE"], "include_stop_str_in_output": True}
+    assert (await here.complete(**asked))["choices"][0]["text"] == "ABCDE"
+    body = await here.complete(prompt="abcdeabcdefgh", stop="DE", min_tokens=5)
+    assert body["choices"][0]["text"] == "ABCDEABC"
+    body = await here.complete(prompt="abcdefgh", stop_token_ids=[ord("C")])
+    assert body["choices"][0]["text"] == "AB"
+    body = await here.complete(prompt="abcdefgh", max_tokens=3)
+    assert body["choices"][0]["text"] == "ABC"
+    assert body["choices"][0]["finish_reason"] == "length"
+    await here.settled()
 
 
-@on_loop
-async def test_a_stop_string_cancels_the_sample_at_once() -> None:
-    async with server() as here:
-        seen = spied(here)
-        here.executor.num_free_steps = 5
-        asked = asyncio.create_task(here.complete(prompt="x" * 100, max_tokens=100, stop="XXX"))
-        await until(lambda: any(isinstance(message, Cancel) for message in seen))
-        here.executor.gate.set()
-        body = await asked
-        assert body["choices"][0]["text"] == "" and body["usage"]["completion_tokens"] == 3
-        assert isinstance(seen[-1], Cancel) and seen[-1].sample == 0
+@with_server()
+async def test_a_stop_string_cancels_the_sample_at_once(here: Server) -> None:
+    seen = spied(here)
+    here.executor.num_free_steps = 5
+    asked = asyncio.create_task(here.complete(prompt="x" * 100, max_tokens=100, stop="XXX"))
+    await until(lambda: any(isinstance(message, Cancel) for message in seen))
+    here.executor.gate.set()
+    body = await asked
+    assert body["choices"][0]["text"] == "" and body["usage"]["completion_tokens"] == 3
+    assert isinstance(seen[-1], Cancel) and seen[-1].sample == 0
 
 
-@on_loop
-async def test_completion_logprobs_are_columns_that_cover_the_text() -> None:
-    async with server() as here:
-        body = await here.complete(prompt="abc", logprobs=2, echo=True)
-        (choice,) = body["choices"]
-        columns = choice["logprobs"]
-        assert "".join(columns["tokens"]) == choice["text"] == "abcABC"
-        assert columns["text_offset"] == [0, 1, 2, 3, 4, 5]
-        assert columns["token_logprobs"] == [None, *[-0.5] * 5]
-        assert columns["top_logprobs"][0] is None
-        assert columns["top_logprobs"][3] == {"A": -0.5, "B": -1.5}
-        body = await here.complete(prompt="abc", logprobs=0, echo=True, max_tokens=0)
-        assert body["choices"][0]["text"] == "abc"
-        assert len(body["choices"][0]["logprobs"]["tokens"]) == 3
-        assert body["choices"][0]["logprobs"]["top_logprobs"] == [None, {"b": -0.5}, {"c": -0.5}]
-        assert body["usage"]["completion_tokens"] == 0
+@with_server()
+async def test_completion_logprobs_are_columns_that_cover_the_text(here: Server) -> None:
+    body = await here.complete(prompt="abc", logprobs=2, echo=True)
+    (choice,) = body["choices"]
+    columns = choice["logprobs"]
+    assert "".join(columns["tokens"]) == choice["text"] == "abcABC"
+    assert columns["text_offset"] == [0, 1, 2, 3, 4, 5]
+    assert columns["token_logprobs"] == [None, *[-0.5] * 5]
+    assert columns["top_logprobs"][0] is None
+    assert columns["top_logprobs"][3] == {"A": -0.5, "B": -1.5}
+    body = await here.complete(prompt="abc", logprobs=0, echo=True, max_tokens=0)
+    assert body["choices"][0]["text"] == "abc"
+    assert len(body["choices"][0]["logprobs"]["tokens"]) == 3
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [None, {"b": -0.5}, {"c": -0.5}]
+    assert body["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize("limit", [3, 11, 99])
-@on_loop
-async def test_an_echo_is_the_prompt_that_the_model_receives(limit: int) -> None:
-    async with server() as here:
-        fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": limit}
-        for prompt in ("hello world", list(b"hello world")):
-            (choice,) = (await here.complete(prompt=prompt, **fields))["choices"]
-            kept = "hello world"[-limit:]
-            assert choice["text"] == kept + kept[0].upper()
-            assert choice["logprobs"]["tokens"] == [*choice["text"]]
-            assert choice["logprobs"]["text_offset"] == [*range(len(choice["text"]))]
+@with_server()
+async def test_an_echo_is_the_prompt_that_the_model_receives(here: Server, limit: int) -> None:
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": limit}
+    for prompt in ("hello world", list(b"hello world")):
+        (choice,) = (await here.complete(prompt=prompt, **fields))["choices"]
+        kept = "hello world"[-limit:]
+        assert choice["text"] == kept + kept[0].upper()
+        assert choice["logprobs"]["tokens"] == [*choice["text"]]
+        assert choice["logprobs"]["text_offset"] == [*range(len(choice["text"]))]
 
 
-@on_loop
-async def test_an_echo_shows_no_token_that_the_tokenizer_adds() -> None:
-    async with server(bos="<start>") as here:
-        fields = {"echo": True, "logprobs": 0, "max_tokens": 1}
-        for prompt, offsets in {"abc": [0, 0, 1, 2], "<start>abc": [0, 0, 7, 8, 9]}.items():
-            (choice,) = (await here.complete(prompt=prompt, **fields))["choices"]
-            assert choice["text"].startswith(prompt)
-            tokens = ["<start>", *["<start>"] * prompt.count("<start>"), "a", "b", "c"]
-            assert choice["logprobs"]["tokens"][:-1] == tokens
-            assert choice["logprobs"]["text_offset"] == [*offsets, len(prompt)]
+@with_server(bos="<start>")
+async def test_an_echo_shows_no_token_that_the_tokenizer_adds(here: Server) -> None:
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 1}
+    for prompt, offsets in {"abc": [0, 0, 1, 2], "<start>abc": [0, 0, 7, 8, 9]}.items():
+        (choice,) = (await here.complete(prompt=prompt, **fields))["choices"]
+        assert choice["text"].startswith(prompt)
+        tokens = ["<start>", *["<start>"] * prompt.count("<start>"), "a", "b", "c"]
+        assert choice["logprobs"]["tokens"][:-1] == tokens
+        assert choice["logprobs"]["text_offset"] == [*offsets, len(prompt)]
 
 
-@on_loop
-async def test_the_echo_of_half_a_character_has_consistent_offsets() -> None:
-    async with server() as here:
-        fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": 4}
-        (choice,) = (await here.complete(prompt="éabc", **fields))["choices"]
-        assert choice["text"].startswith("\N{REPLACEMENT CHARACTER}abc")
-        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+@with_server()
+async def test_the_echo_of_half_a_character_has_consistent_offsets(here: Server) -> None:
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": 4}
+    (choice,) = (await here.complete(prompt="éabc", **fields))["choices"]
+    assert choice["text"].startswith("\N{REPLACEMENT CHARACTER}abc")
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
 
 
-@on_loop
-async def test_a_repeated_prompt_counts_as_cached() -> None:
-    async with server() as here:
-        prompt = "x" * 64
-        await here.complete(prompt=prompt, max_tokens=1)
-        body = await here.complete(prompt=prompt, max_tokens=1)
-        cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached >= 48
-        assert (await here.post("/reset_prefix_cache")).json() == {"success": True}
-        body = await here.complete(prompt=prompt, max_tokens=1)
-        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+@with_server()
+async def test_a_repeated_prompt_counts_as_cached(here: Server) -> None:
+    prompt = "x" * 64
+    await here.complete(prompt=prompt, max_tokens=1)
+    body = await here.complete(prompt=prompt, max_tokens=1)
+    cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= 48
+    assert (await here.post("/reset_prefix_cache")).json() == {"success": True}
+    body = await here.complete(prompt=prompt, max_tokens=1)
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-# Chats.
+@with_server()
+async def test_a_chat_uses_the_template_complete_and_streamed(here: Server) -> None:
+    parts = [{"type": "text", "text": "hello"}]
+    asked = {"messages": [{"role": "user", "content": parts}], "user": "me", "priority": 3}
+    body = (await here.post(CHAT, **asked, n=2, max_completion_tokens=6)).json()
+    assert body["object"] == "chat.completion" and body["usage"]["prompt_tokens"] == 10
+    texts = [choice["message"]["content"] for choice in body["choices"]]
+    assert texts == ["U:HELL", ":HELLO"]
+    assert body["choices"][0]["message"]["role"] == "assistant"
+    assert body["choices"][0]["finish_reason"] == "length"
+    response = await here.post(CHAT, **asked, n=2, max_tokens=6, stream=True)
+    chunks = events(response)
+    assert all(c["object"] == "chat.completion.chunk" and "usage" not in c for c in chunks)
+    for number, text in enumerate(texts):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == number]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(each["delta"].get("content", "") for each in mine) == text
+        assert mine[-1]["delta"] == {} and mine[-1]["finish_reason"] == "length"
 
 
-@on_loop
-async def test_a_chat_uses_the_template_complete_and_streamed() -> None:
-    async with server() as here:
-        parts = [{"type": "text", "text": "hello"}]
-        asked = {"messages": [{"role": "user", "content": parts}], "user": "me", "priority": 3}
-        body = (await here.post(CHAT, **asked, n=2, max_completion_tokens=6)).json()
-        assert body["object"] == "chat.completion" and body["usage"]["prompt_tokens"] == 10
-        texts = [choice["message"]["content"] for choice in body["choices"]]
-        assert texts == ["U:HELL", ":HELLO"]
-        assert body["choices"][0]["message"]["role"] == "assistant"
-        assert body["choices"][0]["finish_reason"] == "length"
-        response = await here.post(CHAT, **asked, n=2, max_tokens=6, stream=True)
-        chunks = events(response)
-        assert all(c["object"] == "chat.completion.chunk" and "usage" not in c for c in chunks)
-        for number, text in enumerate(texts):
-            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == number]
-            assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-            assert "".join(each["delta"].get("content", "") for each in mine) == text
-            assert mine[-1]["delta"] == {} and mine[-1]["finish_reason"] == "length"
+@with_server()
+async def test_chat_logprobs_have_one_object_per_visible_token(here: Server) -> None:
+    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    body = (await here.post(CHAT, **asked)).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert "".join(each["token"] for each in content) == "U:HELLO;A:"
+    assert content[0] == {
+        "token": "U", "logprob": -0.5, "bytes": [85],
+        "top_logprobs": [
+            {"token": "U", "logprob": -0.5, "bytes": [85]},
+            {"token": "V", "logprob": -1.5, "bytes": [86]},
+        ],
+    }  # fmt: skip
+    chunks = events(await here.post(CHAT, **asked, stream=True))
+    streamed = [c["choices"][0]["logprobs"] for c in chunks]
+    assert [one for each in streamed if each for one in each["content"]] == content
 
 
-@on_loop
-async def test_chat_logprobs_have_one_object_per_visible_token() -> None:
-    async with server() as here:
-        asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
-        body = (await here.post(CHAT, **asked)).json()
-        content = body["choices"][0]["logprobs"]["content"]
-        assert "".join(each["token"] for each in content) == "U:HELLO;A:"
-        assert content[0] == {
-            "token": "U", "logprob": -0.5, "bytes": [85],
-            "top_logprobs": [
-                {"token": "U", "logprob": -0.5, "bytes": [85]},
-                {"token": "V", "logprob": -1.5, "bytes": [86]},
-            ],
-        }  # fmt: skip
-        chunks = events(await here.post(CHAT, **asked, stream=True))
-        streamed = [c["choices"][0]["logprobs"] for c in chunks]
-        assert [one for each in streamed if each for one in each["content"]] == content
-
-
-@on_loop
-async def test_every_field_reaches_the_engine() -> None:
-    async with server() as here:
-        seen, clock = spied(here), VirtualClock()
-        clock.advance_to(1000)
-        here.engine_client.loop.engine.clock = clock
-        asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 11}
-        asked |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5}
-        more = {"logit_bias": {"65": 2}, "min_tokens": 2, "ignore_eos": True, "priority": -4}
-        more |= {"user": "me", "deadline": 100, "cache_salt": "s", "stop_token_ids": [5]}
-        more |= {"max_completion_tokens": 4, "max_tokens": 3, "bad_words": ["a"], "unknown": {}}
-        response = await here.post(CHAT, messages=HELLO, **asked, **more)
-        assert response.status_code == 200, response.text
-        params = next(message.params for message in seen if isinstance(message, Submit))
-        assert all(getattr(params.sampling, name) == value for name, value in asked.items())
-        assert params.sampling.logit_bias == {65: 2} and params.sampling.bad_words
-        found = (params.min_tokens, params.ignore_eos, params.priority, params.client)
-        assert found == (2, True, -4, "me")
-        assert (params.salt, params.stop_ids, params.max_tokens) == ("s", {5}, 4)
-        assert params.deadline == 1100
+@with_server()
+async def test_every_field_reaches_the_engine(here: Server) -> None:
+    seen, clock = spied(here), VirtualClock()
+    clock.advance_to(1000)
+    here.engine_client.loop.engine.clock = clock
+    asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 11}
+    asked |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5}
+    more = {"logit_bias": {"65": 2}, "min_tokens": 2, "ignore_eos": True, "priority": -4}
+    more |= {"user": "me", "deadline": 100, "cache_salt": "s", "stop_token_ids": [5]}
+    more |= {"max_completion_tokens": 4, "max_tokens": 3, "bad_words": ["a"], "unknown": {}}
+    response = await here.post(CHAT, messages=HELLO, **asked, **more)
+    assert response.status_code == 200, response.text
+    params = next(message.params for message in seen if isinstance(message, Submit))
+    assert all(getattr(params.sampling, name) == value for name, value in asked.items())
+    assert params.sampling.logit_bias == {65: 2} and params.sampling.bad_words
+    found = (params.min_tokens, params.ignore_eos, params.priority, params.client)
+    assert found == (2, True, -4, "me")
+    assert (params.salt, params.stop_ids, params.max_tokens) == ("s", {5}, 4)
+    assert params.deadline == 1100
 
 
 @pytest.mark.parametrize(
@@ -285,55 +262,71 @@ async def test_every_field_reaches_the_engine() -> None:
         ("response_format", {"type": "text"}, None),
     ],
 )
-@on_loop
+@with_server()
 async def test_structured_output_reaches_the_engine(
-    field: str, value: dict[str, Any], kind: str | None
+    here: Server, field: str, value: dict[str, Any], kind: str | None
 ) -> None:
-    async with server() as here:
-        for path, asked in ((COMPLETIONS, {"prompt": "abc"}), (CHAT, {"messages": HELLO})):
-            seen = spied(here)
-            response = await here.post(path, **{field: value}, **asked)
-            assert response.status_code == 200, response.text
-            grammar = seen[0].params.sampling.grammar
-            assert (grammar and grammar.kind) == kind
-
-
-@on_loop
-async def test_tool_calls_are_parsed_complete_and_streamed() -> None:
-    async with server(template=TOOL_TEMPLATE) as here:
-        call = b'<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-        here.executor.says = b"Well. " + call + call
-        asked = {"messages": HELLO, "tools": [TOOL]}
-        (choice,) = (await here.post(CHAT, **asked)).json()["choices"]
-        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well."
-        functions = [each["function"] for each in choice["message"]["tool_calls"]]
-        assert functions == [{"name": "f", "arguments": '{"a": 1}'}] * 2
-        here.executor.seconds = 0.05  # a busy server sends several tokens in one event
-        chunks = events(await here.post(CHAT, **asked, stream=True))
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        assert "".join(delta.get("content", "") for delta in deltas) == "Well."
-        streamed = [each for delta in deltas for each in delta.get("tool_calls", [])]
-        assert [each["index"] for each in streamed if "id" in each] == [0, 1]
-        for index, function in enumerate(functions):
-            parts = [each["function"] for each in streamed if each["index"] == index]
-            assert parts[0]["name"] == "f" and all("name" not in part for part in parts[1:])
-            assert "".join(part["arguments"] for part in parts) == function["arguments"]
-            assert len(parts) > 2, "arguments are streamed"
-        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-        parser = OutputParser(tool_use(TOOL_TEMPLATE, [TOOL]).parser())  # type: ignore[union-attr]
-        pieces = parser.push(Delta(0, (call + call).decode(), finish_reason="stop"))
-        numbers = [piece.number for piece in pieces if isinstance(piece, CallDelta)]
-        assert numbers == sorted(numbers) and set(numbers) == {0, 1}
+    for path, asked in ((COMPLETIONS, {"prompt": "abc"}), (CHAT, {"messages": HELLO})):
         seen = spied(here)
-        await here.post(CHAT, **asked, tool_choice="required")
-        assert seen[0].params.sampling.grammar is not None
-        (cut,) = (await here.post(CHAT, **asked, max_tokens=30)).json()["choices"]
-        assert (cut["message"]["content"], cut["finish_reason"]) == ("Well.", "length")
-        assert not cut["message"].get("tool_calls")
+        response = await here.post(path, **{field: value}, **asked)
+        assert response.status_code == 200, response.text
+        grammar = seen[0].params.sampling.grammar
+        assert (grammar and grammar.kind) == kind
 
 
-# Client errors.
+@with_server(template=TOOL_TEMPLATE)
+async def test_tool_calls_are_parsed_complete_and_streamed(here: Server) -> None:
+    call = b'<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    here.executor.says = b"Well. " + call + call
+    asked = {"messages": HELLO, "tools": [TOOL]}
+    (choice,) = (await here.post(CHAT, **asked)).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well."
+    functions = [each["function"] for each in choice["message"]["tool_calls"]]
+    assert functions == [{"name": "f", "arguments": '{"a": 1}'}] * 2
+    here.executor.seconds = 0.05  # a busy server sends several tokens in one event
+    chunks = events(await here.post(CHAT, **asked, stream=True))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well."
+    streamed = [each for delta in deltas for each in delta.get("tool_calls", [])]
+    assert [each["index"] for each in streamed if "id" in each] == [0, 1]
+    for index, function in enumerate(functions):
+        parts = [each["function"] for each in streamed if each["index"] == index]
+        assert parts[0]["name"] == "f" and all("name" not in part for part in parts[1:])
+        assert "".join(part["arguments"] for part in parts) == function["arguments"]
+        assert len(parts) > 2, "arguments are streamed"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    parser = OutputParser(tool_use(TOOL_TEMPLATE, [TOOL]).parser())  # type: ignore[union-attr]
+    pieces = parser.push(Delta(0, (call + call).decode(), finish_reason="stop"))
+    numbers = [piece.number for piece in pieces if isinstance(piece, CallDelta)]
+    assert numbers == sorted(numbers) and set(numbers) == {0, 1}
+    seen = spied(here)
+    await here.post(CHAT, **asked, tool_choice="required")
+    assert seen[0].params.sampling.grammar is not None
+    (cut,) = (await here.post(CHAT, **asked, max_tokens=30)).json()["choices"]
+    assert (cut["message"]["content"], cut["finish_reason"]) == ("Well.", "length")
+    assert not cut["message"].get("tool_calls")
 
+
+# Values that /v1/completions refuses, by field.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "max_tokens": (0, -1, "5"),
+    "temperature": (-1, float("nan"), float("inf"), [1]),
+    "top_p": (0,),
+    "n": (0, True),
+    "logprobs": (101,),
+    "stop": ([""], ["x"] * 100),
+    "stop_token_ids": ([VOCAB_SIZE],),
+    "logit_bias": ({"x": 1}, {"1": 101}, {str(VOCAB_SIZE): 1}),
+    "seed": (2**70,),
+    "deadline": (-1,),
+    "priority": (0.5,),
+    "cache_salt": ("\n",),
+    "suffix": ("b",),
+    "best_of": (2,),
+    "stream_options": ({"include_usage": True},),
+    "response_format": ({"type": "x"}, {"type": "json_schema"}),
+    "structured_outputs": ({}, {"regex": "("}, {"choice": []}),
+}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {}, "prompt"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
@@ -346,36 +339,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a\ud800"}, "prompt"),
     (COMPLETIONS, {"prompt": "x" * 300}, "prompt"),
     (COMPLETIONS, {"prompt": ["a"] * 50, "n": 50}, "prompt"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "temperature": float("nan")}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "temperature": float("inf")}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "temperature": [1]}, "temperature"),
-    (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
-    (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
-    (COMPLETIONS, {"prompt": "a", "n": True}, "n"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": 101}, "logprobs"),
-    (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
-    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 100}, "stop"),
-    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "seed": 2**70}, "seed"),
-    (COMPLETIONS, {"prompt": "a", "deadline": -1}, "deadline"),
-    (COMPLETIONS, {"prompt": "a", "priority": 0.5}, "priority"),
-    (COMPLETIONS, {"prompt": "a", "cache_salt": "\n"}, "cache_salt"),
-    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
-    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
-    (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "x"}}, "response_format"),
-    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
-    (COMPLETIONS, {"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
-    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs"),
-    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs"),
     (CHAT, {"messages": HELLO, "tools": [TOOL]}, "tools"),
     (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
@@ -393,24 +357,28 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
     ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
     ("/detokenize", {"tokens": "abc"}, "tokens"),
+    *(
+        (COMPLETIONS, {"prompt": "a", name: value}, name)
+        for name, values in VALUES.items()
+        for value in values
+    ),
 ]
 
 
-@on_loop
-async def test_a_wrong_field_is_a_400_that_names_it_with_and_without_stream() -> None:
-    async with server() as here:
-        for path, fields, param in WRONG:
-            for more in ({}, {"stream": True}):
-                if "stream_options" in fields and more:
-                    continue
-                content = json.dumps({**fields, **more}).encode()
-                response = await here.client.post(
-                    path, content=content, headers={"content-type": "application/json"}
-                )
-                found = error(response, 400)
-                assert found["param"] == param, (fields, found)
-                assert param in found["message"] and found["type"] == "invalid_request_error"
-        await here.settled()
+@with_server()
+async def test_a_wrong_field_is_a_400_that_names_it_with_and_without_stream(here: Server) -> None:
+    for path, fields, param in WRONG:
+        for more in ({}, {"stream": True}):
+            if "stream_options" in fields and more:
+                continue
+            content = json.dumps({**fields, **more}).encode()
+            response = await here.client.post(
+                path, content=content, headers={"content-type": "application/json"}
+            )
+            found = error(response, 400)
+            assert found["param"] == param, (fields, found)
+            assert param in found["message"] and found["type"] == "invalid_request_error"
+    await here.settled()
 
 
 VALUES = st.recursive(
@@ -430,14 +398,14 @@ def bodies(request: type[BaseModel], start: dict[str, Any]) -> st.SearchStrategy
 
 MESSAGES = {"model": MODEL, "messages": HELLO}
 BODIES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
-    COMPLETIONS: (CompletionRequest, {"prompt": "abc"}),
-    CHAT: (ChatRequest, {"messages": HELLO}),
+    COMPLETIONS: (protocol.CompletionRequest, {"prompt": "abc"}),
+    CHAT: (protocol.ChatRequest, {"messages": HELLO}),
     "/v1/responses": (ResponsesRequest, {"input": "abc"}),
     "/v1/messages": (MessagesRequest, {**MESSAGES, "max_tokens": 4}),
     "/v1/messages/count_tokens": (CountRequest, MESSAGES),
     "/v1/embeddings": (EmbeddingRequest, {"input": "abc"}),
-    "/tokenize": (TokenizeRequest, {"prompt": "abc"}),
-    "/detokenize": (DetokenizeRequest, {"tokens": [97]}),
+    "/tokenize": (protocol.TokenizeRequest, {"prompt": "abc"}),
+    "/detokenize": (protocol.DetokenizeRequest, {"tokens": [97]}),
 }
 
 
@@ -469,25 +437,23 @@ def test_no_body_causes_a_server_error() -> None:
             runner.run(serving.__aexit__(None, None, None))
 
 
-@on_loop
-async def test_text_with_a_token_beyond_the_vocabulary_is_refused() -> None:
+@with_server(vocab_size=ord("~"))
+async def test_text_with_a_token_beyond_the_vocabulary_is_refused(here: Server) -> None:
     """On a GPU, such a token would crash the process: it has no row in the embedding."""
-    async with server(vocab_size=ord("~")) as here:
-        said = [{"role": "user", "content": "a~b"}]
-        for path, body in ((COMPLETIONS, {"prompt": "a~b"}), (CHAT, {"messages": said})):
-            response = await here.client.post(path, json=body)
-            assert "'~' (126) is not one of the 126" in error(response, 400)["message"]
-        assert (await here.complete(prompt="ab"))["choices"][0]["text"] == "AB"
+    said = [{"role": "user", "content": "a~b"}]
+    for path, body in ((COMPLETIONS, {"prompt": "a~b"}), (CHAT, {"messages": said})):
+        response = await here.client.post(path, json=body)
+        assert "'~' (126) is not one of the 126" in error(response, 400)["message"]
+    assert (await here.complete(prompt="ab"))["choices"][0]["text"] == "AB"
 
 
-@on_loop
-async def test_an_error_for_a_long_prompt_names_the_limit() -> None:
-    async with server(max_model_len=64) as here:
-        found = error(await here.post(COMPLETIONS, prompt="x" * 64), 400)
-        assert found["code"] == "context_length_exceeded" and "64" in found["message"]
-        long = [{"role": "user", "content": "x" * 64}]
-        found = error(await here.post(CHAT, messages=long, stream=True), 400)
-        assert found["param"] == "messages" and "64" in found["message"]
+@with_server(max_model_len=64)
+async def test_an_error_for_a_long_prompt_names_the_limit(here: Server) -> None:
+    found = error(await here.post(COMPLETIONS, prompt="x" * 64), 400)
+    assert found["code"] == "context_length_exceeded" and "64" in found["message"]
+    long = [{"role": "user", "content": "x" * 64}]
+    found = error(await here.post(CHAT, messages=long, stream=True), 400)
+    assert found["param"] == "messages" and "64" in found["message"]
 
 
 @on_loop
@@ -552,17 +518,13 @@ async def test_a_body_that_does_not_arrive_times_out() -> None:
         assert "0.05" in error(response, 408)["message"]
 
 
-@on_loop
-async def test_unknown_models_paths_and_methods_are_errors() -> None:
-    async with server() as here:
-        for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
-            found = error(await here.post(path, model="gpt", **fields), 404)
-            assert MODEL in found["message"] and found["code"] == "model_not_found"
-        error(await here.client.get("/v2"), 404)
-        error(await here.client.get(COMPLETIONS), 405)
-
-
-# Load, timeouts and faults.
+@with_server()
+async def test_unknown_models_paths_and_methods_are_errors(here: Server) -> None:
+    for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
+        found = error(await here.post(path, model="gpt", **fields), 404)
+        assert MODEL in found["message"] and found["code"] == "model_not_found"
+    error(await here.client.get("/v2"), 404)
+    error(await here.client.get(COMPLETIONS), 405)
 
 
 @pytest.mark.parametrize(
@@ -597,53 +559,49 @@ async def test_a_failed_step_is_a_500_and_the_next_request_works(path: str, stre
         assert (await here.post(path, **asked)).status_code == 200
 
 
-@on_loop
-async def test_an_error_in_a_stream_is_an_event_followed_by_done() -> None:
-    async with server() as here:
-        sent: list[Any] = []
-        here.executor.num_free_steps = 2
+@with_server()
+async def test_an_error_in_a_stream_is_an_event_followed_by_done(here: Server) -> None:
+    sent: list[Any] = []
+    here.executor.num_free_steps = 2
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-            if message.get("body"):  # after the first text
-                here.executor.fault = RuntimeError("out of luck")
-                here.executor.gate.set()
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message.get("body"):  # after the first text
+            here.executor.fault = RuntimeError("out of luck")
+            here.executor.gate.set()
 
-        await call(here, {"prompt": "x" * 100, "max_tokens": 100, "stream": True}, send)
-        assert sent[0]["status"] == 200
-        body = b"".join(message.get("body", b"") for message in sent[1:]).decode()
-        *_, last = body.removesuffix("\n\ndata: [DONE]\n\n").split("\n\n")
-        assert "out of luck" in json.loads(last.removeprefix("data: "))["error"]["message"]
-        assert sent[-1]["more_body"] is False
-        await here.settled()
+    await call(here, {"prompt": "x" * 100, "max_tokens": 100, "stream": True}, send)
+    assert sent[0]["status"] == 200
+    body = b"".join(message.get("body", b"") for message in sent[1:]).decode()
+    *_, last = body.removesuffix("\n\ndata: [DONE]\n\n").split("\n\n")
+    assert "out of luck" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert sent[-1]["more_body"] is False
+    await here.settled()
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "n": 3}])
-@on_loop
-async def test_a_disconnect_cancels_the_requests(fields: dict[str, Any]) -> None:
-    async with server(max_model_len=4096) as here:
-        gone = asyncio.Event()
-        prompt = ["x" * 2000, "y" * 2000]
-        asked = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, **fields}
-        calling = asyncio.create_task(call(here, asked, nothing, gone))
-        await until(lambda: here.engine_client.loop.engine.scheduler.running)
-        here.executor.gate.clear()
-        gone.set()
-        await calling  # although no step ends meanwhile
-        here.executor.gate.set()
-        await here.settled()
+@with_server(max_model_len=4096)
+async def test_a_disconnect_cancels_the_requests(here: Server, fields: dict[str, Any]) -> None:
+    gone = asyncio.Event()
+    prompt = ["x" * 2000, "y" * 2000]
+    asked = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, **fields}
+    calling = asyncio.create_task(call(here, asked, nothing, gone))
+    await until(lambda: here.engine_client.loop.engine.scheduler.running)
+    here.executor.gate.clear()
+    gone.set()
+    await calling  # although no step ends meanwhile
+    here.executor.gate.set()
+    await here.settled()
 
 
-@on_loop
-async def test_a_client_that_stops_reading_is_disconnected() -> None:
-    async with server(max_model_len=4096, stall_timeout=0.05) as here:
+@with_server(max_model_len=4096, stall_timeout=0.05)
+async def test_a_client_that_stops_reading_is_disconnected(here: Server) -> None:
+    async def never(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
 
-        async def never(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        await call(here, {"prompt": "x" * 900, "max_tokens": 3000, "stream": True}, never)
-        await here.settled()
+    await call(here, {"prompt": "x" * 900, "max_tokens": 3000, "stream": True}, never)
+    await here.settled()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -678,96 +636,90 @@ async def test_the_time_limit_begins_after_the_body(stream: bool) -> None:
         assert response.status_code == 200 and '"text":"' in response.text
 
 
-@on_loop
-async def test_a_stopped_engine_is_a_503_on_all_endpoints() -> None:
-    async with server() as here:
-        here.engine_client.loop.stop()
-        await until(lambda: here.engine.stop_reason)
-        for stream in (False, True):
-            error(await here.post(COMPLETIONS, prompt="abc", stream=stream), 503)
-            error(await here.post(CHAT, messages=HELLO, stream=stream), 503)
-        for path in ("/health", "/load", "/metrics"):
-            error(await here.client.get(path), 503)
+@with_server()
+async def test_a_stopped_engine_is_a_503_on_all_endpoints(here: Server) -> None:
+    here.engine_client.loop.stop()
+    await until(lambda: here.engine.stop_reason)
+    for stream in (False, True):
+        error(await here.post(COMPLETIONS, prompt="abc", stream=stream), 503)
+        error(await here.post(CHAT, messages=HELLO, stream=stream), 503)
+    for path in ("/health", "/load", "/metrics"):
+        error(await here.client.get(path), 503)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@on_loop
-async def test_shutdown_is_a_503_for_open_and_new_requests(stream: bool) -> None:
-    async with server() as here:
-        here.executor.gate.clear()
-        inside = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", stream=stream))
-        await until(lambda: here.engine.num_open)
-        here.engine.cancel_all()
-        outside = await here.post(COMPLETIONS, prompt="abc", stream=stream)
-        assert error(outside, 503)["code"] == "shutting_down" and outside.headers["retry-after"]
-        here.executor.gate.set()
-        ended = await inside
-        if stream and ended.status_code == 200:  # the running step sends its token first
-            assert events(ended)[-1]["error"]["code"] == "shutting_down"
-        else:
-            assert error(ended, 503)["code"] == "shutting_down"
+@with_server()
+async def test_shutdown_is_a_503_for_open_and_new_requests(here: Server, stream: bool) -> None:
+    here.executor.gate.clear()
+    inside = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", stream=stream))
+    await until(lambda: here.engine.num_open)
+    here.engine.cancel_all()
+    outside = await here.post(COMPLETIONS, prompt="abc", stream=stream)
+    assert error(outside, 503)["code"] == "shutting_down" and outside.headers["retry-after"]
+    here.executor.gate.set()
+    ended = await inside
+    if stream and ended.status_code == 200:  # the running step sends its token first
+        assert events(ended)[-1]["error"]["code"] == "shutting_down"
+    else:
+        assert error(ended, 503)["code"] == "shutting_down"
 
 
-@on_loop
-async def test_a_tokenizer_failure_fails_only_its_request() -> None:
-    async with server() as here:
-        tokenizer = here.app.state.context.input_processor.tokenizer
-        encode = tokenizer.encode
+@with_server()
+async def test_a_tokenizer_failure_fails_only_its_request(here: Server) -> None:
+    tokenizer = here.app.state.context.input_processor.tokenizer
+    encode = tokenizer.encode
 
-        def fails(text: str, **options: Any) -> list[int]:
-            if "bad" in text:
-                raise RuntimeError("no such merge")
-            found: list[int] = encode(text, **options)
-            return found
+    def fails(text: str, **options: Any) -> list[int]:
+        if "bad" in text:
+            raise RuntimeError("no such merge")
+        found: list[int] = encode(text, **options)
+        return found
 
-        tokenizer.encode = fails
-        error(await here.post(COMPLETIONS, prompt="bad"), 500)
-        error(await here.post(CHAT, messages=[{"role": "user", "content": "bad"}]), 500)
-        error(await here.post("/tokenize", prompt="bad"), 500)
-        assert (await here.complete(prompt="good"))["choices"][0]["text"] == "GOOD"
+    tokenizer.encode = fails
+    error(await here.post(COMPLETIONS, prompt="bad"), 500)
+    error(await here.post(CHAT, messages=[{"role": "user", "content": "bad"}]), 500)
+    error(await here.post("/tokenize", prompt="bad"), 500)
+    assert (await here.complete(prompt="good"))["choices"][0]["text"] == "GOOD"
 
 
 # Information about the server, and access to it.
 
 
-@on_loop
-async def test_models_version_load_metrics_and_health() -> None:
-    async with server(metrics_prefix="vllm") as here:
-        get = here.client.get
-        (card,) = (await get("/v1/models")).json()["data"]
-        assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 256)
-        assert (await get(f"/v1/models/{MODEL}")).json() == card
-        error(await get("/v1/models/other/name"), 404)
-        assert "version" in (await get("/version")).json()
-        idle = {"server_load": 0, "running": 0, "waiting": 0, "age": 0}
-        assert (await get("/load")).json() == idle
-        assert (await get("/metrics")).text == "# vllm\n"
-        assert (await here.client.head("/metrics")).status_code == 200
-        assert (await get("/health")).json() == {"status": "ok"}
+@with_server(metrics_prefix="vllm")
+async def test_models_version_load_metrics_and_health(here: Server) -> None:
+    get = here.client.get
+    (card,) = (await get("/v1/models")).json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 256)
+    assert (await get(f"/v1/models/{MODEL}")).json() == card
+    error(await get("/v1/models/other/name"), 404)
+    assert "version" in (await get("/version")).json()
+    idle = {"server_load": 0, "running": 0, "waiting": 0, "age": 0}
+    assert (await get("/load")).json() == idle
+    assert (await get("/metrics")).text == "# vllm\n"
+    assert (await here.client.head("/metrics")).status_code == 200
+    assert (await get("/health")).json() == {"status": "ok"}
 
 
-@on_loop
-async def test_detokenize_inverts_tokenize() -> None:
-    async with server() as here:
-        for text in ("héllo <end> €", "x" * 10_000, ""):  # one of them is tokenized on a thread
-            body = (await here.post("/tokenize", prompt=text, return_token_strs=True)).json()
-            assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
-            assert (await here.post("/detokenize", tokens=body["tokens"])).json()["prompt"] == text
-        body = (await here.post("/tokenize", messages=HELLO)).json()
-        assert bytes(body["tokens"]) == b"u:hello;a:"
+@with_server()
+async def test_detokenize_inverts_tokenize(here: Server) -> None:
+    for text in ("héllo <end> €", "x" * 10_000, ""):  # one of them is tokenized on a thread
+        body = (await here.post("/tokenize", prompt=text, return_token_strs=True)).json()
+        assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+        assert (await here.post("/detokenize", tokens=body["tokens"])).json()["prompt"] == text
+    body = (await here.post("/tokenize", messages=HELLO)).json()
+    assert bytes(body["tokens"]) == b"u:hello;a:"
 
 
-@on_loop
-async def test_all_but_open_paths_need_a_key() -> None:
-    async with server(api_keys=("first", "second")) as here:
-        for path in ("/v1/models", "/metrics", "/load", "/openapi.json"):
-            for wrong in ({}, {"authorization": "Bearer firs"}, {"authorization": "Basic first"}):
-                assert error(await here.client.get(path, headers=wrong), 401)["message"]
-            right = {"authorization": "Bearer second"}
-            assert (await here.client.get(path, headers=right)).status_code == 200
-        error(await here.post(COMPLETIONS, prompt="abc"), 401)
-        assert (await here.client.get("/health")).status_code == 200
-        assert "first" not in repr(here.app.state.context.settings)
+@with_server(api_keys=("first", "second"))
+async def test_all_but_open_paths_need_a_key(here: Server) -> None:
+    for path in ("/v1/models", "/metrics", "/load", "/openapi.json"):
+        for wrong in ({}, {"authorization": "Bearer firs"}, {"authorization": "Basic first"}):
+            assert error(await here.client.get(path, headers=wrong), 401)["message"]
+        right = {"authorization": "Bearer second"}
+        assert (await here.client.get(path, headers=right)).status_code == 200
+    error(await here.post(COMPLETIONS, prompt="abc"), 401)
+    assert (await here.client.get("/health")).status_code == 200
+    assert "first" not in repr(here.app.state.context.settings)
 
 
 def test_keys_are_read_from_the_environment_and_a_file(tmp_path: Any) -> None:
@@ -815,19 +767,18 @@ async def test_cors_headers_are_sent_only_to_allowed_origins() -> None:
         assert response.headers["access-control-allow-origin"] == "http://page"
 
 
-@on_loop
-async def test_the_schema_lists_all_paths_with_responses_and_errors() -> None:
-    async with server() as here:
-        schema = (await here.client.get("/openapi.json")).json()
-        assert {
-            COMPLETIONS, CHAT, "/v1/models", "/version", "/load", "/tokenize", "/detokenize",
-            "/reset_prefix_cache", "/metrics", "/health",
-        } <= set(schema["paths"])  # fmt: skip
-        assert "422" not in json.dumps(schema) and "HTTPValidationError" not in json.dumps(schema)
-        for path in (COMPLETIONS, CHAT):
-            answers = schema["paths"][path]["post"]["responses"]
-            assert {"200", "400", "401", "404", "413", "415", "429", "503"} <= set(answers)
-            assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+@with_server()
+async def test_the_schema_lists_all_paths_with_responses_and_errors(here: Server) -> None:
+    schema = (await here.client.get("/openapi.json")).json()
+    assert {
+        COMPLETIONS, CHAT, "/v1/models", "/version", "/load", "/tokenize", "/detokenize",
+        "/reset_prefix_cache", "/metrics", "/health",
+    } <= set(schema["paths"])  # fmt: skip
+    assert "422" not in json.dumps(schema) and "HTTPValidationError" not in json.dumps(schema)
+    for path in (COMPLETIONS, CHAT):
+        answers = schema["paths"][path]["post"]["responses"]
+        assert {"200", "400", "401", "404", "413", "415", "429", "503"} <= set(answers)
+        assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
 
 
 def spied(here: Server) -> list[Any]:

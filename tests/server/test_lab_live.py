@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -18,9 +17,7 @@ from headway.lab.recording.reader import RunRecording
 from headway.server import lab
 from tests.support.gated import Gate, gated_engine, scripted
 from tests.support.recorded_states import shown, state_of
-from tests.support.waiting import LIMIT
-
-Test = Callable[[AsyncEngine, Engine, Gate], Awaitable[None]]
+from tests.support.waiting import LIMIT, on_loop
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +26,17 @@ def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MAX_SECONDS", 10 * LIMIT)  # no viewer is dropped
 
 
-def served(test: Test) -> None:
-    async def serve() -> None:
-        engine, gate = gated_engine()
-        client = ThreadClient(engine)
-        live.install(client.loop)
-        running = AsyncEngine(client)
-        await running.start()
-        try:
-            await asyncio.wait_for(test(running, engine, gate), LIMIT)
-        finally:
-            await running.close()
-
-    asyncio.run(serve())
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[AsyncEngine, Engine, Gate]]:
+    engine, gate = gated_engine()
+    client = ThreadClient(engine)
+    live.install(client.loop)
+    running = AsyncEngine(client)
+    await running.start()
+    try:
+        yield running, engine, gate
+    finally:
+        await running.close()
 
 
 async def run(engine: AsyncEngine, id: str, num_output: int = 5) -> None:
@@ -72,8 +67,9 @@ def is_settled(recording: RunRecording) -> bool:
     return bool(state["cached"]) and not state["requests"]
 
 
-def test_a_recording_shows_finished_requests_and_a_reset_of_the_cache_at_once() -> None:
-    async def test(running: AsyncEngine, engine: Engine, gate: Gate) -> None:
+@on_loop
+async def test_a_recording_shows_finished_requests_and_a_reset_of_the_cache_at_once() -> None:
+    async with served() as (running, engine, _gate):
         await run(running, "before")
         recording = RunRecording()
         async with aclosing(lab.live_recording(running)) as pieces:
@@ -95,11 +91,10 @@ def test_a_recording_shows_finished_requests_and_a_reset_of_the_cache_at_once() 
         assert recording.column("free", recording.num_frames - 1) > 0
         assert not engine.observers[1:]  # the recording has ended: no step is described any more
 
-    served(test)
 
-
-def test_a_recording_shows_the_state_after_a_failed_step() -> None:
-    async def test(running: AsyncEngine, engine: Engine, gate: Gate) -> None:
+@on_loop
+async def test_a_recording_shows_the_state_after_a_failed_step() -> None:
+    async with served() as (running, engine, gate):
         recording = RunRecording()
         async with aclosing(lab.live_recording(running)) as pieces:
             recording.read(await anext(pieces))  # the recording starts here
@@ -110,16 +105,13 @@ def test_a_recording_shows_the_state_after_a_failed_step() -> None:
                 recording, pieces, lambda recording: "b" in {r[0] for r in recording.requests}
             )
             state = last_state(recording)
-            assert (
-                state["requests"] == {}
-                and state["cached"] == set() == state_of(engine.scheduler)["cached"]
-            )
-
-    served(test)
+            assert state["requests"] == {}
+            assert state["cached"] == set() == state_of(engine.scheduler)["cached"]
 
 
-def test_only_a_few_pages_can_follow_a_server() -> None:
-    async def test(running: AsyncEngine, engine: Engine, gate: Gate) -> None:
+@on_loop
+async def test_only_a_few_pages_can_follow_a_server() -> None:
+    async with served() as (running, _engine, _gate):
         recordings = [lab.live_recording(running) for _ in range(live.MAX_VIEWERS + 1)]
         for recording in recordings[:-1]:
             await anext(recording)
@@ -130,5 +122,3 @@ def test_only_a_few_pages_can_follow_a_server() -> None:
         await anext(late)
         for recording in (*recordings[1:], late):
             await recording.aclose()
-
-    served(test)

@@ -39,9 +39,8 @@ def quick_texts() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def schema(quick_texts: None) -> Iterator[tuple[Any, Any]]:
     """The schema of a server, and a session that its app answers; at the end no request is open."""
-    schemathesis = pytest.importorskip(
-        "schemathesis"
-    )  # not above: every process collects the tests
+    # not above: every process collects the tests
+    schemathesis = pytest.importorskip("schemathesis")
     import requests
 
     from tests.support.app_adapter import AppAdapter

@@ -15,7 +15,8 @@ from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
 from headway.server.http.errors import ApiError, format_value
 from headway.server.http.json_body import parse_object
-from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, on_loop, server
+from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, server, with_server
+from tests.support.waiting import on_loop
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -29,9 +30,6 @@ async def error_of(here: Server, path: str, content: bytes, status: int = 400) -
     found = response.json()["error"]
     assert set(found) == {"message", "type", "param", "code"}
     return found["message"], found["param"]
-
-
-# Unreadable bodies.
 
 
 @pytest.mark.parametrize(
@@ -50,15 +48,14 @@ async def error_of(here: Server, path: str, content: bytes, status: int = 400) -
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ("nested", "1000")),
     ],
 )
-@on_loop
+@with_server()
 async def test_errors_of_unreadable_bodies_name_problem_and_place(
-    content: bytes, expected: tuple[str, ...]
+    here: Server, content: bytes, expected: tuple[str, ...]
 ) -> None:
-    async with server() as here:
-        for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
-            message, param = await error_of(here, path, content)
-            assert all(each in message for each in expected), message
-            assert message.startswith("the body") and param is None
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
+        message, param = await error_of(here, path, content)
+        assert all(each in message for each in expected), message
+        assert message.startswith("the body") and param is None
 
 
 @given(st.text(min_size=1, max_size=20), st.binary(min_size=1, max_size=3), st.integers(0, 20))
@@ -109,8 +106,6 @@ def test_a_number_with_thousands_of_digits_is_out_of_range() -> None:
     read = parse_object(b'{"n": ' + b"9" * 5000 + b', "m": -' + b"9" * 5000 + b', "k": 3}')
     assert read == {"n": float("inf"), "m": -float("inf"), "k": 3}
 
-
-# Fields.
 
 # Path, wrong fields, and what the message must contain: location, value and limit.
 WRONG_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
@@ -212,27 +207,23 @@ START: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@on_loop
-async def test_a_wrong_field_is_reported_with_location_problem_and_limit() -> None:
-    async with server(template=TOOL_TEMPLATE) as here:
-        for path, wrong, expected in WRONG_FIELDS:
-            content = json.dumps({**START[path], **wrong}).encode()
-            message, param = await error_of(here, path, content)
-            assert all(each in message for each in expected), (wrong, message)
-            assert param in message.replace("[", " ").replace(".", " ").replace(":", "").split()
-            assert "'cmpl-" not in message and "None" not in message
-        await here.settled()
+@with_server(template=TOOL_TEMPLATE)
+async def test_a_wrong_field_is_reported_with_location_problem_and_limit(here: Server) -> None:
+    for path, wrong, expected in WRONG_FIELDS:
+        content = json.dumps({**START[path], **wrong}).encode()
+        message, param = await error_of(here, path, content)
+        assert all(each in message for each in expected), (wrong, message)
+        assert param in message.replace("[", " ").replace(".", " ").replace(":", "").split()
+        assert "'cmpl-" not in message and "None" not in message
+    await here.settled()
 
 
-@on_loop
-async def test_the_error_for_too_many_choices_names_n_its_value_and_the_limit() -> None:
-    async with server(max_choices=3) as here:
-        for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
-            message, param = await error_of(here, path, json.dumps({**fields, "n": 4}).encode())
-            assert (
-                param == "n" and message.startswith("n must be at most 3 ") and "not 4" in message
-            )
-        await here.settled()
+@with_server(max_choices=3)
+async def test_the_error_for_too_many_choices_names_n_its_value_and_the_limit(here: Server) -> None:
+    for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
+        message, param = await error_of(here, path, json.dumps({**fields, "n": 4}).encode())
+        assert param == "n" and message.startswith("n must be at most 3 ") and "not 4" in message
+    await here.settled()
 
 
 RESPONSES_INPUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -242,14 +233,13 @@ RESPONSES_INPUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@on_loop
-async def test_a_wrong_input_item_is_reported_with_member_and_value() -> None:
-    async with server() as here:
-        for item, expected in RESPONSES_INPUTS:
-            body = json.dumps({"input": [item]}).encode()
-            message, param = await error_of(here, "/v1/responses", body)
-            assert param == "input" and all(each in message for each in expected), message
-        await here.settled()
+@with_server()
+async def test_a_wrong_input_item_is_reported_with_member_and_value(here: Server) -> None:
+    for item, expected in RESPONSES_INPUTS:
+        body = json.dumps({"input": [item]}).encode()
+        message, param = await error_of(here, "/v1/responses", body)
+        assert param == "input" and all(each in message for each in expected), message
+    await here.settled()
 
 
 BODY: dict[str, Any] = {
@@ -317,35 +307,30 @@ def test_a_grammar_with_a_lone_surrogate_is_refused(kind: Any) -> None:
         kind("a\ud800")
 
 
-# Paths, methods, headers.
+@with_server()
+async def test_wrong_paths_and_methods_name_the_right_ones(here: Server) -> None:
+    response = await here.client.get("/v2/nothing")
+    assert response.status_code == 404 and "/v2/nothing" in response.json()["error"]["message"]
+    response = await here.client.put(COMPLETIONS, json={"prompt": "a"})
+    assert response.status_code == 405 and response.headers["allow"] == "POST"
+    message = response.json()["error"]["message"]
+    assert all(each in message for each in ("PUT", "/v1/completions", "POST"))
+    response = await here.client.post("/metrics", json={})
+    assert (response.status_code, response.headers["allow"]) == (405, "GET")
+    response = await here.post(COMPLETIONS, prompt="a", model="gpt-4o")
+    assert response.status_code == 404
+    message = response.json()["error"]["message"]
+    assert "gpt-4o" in message and MODEL in message
 
 
-@on_loop
-async def test_wrong_paths_and_methods_name_the_right_ones() -> None:
-    async with server() as here:
-        response = await here.client.get("/v2/nothing")
-        assert response.status_code == 404 and "/v2/nothing" in response.json()["error"]["message"]
-        response = await here.client.put(COMPLETIONS, json={"prompt": "a"})
-        assert response.status_code == 405 and response.headers["allow"] == "POST"
-        message = response.json()["error"]["message"]
-        assert all(each in message for each in ("PUT", "/v1/completions", "POST"))
-        response = await here.client.post("/metrics", json={})
-        assert (response.status_code, response.headers["allow"]) == (405, "GET")
-        response = await here.post(COMPLETIONS, prompt="a", model="gpt-4o")
-        assert response.status_code == 404
-        message = response.json()["error"]["message"]
-        assert "gpt-4o" in message and MODEL in message
-
-
-@on_loop
-async def test_a_wrong_body_header_is_named() -> None:
-    async with server(max_body_bytes=100) as here:
-        wrong = {"Content-Type": "text/plain", "Content-Encoding": "gzip"}
-        for name, value in wrong.items():
-            headers = {"Content-Type": "application/json", name: value}
-            response = await here.client.post(COMPLETIONS, content=b"{}", headers=headers)
-            found = response.json()["error"]
-            assert (response.status_code, found["param"]) == (415, name)
-            assert value in found["message"]
-        message, _ = await error_of(here, COMPLETIONS, b" " * 101, 413)
-        assert "larger than 100 bytes" in message
+@with_server(max_body_bytes=100)
+async def test_a_wrong_body_header_is_named(here: Server) -> None:
+    wrong = {"Content-Type": "text/plain", "Content-Encoding": "gzip"}
+    for name, value in wrong.items():
+        headers = {"Content-Type": "application/json", name: value}
+        response = await here.client.post(COMPLETIONS, content=b"{}", headers=headers)
+        found = response.json()["error"]
+        assert (response.status_code, found["param"]) == (415, name)
+        assert value in found["message"]
+    message, _ = await error_of(here, COMPLETIONS, b" " * 101, 413)
+    assert "larger than 100 bytes" in message

@@ -303,9 +303,6 @@ def test_a_call_has_openais_format() -> None:
     assert len(short.id) == 9 and short.id.isalnum(), "required by templates of Mistral's models"
 
 
-# tools and tool_choice.
-
-
 def test_the_call_format_is_detected_in_the_template() -> None:
     assert format_of(QWEN) == (HERMES, False) and format_of(LLAMA) == (LLAMA3, False)
     assert format_of(MISTRALS) == (MISTRAL, False)
@@ -450,9 +447,6 @@ def test_earlier_calls_are_written_as_text_if_the_template_ignores_them() -> Non
 def test_wrong_tools_and_choices_are_named(tools: Any, choice: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         tool_use(QWEN, tools, choice)
-
-
-# Earlier calls of a conversation.
 
 
 def test_a_template_gets_arguments_as_objects() -> None:

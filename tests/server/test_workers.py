@@ -37,16 +37,8 @@ from tests.engine.test_async_engine import (
 )
 from tests.support.drive import check_no_leaks
 from tests.support.processes import Server, refuses_connections, stable_port
-from tests.support.scripted import (
-    END,
-    Double,
-    GetPid,
-    MiniApp,
-    make_engine,
-    mini_served,
-    script,
-)
-from tests.support.waiting import LIMIT, until, wait_until
+from tests.support.scripted import END, Double, GetPid, MiniApp, make_engine, mini_served, script
+from tests.support.waiting import LIMIT, on_loop, until, wait_until
 
 
 @asynccontextmanager
@@ -79,97 +71,78 @@ async def workers(
         check_no_leaks(engine.scheduler)
 
 
-def test_each_worker_gets_its_own_tokens() -> None:
-    async def ask() -> None:
-        async with workers(make_engine(), 3) as (_, engines):
-            reading = [
-                read(e, "same id", PROMPT, script(i + 2, i + 1)) for i, e in enumerate(engines)
-            ]
-            for i, updates in enumerate(await asyncio.gather(*reading)):
-                assert {update.id for update in updates} == {"same id"}
-                [(tokens, end)] = samples_of(updates)
-                assert tokens == [i + 1] * (i + 1) + [END] and end.reason == "stop"
-
-    within(ask())
+@on_loop
+async def test_each_worker_gets_its_own_tokens() -> None:
+    async with workers(make_engine(), 3) as (_, engines):
+        reading = [read(e, "same id", PROMPT, script(i + 2, i + 1)) for i, e in enumerate(engines)]
+        for i, updates in enumerate(await asyncio.gather(*reading)):
+            assert {update.id for update in updates} == {"same id"}
+            [(tokens, end)] = samples_of(updates)
+            assert tokens == [i + 1] * (i + 1) + [END] and end.reason == "stop"
 
 
-def test_query_results_go_to_the_worker_that_asked() -> None:
-    async def ask() -> None:
-        async with workers(make_engine(SLOW)) as (service, (one, other)):
-            assert isinstance(service._client, ThreadClient)
-            service._client.loop.handle(Double, lambda query: 2 * query.value)
-            reading = asyncio.create_task(read(one, "a", PROMPT, script(30)))
-            asked = [
-                e.ask(Double(10 * i + j)) for i in range(9) for j, e in enumerate((one, other))
-            ]
-            assert await asyncio.gather(*asked) == [
-                2 * (10 * i + j) for i in range(9) for j in (0, 1)
-            ]
-            with pytest.raises(ExecutorError):
-                await other.ask(GetPid())
-            await reading
-
-    within(ask())
+@on_loop
+async def test_query_results_go_to_the_worker_that_asked() -> None:
+    async with workers(make_engine(SLOW)) as (service, (one, other)):
+        assert isinstance(service._client, ThreadClient)
+        service._client.loop.handle(Double, lambda query: 2 * query.value)
+        reading = asyncio.create_task(read(one, "a", PROMPT, script(30)))
+        asked = [e.ask(Double(10 * i + j)) for i in range(9) for j, e in enumerate((one, other))]
+        assert await asyncio.gather(*asked) == [2 * (10 * i + j) for i in range(9) for j in (0, 1)]
+        with pytest.raises(ExecutorError):
+            await other.ask(GetPid())
+        await reading
 
 
-def test_errors_cross_the_socket_unchanged() -> None:
-    async def ask() -> None:
-        async with workers(make_engine(SLOW), 2, QueueLimits(max_waiting=0)) as (_, (one, _other)):
-            with pytest.raises(Overloaded):
-                await read(one, "a", PROMPT, script(2))
-        async with workers(make_engine()) as (_, (_one, other)):
-            with pytest.raises(RequestTooLong) as caught:
-                await read(other, "long", PROMPT, script(4, max_tokens=5000))
-            assert caught.value.need > caught.value.limit > 0
-            with pytest.raises(
-                InvalidRequest, match="^request 'wrong'"
-            ):  # without the worker's prefix
-                await read(other, "wrong", [], script(1))
-
-    within(ask())
+@on_loop
+async def test_errors_cross_the_socket_unchanged() -> None:
+    async with workers(make_engine(SLOW), 2, QueueLimits(max_waiting=0)) as (_, (one, _other)):
+        with pytest.raises(Overloaded):
+            await read(one, "a", PROMPT, script(2))
+    async with workers(make_engine()) as (_, (_one, other)):
+        with pytest.raises(RequestTooLong) as caught:
+            await read(other, "long", PROMPT, script(4, max_tokens=5000))
+        assert caught.value.need > caught.value.limit > 0
+        # without the worker's prefix
+        with pytest.raises(InvalidRequest, match="^request 'wrong'"):
+            await read(other, "wrong", [], script(1))
 
 
-def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
-    async def ask() -> None:
-        inner = make_engine(SLOWER, num_blocks=2_000)
-        async with workers(inner) as (service, (one, other)):
-            going = [
-                asyncio.create_task(read(one, f"{i}", PROMPT, script(900, n=2))) for i in "abc"
-            ]
-            staying = asyncio.create_task(read(other, "a", PROMPT, script(200)))
-            await until(lambda: len(inner.scheduler.requests) == 7)
-            assert isinstance(one.client, SocketClient) and one.client._writer is not None
-            one.client._writer.transport.abort()  # like a killed process
-            for answer in await asyncio.gather(*going, return_exceptions=True):
-                assert isinstance(answer, ExecutorError)
-            assert len(samples_of(await staying)[0][0]) == 200
-            await until(lambda: not inner.scheduler.requests and len(service.clients) == 1)
-            assert inner.scheduler.num_steps < 900, "they were cancelled"
-            with pytest.raises(ExecutorError, match="lost"):
-                await read(one, "later", PROMPT, script(1))
-
-    within(ask())
+@on_loop
+async def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
+    inner = make_engine(SLOWER, num_blocks=2_000)
+    async with workers(inner) as (service, (one, other)):
+        going = [asyncio.create_task(read(one, f"{i}", PROMPT, script(900, n=2))) for i in "abc"]
+        staying = asyncio.create_task(read(other, "a", PROMPT, script(200)))
+        await until(lambda: len(inner.scheduler.requests) == 7)
+        assert isinstance(one.client, SocketClient) and one.client._writer is not None
+        one.client._writer.transport.abort()  # like a killed process
+        for answer in await asyncio.gather(*going, return_exceptions=True):
+            assert isinstance(answer, ExecutorError)
+        assert len(samples_of(await staying)[0][0]) == 200
+        await until(lambda: not inner.scheduler.requests and len(service.clients) == 1)
+        assert inner.scheduler.num_steps < 900, "they were cancelled"
+        with pytest.raises(ExecutorError, match="lost"):
+            await read(one, "later", PROMPT, script(1))
 
 
-def test_all_workers_learn_that_the_engine_has_stopped() -> None:
+@on_loop
+async def test_all_workers_learn_that_the_engine_has_stopped() -> None:
     def broken() -> None:
         raise RuntimeError("fatal fault")
 
-    async def ask() -> None:
-        inner = make_engine(SLOWER, num_blocks=2_000)
-        async with workers(inner, 3) as (_service, engines):
-            reading = [asyncio.create_task(read(e, "a", PROMPT, script(900))) for e in engines]
-            await until(lambda: len(inner.scheduler.requests) == 3)
-            inner.step = broken  # type: ignore[method-assign]
-            for answer in await asyncio.gather(*reading, return_exceptions=True):
-                assert isinstance(answer, ExecutorError) and "fatal fault" in str(answer)
-            assert isinstance(engines[0].client, SocketClient)
-            late = AsyncEngine(SocketClient(engines[0].client.address))
-            await late.start()
-            assert "fatal fault" in await until(lambda: late.stop_reason)
-            await late.close()
-
-    within(ask())
+    inner = make_engine(SLOWER, num_blocks=2_000)
+    async with workers(inner, 3) as (_service, engines):
+        reading = [asyncio.create_task(read(e, "a", PROMPT, script(900))) for e in engines]
+        await until(lambda: len(inner.scheduler.requests) == 3)
+        inner.step = broken  # type: ignore[method-assign]
+        for answer in await asyncio.gather(*reading, return_exceptions=True):
+            assert isinstance(answer, ExecutorError) and "fatal fault" in str(answer)
+        assert isinstance(engines[0].client, SocketClient)
+        late = AsyncEngine(SocketClient(engines[0].client.address))
+        await late.start()
+        assert "fatal fault" in await until(lambda: late.stop_reason)
+        await late.close()
 
 
 def test_a_port_without_an_engine_raises() -> None:
@@ -177,22 +150,20 @@ def test_a_port_without_an_engine_raises() -> None:
         within(AsyncEngine(SocketClient(Path("/nowhere"))).start())
 
 
-def test_a_worker_that_does_not_read_delays_no_other() -> None:
-    async def ask() -> None:
-        inner = make_engine(num_blocks=2_000, max_model_len=8_000)
-        async with workers(inner) as (_, (stuck, other)):
-            assert isinstance(stuck.client, SocketClient) and stuck.client._writer is not None
-            transport = stuck.client._writer.transport
-            transport.pause_reading()  # type: ignore[attr-defined]
-            reading = asyncio.create_task(read(stuck, "a", PROMPT, script(5_000)))
-            await until(lambda: inner.scheduler.num_steps)
-            assert len(samples_of(await read(other, "a", PROMPT, script(200)))[0][0]) == 200
-            await until(lambda: not inner.has_work)
-            assert not reading.done()
-            transport.resume_reading()  # type: ignore[attr-defined]
-            assert len(samples_of(await reading)[0][0]) == 5_000
-
-    within(ask())
+@on_loop
+async def test_a_worker_that_does_not_read_delays_no_other() -> None:
+    inner = make_engine(num_blocks=2_000, max_model_len=8_000)
+    async with workers(inner) as (_, (stuck, other)):
+        assert isinstance(stuck.client, SocketClient) and stuck.client._writer is not None
+        transport = stuck.client._writer.transport
+        transport.pause_reading()  # type: ignore[attr-defined]
+        reading = asyncio.create_task(read(stuck, "a", PROMPT, script(5_000)))
+        await until(lambda: inner.scheduler.num_steps)
+        assert len(samples_of(await read(other, "a", PROMPT, script(200)))[0][0]) == 200
+        await until(lambda: not inner.has_work)
+        assert not reading.done()
+        transport.resume_reading()  # type: ignore[attr-defined]
+        assert len(samples_of(await reading)[0][0]) == 5_000
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -214,9 +185,6 @@ def test_with_random_workers_every_request_has_one_result(seed: int) -> None:
 
     outcomes = within(live())
     assert len(outcomes) == 45 and {"read", "left"} <= set(outcomes)
-
-
-# Real processes.
 
 
 @pytest.mark.parametrize("is_ready", [False, True])

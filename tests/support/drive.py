@@ -1,17 +1,13 @@
-"""Drive a scheduler step by step, without executor and clock; the caller supplies sampled tokens.
-
-A step table lists the decisions of each step in a form that a test can write down and compare.
-"""
+"""Drive a scheduler step by step, without executor and clock; the caller samples tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from headway.events import Completed
+from headway import Completed, Scheduler, preset
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.events import Events
 
 Sample = Callable[[Request, int], int]  # (request, position of the token) -> token
@@ -79,6 +75,10 @@ class Driver:
         self.scheduler.add(request)
         self.requests[id] = request
         return request
+
+    def add_all(self, **requests: tuple[int | Iterable[int], int | None]) -> list[Request]:
+        """Add requests by id: the prompt and max_tokens of each."""
+        return [self.add(id, *fields) for id, fields in requests.items()]
 
     def plan(self) -> Plan:
         """Schedule a step without completing it."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headway.engine.engine import Engine
-from headway.events import Completed
-from headway.plan import Plan
+from headway import Completed, Engine, Plan
 
 
 class Faults:

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway import LLM
+from headway import LLM, Plan
 from headway.engine.thread_client import ThreadClient
-from headway.plan import Plan
 from headway.remote.auth import Identity
 from headway.remote.service import EngineService
 from tests.support.held import Held, Hold

@@ -1,7 +1,4 @@
-"""A server in this process whose time stands still until a test advances it.
-
-Timeouts of connections then depend on the test alone, and not on the speed of the machine.
-"""
+"""A server in this process whose time stands still until a test advances it."""
 
 from __future__ import annotations
 

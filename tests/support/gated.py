@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.engine.clock import RealClock, VirtualClock
-from headway.engine.engine import Engine
+from headway import Engine, Plan, RealClock, Scheduler, StepResult, VirtualClock, preset
+from headway.engine.messages import FromLoop, ToLoop
+from headway.engine.thread_client import ThreadClient
 from headway.executor.base import Handle
 from headway.executor.simulated import Script, SimulatedExecutor
-from headway.plan import Plan, StepResult
 from headway.request import RequestParams
-from headway.scheduler import Scheduler, preset
 from tests.support.waiting import LIMIT
 
 SIZES = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 2, "max_num_batched_tokens": 64}
@@ -58,3 +58,21 @@ def gated_engine(
 def scripted(num_output: int = 5, **more: Any) -> RequestParams:
     """Parameters of a request that generates this many tokens."""
     return RequestParams(max_tokens=num_output, sampling=Script(num_output, 7, 1), **more)
+
+
+class SilentClient:
+    """Behaves like an engine in another process. While `is_silent` is set it drops messages."""
+
+    def __init__(self, client: ThreadClient) -> None:
+        self._client = client
+        self.is_silent = False
+
+    async def open(self, on_messages: Callable[[list[FromLoop]], None]) -> None:
+        await self._client.open(on_messages)
+
+    def send(self, messages: list[ToLoop]) -> None:
+        if not self.is_silent:
+            self._client.send(messages)
+
+    async def close(self) -> None:
+        await self._client.close()

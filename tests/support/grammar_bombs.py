@@ -222,9 +222,8 @@ def main() -> None:
         checker.close()
         CHECKER.close()
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    own = int(
-        status.split("VmHWM:")[1].split()[0]
-    )  # unlike ru_maxrss, it excludes the parent process
+    # unlike ru_maxrss, it excludes the parent process
+    own = int(status.split("VmHWM:")[1].split()[0])
     used = (own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
     print(json.dumps({"name": "memory", "megabytes": [each >> 10 for each in used]}))
 

@@ -43,10 +43,7 @@ def speed_up() -> None:
 
 
 def prepared_once(kind: Any) -> Any:
-    """The interpreter patches its language module for every call of a function in a kernel.
-
-    Once per function is enough, because the changes persist.
-    """
+    """Patch the language module once per function: the interpreter does it for every call."""
     prepare, prepared = kind.__call__, set[object]()
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
@@ -59,10 +56,7 @@ def prepared_once(kind: Any) -> Any:
 
 
 def patched_once(interpreter: Any) -> Any:
-    """The interpreter replaces all functions of its language for a launch, and then restores them.
-
-    They stay replaced, because nothing in this process compiles kernels.
-    """
+    """Keep what the interpreter replaces for a launch: nothing here compiles kernels."""
     patch, known, nothing = interpreter._patch_lang, set[int](), interpreter._LangPatchScope()
 
     def patched(function: Any) -> Any:
@@ -78,9 +72,8 @@ def called_directly(semantic: Any, operators: Operators) -> Any:
     """The interpreter wraps every function of its language twice, and copies all options."""
 
     def patch(module: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
-        function = getattr(
-            member, "__wrapped__", member
-        )  # without the check that `_semantic` is given
+        # without the check that `_semantic` is given
+        function = getattr(member, "__wrapped__", member)
 
         def call(*args: Any, **options: Any) -> Any:
             options["_semantic"] = semantic

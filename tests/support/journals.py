@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from headway.config import Config
+from headway import Config, preset
 from headway.events import Event
 from headway.lab.cost import Profile, load_profile
 from headway.lab.simulate import simulate
@@ -15,7 +15,6 @@ from headway.record.lines import EndLine, HeaderLine, Line, ends_of
 from headway.record.reader import parse_journal
 from headway.record.replay import Replay
 from headway.record.writer import JournalWriter, header
-from headway.scheduler import preset
 
 PROFILE = load_profile("qwen3-0.6b-h200")
 Journal = list[HeaderLine | Line]

@@ -8,14 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.engine.async_engine import AsyncEngine
-from headway.engine.engine import Engine
+from headway import AsyncEngine, Engine, Plan, Scheduler, preset
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.observe.server_metrics import ServerMetrics
-from headway.plan import Plan
 from headway.record.writer import JournalWriter, header, open_journal
-from headway.scheduler import Scheduler, preset
 from headway.server import app, live
 from headway.server.app import create_app
 from headway.server.context import Context

@@ -20,8 +20,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from headway import Engine, Scheduler, preset
-from headway.engine.async_engine import AsyncEngine
+from headway import AsyncEngine, Engine, Scheduler, preset
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.fleet import client

@@ -84,10 +84,7 @@ def printed_by(script: str, *arguments: str) -> str:
 
 
 class Forked:
-    """A server forked from a process that has imported everything, with an interface like Popen's.
-
-    Starts within 0.1 s. Its child processes are forked from the same process.
-    """
+    """A server forked from a process that has imported everything; its interface is Popen's."""
 
     def __init__(self, options: str) -> None:
         pipes = [FORKS.Pipe(duplex=False) for _ in range(2)]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from headway.config import Config
+from headway import Config, Plan
 from headway.executor.base import Executor, Handle
 from headway.model.backends.base import Backend
 from headway.model.config import ModelConfig
@@ -23,7 +23,6 @@ from headway.model.loader import load_decoder
 from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint
 from headway.parallel.delta import PlanDecoder, PlanEncoder
-from headway.plan import Plan
 from tests.support.waiting import LIMIT
 
 T = TypeVar("T")

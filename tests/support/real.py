@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway import LLM, Engine, Scheduler, loading
+from headway import LLM, Engine, Plan, Scheduler, loading
 from headway.events import Completed, Event, preempted_by
 from headway.executor.cpu import CpuExecutor
 from headway.loading import find_tokenizer, fit
@@ -32,7 +32,6 @@ from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend
 from headway.model.registry import resolve
 from headway.options import EngineOptions
-from headway.plan import Plan
 from headway.request import RequestParams
 from headway.text.chat_template import render_chat
 from headway.text.tokenizer import Tokenizer
@@ -159,9 +158,6 @@ def unlike_reference(found: dict[str, Sequence[int]]) -> list[tuple[str, int, in
     return differences
 
 
-# Our engine with a loaded decoder.
-
-
 @dataclass
 class Seen:
     """An observer that counts what happened in a run."""
@@ -236,16 +232,10 @@ class Trial:
         assert scheduler.kv.is_unused
 
 
-# Single forward passes.
-
-
 def blocks_for(
     model: Decoder, num_tokens: int, block_size: int = 16, *, windowed: bool = False
 ) -> Tensor:
-    """Blocks for `num_tokens`, filled with NaN so that reading them by mistake is noticed.
-
-    Those of the sliding-window layers, or of the others.
-    """
+    """Blocks for `num_tokens`, of windows or not; NaN shows that one is read by mistake."""
     num_blocks, config = (
         -(-num_tokens // block_size),
         model.config.layers_of_kind(windowed=windowed),
@@ -328,9 +318,6 @@ def write_tiny(folder: Path, **numbers: Any) -> Path:
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-# transformers with the same file.
 
 
 @cache
@@ -429,10 +416,7 @@ def batched_logits(
 def batched_states(
     model: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[Tensor]:
-    """States at each position of prompts and outputs but the last.
-
-    The sequences are padded at their ends: no position depends on a later one.
-    """
+    """States at each position of prompts and outputs but the last; padding is at the ends."""
     sequences = [[*prompt, *output][:-1] for prompt, output in parts]
     width = max(map(len, sequences))
     padded = [tokens + [0] * (width - len(tokens)) for tokens in sequences]

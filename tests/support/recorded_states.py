@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway import Plan, RequestState, Scheduler
 from headway.lab.recording.builder import REASONS
 from headway.lab.recording.state import RecordedState, Status
-from headway.plan import Plan
-from headway.request import RequestState
-from headway.scheduler import Scheduler
 
 STATUS = {
     RequestState.WAITING: Status.WAITING, RequestState.PREFILL: Status.PREFILL,

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headway import Plan, Scheduler
 from headway.config import Config, HeadroomRule, SchedulerView, StepActions
 from headway.errors import RequestTooLong
 from headway.events import Event, ended_by, preempted_by
 from headway.kv.cache import KVCache
 from headway.kv.window import most_useful_window_blocks
-from headway.plan import Plan
 from headway.request import Request, RequestParams, RequestState
-from headway.scheduler import Scheduler
 from headway.scheduler.policies import headroom
 from headway.scheduler.policies import queue as queues
 from headway.scheduler.policies.batching import prefill_first_charge_cached
@@ -49,9 +48,6 @@ class Scenario:
     @property
     def requests(self) -> list[Request]:
         return [request for group in self.arrivals.values() for request in group]
-
-
-# Policies that are allowed, but not sensible.
 
 
 def wild_batching(rng: random.Random) -> Callable[[StepActions], None]:
@@ -201,9 +197,6 @@ def random_config(rng: random.Random) -> Config:
     )
 
 
-# The workload.
-
-
 def random_tokens(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3) for _ in range(length)]
 
@@ -306,9 +299,6 @@ def continue_some(rng: random.Random, scenario: Scenario) -> None:
         if rng.random() < 0.08 and request.params.max_tokens is not None:
             output, _ = oracle(request.prompt, request.params, scenario.config.max_model_len)
             request.continue_from(output[: rng.randrange(len(output))] if output else [])
-
-
-# The driver.
 
 
 class ScenarioRun:

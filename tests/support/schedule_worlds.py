@@ -1,7 +1,4 @@
-"""Random worlds around some requests: other requests, chunks, preemption, swapping, cache hits.
-
-A request's tokens and logprobs are compared bit by bit with those of the request alone.
-"""
+"""Random worlds around some requests: other requests, chunks, preemption, swapping, cache hits."""
 
 from __future__ import annotations
 
@@ -12,14 +9,12 @@ from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from typing import Any
 
-from headway.config import Config
-from headway.engine.engine import Engine
+from headway import Config, Engine, Scheduler, preset
 from headway.engine.messages import SampleUpdate, StepUpdates
 from headway.events import Completed, Event, preempted_by
 from headway.executor.base import Executor
 from headway.request import RequestParams
 from headway.sampling_params import Sampling, TokenLogprobs
-from headway.scheduler import Scheduler, preset
 
 PRESETS = ("headway", "nano_vllm", "vllm", "vllm_v1")
 

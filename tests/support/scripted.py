@@ -18,17 +18,13 @@ from pathlib import Path
 from resource import RLIMIT_NOFILE, setrlimit
 from typing import Any
 
-from headway.engine.async_engine import AsyncEngine
-from headway.engine.clock import RealClock
-from headway.engine.engine import Engine
+from headway import AsyncEngine, Engine, Plan, RealClock, Scheduler, preset
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import Query
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import HeadwayError
 from headway.executor.simulated import Script, SimulatedExecutor
-from headway.plan import Plan
 from headway.request import RequestParams
-from headway.scheduler import Scheduler, preset
 from headway.server.http import connection
 from headway.server.process import shutdown, workers
 from headway.server.process.serve import (
@@ -110,9 +106,6 @@ class Stepped:
             assert self._changed.wait_for(lambda: self._num_allowed, LIMIT)
             self._num_allowed -= 1
         return self._inner.launch(plan)
-
-
-# Engine and app of a server.
 
 
 def served(seconds: float = 0.0, limits: QueueLimits | None = None, **changes: Any) -> ServedEngine:

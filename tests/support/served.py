@@ -1,12 +1,9 @@
-"""A server without a model: bytes are tokens, and the output is the prompt in capitals.
-
-Runs the real engine, loop and app in one event loop, without sockets.
-"""
+"""A server without a model or sockets: bytes are tokens; the output is the prompt in capitals."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
+import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -20,7 +17,7 @@ from fastapi import FastAPI, routing
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from headway import Engine, Scheduler, preset
+from headway import Engine, Request, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import Clock
 from headway.engine.input_processor import InputProcessor
@@ -28,7 +25,6 @@ from headway.engine.queries import GetMetrics
 from headway.engine.queue_limits import QueueLimits
 from headway.engine.thread_client import ThreadClient
 from headway.plan import Embedding, Plan, StepResult
-from headway.request import Request
 from headway.sampling_params import Sampling, TokenLogprobs, pack_top
 from headway.server import app as app_module
 from headway.server.app import create_app
@@ -36,7 +32,7 @@ from headway.server.context import Context
 from headway.server.settings import Settings
 from headway.text.tokenizer import ALPHABET, Tokenizer
 from tests.support.drive import result
-from tests.support.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, on_loop, until
 
 START, END = 256, 257
 VOCAB_SIZE = 260
@@ -62,10 +58,7 @@ routing.create_model_field = functools.cache(routing.create_model_field)  # type
 
 
 def letters(template: str = TEMPLATE, bos: str = "") -> Tokenizer:
-    """A tokenizer: each byte is a token; 256 and 257 begin and end a message.
-
-    It adds `bos` to a text.
-    """
+    """A tokenizer: each byte is a token; 256 and 257 begin and end messages; `bos` begins texts."""
     backend = Backend(models.BPE(vocab=dict(ALPHABET), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -232,11 +225,18 @@ async def server(
         await engine.close()
 
 
-def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an async test in its own event loop, with a timeout."""
+def with_server(**options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Run an async test like `on_loop`; its first argument is a server with these options."""
 
-    @functools.wraps(test)
-    def run(*args: Any, **names: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **names), LIMIT))  # type: ignore[arg-type]
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        @functools.wraps(test)
+        async def run(*args: Any, **names: Any) -> None:
+            async with server(**options) as here:
+                await test(here, *args, **names)
 
-    return run
+        signature = inspect.signature(test)
+        own = list(signature.parameters.values())[1:]  # those that pytest fills
+        run.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return on_loop(run)
+
+    return decorate

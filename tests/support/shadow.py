@@ -350,10 +350,7 @@ class ShadowExecutor:
             raise ShadowError(f"reaching_limit is {ending}; by their lengths it is {ends}")
 
     def check_index(self) -> None:
-        """Every published block holds the content of its key, and its prefix is published too.
-
-        Looks only at what changed since the last check, which is mostly nothing.
-        """
+        """Every published block holds the content of its key, and its prefix is published too."""
         index = self._scheduler.kv.pool.index
         is_same = (index.key_of, index.block_of) == (self._checked_keys, self._checked_index)
         if is_same and len(self._checked) == self._num_checked:  # none was written since

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from functools import wraps
+from typing import Any, TypeVar
 
 LIMIT = 300.0  # seconds; the longest wait on a loaded machine is a small part of it
 POLL = 0.005  # seconds between two looks at a condition
@@ -42,3 +43,13 @@ def _looks(condition: Callable[[], T]) -> Iterator[T]:
     while time.monotonic() < ends_at:
         yield condition()
     raise TimeoutError(f"the condition did not become true in {LIMIT:.0f} s")
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test in its own event loop, with a timeout."""
+
+    @wraps(test)
+    def run(*args: Any, **names: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **names), LIMIT))  # type: ignore[arg-type]
+
+    return run

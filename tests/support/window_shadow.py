@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from headway import Request, Scheduler
 from headway.plan import Chunk, Plan
-from headway.request import Request
-from headway.scheduler import Scheduler
 from tests.support.shadow import Row, ShadowError, ShadowExecutor, blank
 
 

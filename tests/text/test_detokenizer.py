@@ -45,9 +45,6 @@ def streams(size: int) -> st.SearchStrategy[list[int]]:
 places = st.lists(st.integers(0, 50), max_size=8)
 
 
-# Detokenizer.
-
-
 @each_kind
 @relaxed
 @given(ids=streams(300), places=places, skip=st.booleans())
@@ -163,9 +160,6 @@ def test_every_token_is_decoded_once() -> None:
     assert (counting.num_spelled, len(shown)) == (1000, 999)
 
 
-# StopScanner.
-
-
 def stopped(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     """Reference: the visible text and the stop string that ends first, then begins first."""
     for end in range(1, len(text) + 1):
@@ -224,9 +218,6 @@ def test_a_very_long_stop_is_matched_character_by_character() -> None:
     shown = "".join(scanner.push("a") for _ in range(60_000))
     assert len(shown) == 40_000
     assert scanner.hit is None
-
-
-# TextStream.
 
 
 @relaxed

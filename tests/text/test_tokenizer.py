@@ -135,9 +135,6 @@ def sentencepiece_metadata(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# The bundled model.
-
-
 @pytest.mark.parametrize("text", CORPUS)
 def test_the_bundled_model_encodes_like_its_documented_parts(smollm2: Path, text: str) -> None:
     expected = documented(smollm2).encode(text).ids
@@ -167,12 +164,8 @@ def test_text_between_numerals_is_encoded_as_in_transformers(smollm2: Path, text
 def test_spaces_before_a_digit_stay_together(smollm2: Path) -> None:
     """Differs from transformers' GGUF reader, where GPT-2's split joins a space and a digit."""
     tokenizer, reference = bundled(smollm2), transformers_bundled(smollm2)
-    assert [tokenizer.piece(id) for id in tokenizer.encode("x:\n    1")] == [
-        "x",
-        ":",
-        "\n    ",
-        "1",
-    ]
+    pieces = [tokenizer.piece(id) for id in tokenizer.encode("x:\n    1")]
+    assert pieces == ["x", ":", "\n    ", "1"]
     assert reference.convert_ids_to_tokens(reference.encode("x:\n    1"))[2:] == ["ĊĠĠĠ", "Ġ", "1"]
 
 
@@ -210,9 +203,6 @@ def test_encoding_drops_only_bytes_without_a_token(smollm2: Path, text: str) -> 
 def test_half_a_surrogate_pair_is_refused_with_its_position(smollm2: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"the text contains '\\ud83d' at character 3"):
         bundled(smollm2).encode("abc\ud83d")
-
-
-# Named splits.
 
 
 LLAMA_3 = (
@@ -291,9 +281,8 @@ def test_the_named_splits_differ_as_documented() -> None:
     assert pieces("smaug-bpe", "12 123") == ["12", " ", "123"]
     assert pieces("smollm", "123") == pieces("qwen2", "123") == ["1", "2", "3"]
     assert pieces("llama-bpe", "1234") == ["123", "4"]
-    assert pieces("llama-bpe", "abc") == [
-        "abc"
-    ]  # a piece that is a token and that no merge produces
+    # a piece that is a token and that no merge produces
+    assert pieces("llama-bpe", "abc") == ["abc"]
     assert pieces("smaug-bpe", "abc") == pieces("qwen2", "abc") == ["ab", "c"]
     assert pieces("qwen2", "e\u0301") == ["é"]  # NFC, as in the original tokenizer
     assert pieces("stablelm2", "e\u0301") == ["e", "\u0301"]
@@ -320,11 +309,8 @@ def test_end_of_turn_is_an_eos_token_and_user_tokens_are_recognized() -> None:
     assert tokenizer.special_ids == {278, 279, 281}
     assert tokenizer.encode("<think>") == [280]
     assert tokenizer.decode([280, 279]) == "<think>"
-    assert (
-        tokenizer.piece(282)
-        == tokenizer.decode(tokenizer.encode("une ide\u0301e"))
-        == "une ide\u0301e"
-    )
+    text = "une ide\u0301e"
+    assert tokenizer.piece(282) == tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_an_unknown_split_is_an_error_that_lists_the_supported_ones() -> None:
@@ -353,9 +339,6 @@ def test_the_error_names_the_key_of_a_broken_vocabulary(
 ) -> None:
     with pytest.raises(ModelError, match=re.escape(f"x.gguf: tokenizer.ggml.{problem}")):
         tokenizer_from_gguf(byte_level_metadata("qwen2", **change), "x.gguf")
-
-
-# Sentencepiece.
 
 
 SPACED = tokenizer_from_gguf(sentencepiece_metadata())
@@ -414,19 +397,13 @@ def test_sentencepiece_can_omit_the_leading_space() -> None:
 
 def test_merges_in_the_file_take_precedence_over_scores() -> None:
     tokenizer = tokenizer_from_gguf(sentencepiece_metadata(merges=["h e"]))
-    assert [tokenizer.piece(id) for id in tokenizer.encode("the", special=False)] == [
-        " ",
-        "t",
-        "he",
-    ]
+    pieces = [tokenizer.piece(id) for id in tokenizer.encode("the", special=False)]
+    assert pieces == [" ", "t", "he"]
 
 
 def test_sentencepiece_needs_scores_or_merges() -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.scores is missing"):
         tokenizer_from_gguf(sentencepiece_metadata(scores=None))
-
-
-# Hugging Face folders.
 
 
 def save(folder: Path, backend: Backend, **files: Any) -> Path:

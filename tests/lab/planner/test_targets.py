@@ -1,4 +1,4 @@
-"""Targets: durations, redundancy, and early stops that never change a verdict."""
+"""Targets and knobs: durations, redundancy, early stops, values, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ import pytest
 
 from headway.errors import ConfigError
 from headway.lab.cost import load_profile
-from headway.lab.planner.evaluate import Job, Outcome, Settings, evaluate
-from headway.lab.planner.targets import (
-    LATENCIES,
-    STATISTICS,
-    Target,
-    missed,
-    parse_duration,
-    redundant,
-    worst_ratio,
-)
+from headway.lab.planner import targets
+from headway.lab.planner.evaluate import Job, Outcome, Settings, evaluate, make_config
+from headway.lab.planner.space import check, default_space, neighbours, parse_knobs, points
 from headway.lab.planner.workload import Workload
+from headway.scheduler.policies.presets import PRESETS
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
 BUSY = Workload(text="requests=36,arrivals=poisson(40),prompt=uniform(50,400),output=uniform(2,30)")
@@ -30,13 +24,13 @@ FEW = {"max_num_seqs": 6}
     ("text", "seconds"), [("200ms", 0.2), ("1s", 1), ("1.5", 1.5), ("2m", 120), (".5s", 0.5)]
 )
 def test_a_duration_has_a_unit_or_is_seconds(text: str, seconds: float) -> None:
-    assert parse_duration("--ttft-p99", text) == pytest.approx(seconds)
+    assert targets.parse_duration("--ttft-p99", text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1s", "1h", "1 2", "s", "nan", "1e999"])
 def test_a_wrong_duration_is_named_with_its_flag(text: str) -> None:
     with pytest.raises(ConfigError, match="--e2e-max.*duration"):
-        parse_duration("--e2e-max", text)
+        targets.parse_duration("--e2e-max", text)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +48,12 @@ def test_a_wrong_duration_is_named_with_its_flag(text: str) -> None:
 def test_a_target_that_another_implies_is_redundant(
     strong: tuple[str, str, float], weak: tuple[str, str, float], is_redundant: bool
 ) -> None:
-    found = redundant([Target(*strong), Target(*weak)])
+    found = targets.redundant([targets.Target(*strong), targets.Target(*weak)])
     assert bool(found) == is_redundant
-    assert all(str(Target(*weak)) in each and str(Target(*strong)) in each for each in found)
+    assert all(
+        str(targets.Target(*weak)) in each and str(targets.Target(*strong)) in each
+        for each in found
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +61,19 @@ def complete() -> Outcome:
     return evaluate(Job(profile=PROFILE, workload=BUSY, settings=FEW))
 
 
-@pytest.mark.parametrize("latency", LATENCIES)
-@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("latency", targets.LATENCIES)
+@pytest.mark.parametrize("statistic", targets.STATISTICS)
 def test_stopping_early_never_changes_the_verdict(
     latency: str, statistic: str, complete: Outcome
 ) -> None:
-    value, num_stopped = Target(latency, statistic, 1.0).measured(complete.summary), 0
+    value, num_stopped = targets.Target(latency, statistic, 1.0).measured(complete.summary), 0
     for factor in (0.2, 0.999999, 1.000001):
-        target = Target(latency, statistic, value * factor)
+        target = targets.Target(latency, statistic, value * factor)
         outcome = evaluate(Job(profile=PROFILE, workload=BUSY, settings=FEW, targets=(target,)))
         num_stopped += outcome.is_stopped
-        assert (outcome.is_stopped or bool(missed((target,), outcome.summary))) == (factor < 1)
+        assert (outcome.is_stopped or bool(targets.missed((target,), outcome.summary))) == (
+            factor < 1
+        )
         assert outcome.stopped_by == (target.name if outcome.is_stopped else "")
         assert outcome.is_stopped or outcome.summary == complete.summary
     assert num_stopped or latency == "stall"  # counted every 64 steps; this run is short
@@ -91,7 +90,7 @@ TIGHT = {"num_blocks": 60, "headroom": "watermark(0.0)", "max_num_batched_tokens
         ({**FEW, "max_model_len": 300}, False),  # fewer gaps than the workload says
     ],
 )
-@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("statistic", targets.STATISTICS)
 def test_stops_by_time_between_tokens_are_exact(
     statistic: str, settings: Settings, is_async: bool
 ) -> None:
@@ -101,14 +100,14 @@ def test_stops_by_time_between_tokens_are_exact(
     assert bool(summary["rejected"]) == ("max_model_len" in settings)
     limit = summary["time_between_tokens"][statistic] or 1e-9
     for seconds in (limit * 0.999999, limit):
-        target = Target("tbt", statistic, seconds)
+        target = targets.Target("tbt", statistic, seconds)
         outcome = evaluate(replace(job, targets=(target,)))
-        is_missed = bool(missed((target,), summary))
+        is_missed = bool(targets.missed((target,), summary))
         assert is_missed if outcome.is_stopped else outcome.summary == summary
 
 
 def test_most_of_a_run_is_saved_if_the_time_between_tokens_is_far_too_long() -> None:
-    target = Target("tbt", "p99", 0.001)
+    target = targets.Target("tbt", "p99", 0.001)
     outcome = evaluate(Job(profile=PROFILE, workload=BUSY, settings=FEW, targets=(target,)))
     assert outcome.stopped_by == "tbt-p99" and outcome.progress < 0.1
 
@@ -117,5 +116,49 @@ def test_rejected_requests_are_infinitely_late() -> None:
     job = Job(profile=PROFILE, workload=BUSY, settings={"max_model_len": 200})
     summary = evaluate(job).summary
     assert summary["rejected"] > 0.1 * summary["requests"]
-    assert Target("ttft", "p90", 9.0).measured(summary) == math.inf
-    assert worst_ratio((Target("ttft", "p99", 9.0),), summary) == math.inf
+    assert targets.Target("ttft", "p90", 9.0).measured(summary) == math.inf
+    assert targets.worst_ratio((targets.Target("ttft", "p99", 9.0),), summary) == math.inf
+
+
+def test_values_are_split_at_commas_outside_parentheses() -> None:
+    found = parse_knobs(["headroom=back_off(watermark(0.1),0.2),future_peak", "max_num_seqs=8, 16"])
+    assert found == {
+        "headroom": ["back_off(watermark(0.1),0.2)", "future_peak"], "max_num_seqs": [8, 16],
+    }  # fmt: skip
+    assert len(points(found)) == 4
+
+
+@pytest.mark.parametrize(
+    ("knob", "named"),
+    [
+        ("max_num_seq=1", "max_num_seqs"), ("max_num_seqs", "name=value"), ("chunk=", "name=value"),
+        ("max_num_seqs=many", "many"), ("preset=vlm", "vllm"), ("max_num_seqs=8,8", "twice"),
+    ],
+)  # fmt: skip
+def test_a_wrong_knob_is_named_with_what_is_known(knob: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_knobs([knob])
+
+
+@pytest.mark.parametrize("knob", ["max_num_seqs=0", "chunk=at_mst(5)", "headroom=watermark(2)"])
+def test_values_out_of_range_are_refused_before_any_run(knob: str) -> None:
+    with pytest.raises(ConfigError, match=knob.partition("=")[0]):
+        check(parse_knobs([knob]), {"preset": "headway"}, PROFILE)
+
+
+def test_too_many_combinations_are_refused_with_their_number() -> None:
+    with pytest.raises(ConfigError, match="1000000"):
+        points({"max_num_seqs": list(range(1000)), "max_num_batched_tokens": list(range(1000))})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_value_of_the_default_space_is_valid(preset: str) -> None:
+    base = {"preset": preset}
+    check(default_space(make_config(base, PROFILE)), base, PROFILE)
+
+
+def test_numbers_change_to_their_neighbours_and_names_to_all_others() -> None:
+    assert neighbours([8, 16, 32, 64], 16) == [8, 32]
+    assert neighbours([8, 16, 32], 20) == [16, 32]
+    assert neighbours([8, 16], 8) == [16]
+    assert neighbours(["a", "b", "c"], "b") == ["a", "c"]

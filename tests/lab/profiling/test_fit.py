@@ -19,18 +19,7 @@ from headway.errors import ConfigError, FormatError
 from headway.events import Completed, Event, Planned
 from headway.executor.simulated import Script
 from headway.lab.cost import Machine, Model, Profile, load_profile, save_profile
-from headway.lab.profiling.calibration import (
-    CPU_CALIBRATION,
-    GPU_CALIBRATION,
-    QUICK_CPU_CALIBRATION,
-    QUICK_GPU_CALIBRATION,
-    CalibrationSpec,
-    Wave,
-    compare_with_simulation,
-    held_out_error,
-    make_calibration,
-    requests_of,
-)
+from headway.lab.profiling import calibration
 from headway.lab.profiling.fit import RATES, Fit, fit, missing_coverage, observations, predict
 from headway.lab.profiling.minimize import minimize
 from headway.lab.simulate import SimulatedEngine, simulate
@@ -72,13 +61,16 @@ def profile_of(machine: Machine, model: Model = SMALL) -> Profile:
 
 
 def log_of(
-    profile: Profile, waves: Sequence[Wave | Lengths], async_scheduling: int = 0, **changes: Any
+    profile: Profile,
+    waves: Sequence[calibration.Wave | Lengths],
+    async_scheduling: int = 0,
+    **changes: Any,
 ) -> list[Line]:
     """The log of these waves on the profile's machine."""
     lines: list[Line] = []
     for number, wave in enumerate(waves):
         space = TokenSpace()
-        lengths, most = wave if isinstance(wave, Wave) else (wave, len(wave))
+        lengths, most = wave if isinstance(wave, calibration.Wave) else (wave, len(wave))
         requests = [
             WorkloadRequest(id=f"{number}.{i}", pieces=(space.take(a),), num_output=b, max_tokens=b)
             for i, (a, b) in enumerate(lengths)
@@ -120,7 +112,7 @@ def disturbed(lines: list[Line], noise: float, slow: float, seed: int = 0) -> li
 @cache
 def logs(profile: Profile, **changes: Any) -> tuple[list[Line], list[Line]]:
     """The fitted and the held-out log of a calibration on the profile's machine."""
-    work = make_calibration(2048)
+    work = calibration.make_calibration(2048)
     return (
         log_of(profile, work.before + work.after, **changes),
         log_of(profile, [work.held_out], **changes),
@@ -137,9 +129,6 @@ def step_errors(fitted: Machine, profile: Profile, lines: list[Line]) -> np.ndar
     seen = observations(lines)
     after = replace(profile, machine=fitted)
     return np.abs(predict(after, seen) / predict(profile, seen) - 1)
-
-
-# Recovered machines.
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
@@ -191,8 +180,8 @@ def test_no_number_is_negative_and_every_profile_can_be_read_again(
     save_profile(profile_of(machine), tmp_path / "p.json")
     again = load_profile(tmp_path / "p.json")
     assert again == profile_of(machine)
-    assert len(simulate(requests_of(held_out), CONFIG, again).metrics.requests) == len(
-        requests_of(held_out)
+    assert len(simulate(calibration.requests_of(held_out), CONFIG, again).metrics.requests) == len(
+        calibration.requests_of(held_out)
     )
 
 
@@ -206,10 +195,10 @@ def test_the_rest_of_a_continued_request_is_compared_with_a_simulation() -> None
     params = RequestParams(max_tokens=100, sampling=Script(100, filler=7, end=0))
     simulated.engine.add("a", prompt, params, 0.0, (tuple(before),))
     simulated.engine.run()
-    (request,) = requests_of(lines)
+    (request,) = calibration.requests_of(lines)
     assert list(request.prompt()) == prompt + before
     assert (request.num_output, request.max_tokens) == (10, 10)
-    real, again = compare_with_simulation(lines, CONFIG, profile)
+    real, again = calibration.compare_with_simulation(lines, CONFIG, profile)
     assert again["seconds"] == pytest.approx(real["seconds"]) and again["steps"] == real["steps"]
 
 
@@ -224,8 +213,8 @@ def test_corrections_follow_a_machine_that_computes_in_tiles() -> None:
     fitted, held_out = (with_times(lines, tiled) for lines in logs(profile))
     machine = fit(observations(fitted), SMALL).machine
     plain = replace(machine, corrections=())
-    corrected = held_out_error(held_out, CONFIG, profile_of(machine))
-    formula = held_out_error(held_out, CONFIG, profile_of(plain))
+    corrected = calibration.held_out_error(held_out, CONFIG, profile_of(machine))
+    formula = calibration.held_out_error(held_out, CONFIG, profile_of(plain))
     assert corrected.p90 < 0.05 < 0.15 < formula.p90
 
 
@@ -267,8 +256,6 @@ def lines_of(plan: Plan, seconds: float = 1.0) -> list[Line]:
     return [MAKER.line(event) for event in events]
 
 
-# Rates that a log does not determine.
-
 TINY = replace(SMALL, weight_bytes=1e6, dense_flops=1e6, attention_flops=1e3, head_flops=1e5)
 LAUNCH_BOUND = replace(
     SLOW, bandwidth=4e12, flops=6e14, fixed_seconds=2e-3, attention_seconds=0.0, overlap=1.0
@@ -308,11 +295,13 @@ def test_an_undetermined_rate_is_a_lower_bound_that_predicts_as_well() -> None:
     assert off.max() < 0.05
 
 
-@pytest.mark.parametrize("spec", [QUICK_GPU_CALIBRATION, GPU_CALIBRATION], ids=["quick", "full"])
-def test_a_noisy_gpu_log_determines_both_rates(spec: CalibrationSpec) -> None:
+@pytest.mark.parametrize(
+    "spec", [calibration.QUICK_GPU_CALIBRATION, calibration.GPU_CALIBRATION], ids=["quick", "full"]
+)
+def test_a_noisy_gpu_log_determines_both_rates(spec: calibration.CalibrationSpec) -> None:
     profile = load_profile("qwen3-0.6b-h200-headway")
     changes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_blocks": 60_000}
-    work = make_calibration(8192, spec)
+    work = calibration.make_calibration(8192, spec)
     clean = log_of(profile, work.before + work.after, **changes)
     for seed in range(2):
         lines = disturbed(clean, noise=0.03, slow=0.02, seed=seed)
@@ -320,9 +309,6 @@ def test_a_noisy_gpu_log_determines_both_rates(spec: CalibrationSpec) -> None:
         assert not warnings
         assert machine.bandwidth == pytest.approx(profile.machine.bandwidth, rel=0.4)
         assert machine.flops == pytest.approx(profile.machine.flops, rel=0.4)
-
-
-# Copies and the host.
 
 
 def copying(profile: Profile, sizes: tuple[int, ...], noise: float = 0.0) -> list[Line]:
@@ -390,9 +376,6 @@ def test_idle_time_is_not_scheduling_time() -> None:
     assert len(gaps) == 2 * num_steps - 2 and gaps.max() < 1
 
 
-# Incomplete logs.
-
-
 def test_a_short_log_is_rejected_with_its_number_of_steps() -> None:
     lines = log_of(profile_of(SLOW), [[(40, 6)]])
     with pytest.raises(ConfigError, match="has 6 steps.*24"):
@@ -426,14 +409,13 @@ def test_a_log_of_one_context_length_is_rejected() -> None:
     assert "400 to 400 tokens" in problem
 
 
-# The error on a held-out run.
-
-
 def test_the_log_of_a_simulation_is_predicted_without_error() -> None:
     profile = profile_of(SLOW)
     _, held_out = logs(profile)
-    assert held_out_error(held_out, CONFIG, profile) == pytest.approx((0, 0, 0, 0, 0), abs=1e-9)
-    real, simulated = compare_with_simulation(held_out, CONFIG, profile)
+    assert calibration.held_out_error(held_out, CONFIG, profile) == pytest.approx(
+        (0, 0, 0, 0, 0), abs=1e-9
+    )
+    real, simulated = calibration.compare_with_simulation(held_out, CONFIG, profile)
     assert real == simulated
 
 
@@ -449,10 +431,9 @@ def test_requests_of_the_first_step_arrive_together_in_the_simulation() -> None:
     added = list(added_in(takewhile(lambda line: not isinstance(line, PlannedLine), lines)))
     for number, each in enumerate(added, start=1 - len(added)):
         each.arrival += 1e-3 * number  # the last just before the first step
-    assert [request.arrival for request in requests_of(lines)] == [
-        request.arrival for request in requests
-    ]
-    real, simulated = compare_with_simulation(lines, CONFIG, profile)
+    found = [request.arrival for request in calibration.requests_of(lines)]
+    assert found == [request.arrival for request in requests]
+    real, simulated = calibration.compare_with_simulation(lines, CONFIG, profile)
     assert simulated["seconds"] == pytest.approx(real["seconds"])
 
 
@@ -461,7 +442,7 @@ def test_a_run_with_async_scheduling_is_predicted_from_one_with_it(max_num_seqs:
     """The host time comes from a run without it, as in `headway bench profile` on a GPU."""
     profile = load_profile("qwen3-0.6b-h200")
     changes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048, "num_blocks": 60_000}
-    work = make_calibration(8192, QUICK_GPU_CALIBRATION)
+    work = calibration.make_calibration(8192, calibration.QUICK_GPU_CALIBRATION)
     fitted = log_of(profile, work.before + work.after, async_scheduling=1, **changes)
     held_out = log_of(profile, [work.held_out], async_scheduling=1, **changes)
     synchronous = observations(log_of(profile, work.before[:4], **changes))
@@ -471,11 +452,10 @@ def test_a_run_with_async_scheduling_is_predicted_from_one_with_it(max_num_seqs:
     assert not warnings
     assert found.host_seconds == pytest.approx(profile.machine.host_seconds)
     config, after = replace(CONFIG, **changes), replace(profile, machine=found)
-    off = held_out_error(held_out, config, after, async_scheduling=1)
+    off = calibration.held_out_error(held_out, config, after, async_scheduling=1)
     assert abs(off.simulated) < 0.01 and abs(off.ttft) < 0.01 and off.median < 0.01
-    assert held_out_error(held_out, config, after).simulated > abs(
-        off.simulated
-    )  # without it, the run is slower
+    # without it, the run is slower
+    assert calibration.held_out_error(held_out, config, after).simulated > abs(off.simulated)
 
 
 def test_a_machine_of_half_the_speed_has_an_error_of_100_percent() -> None:
@@ -485,23 +465,25 @@ def test_a_machine_of_half_the_speed_has_an_error_of_100_percent() -> None:
         machine, bandwidth=machine.bandwidth / 2, flops=machine.flops / 2,
         fixed_seconds=machine.fixed_seconds * 2, attention_seconds=machine.attention_seconds * 2,
     )  # fmt: skip
-    assert held_out_error(held_out, CONFIG, profile_of(slower)) == pytest.approx((1, 1, 1, 1, 1))
+    assert calibration.held_out_error(held_out, CONFIG, profile_of(slower)) == pytest.approx(
+        (1, 1, 1, 1, 1)
+    )
 
 
 SPECS = {
-    "CPU": CPU_CALIBRATION,
-    "CPU, quick": QUICK_CPU_CALIBRATION,
-    "GPU": GPU_CALIBRATION,
-    "GPU, quick": QUICK_GPU_CALIBRATION,
+    "CPU": calibration.CPU_CALIBRATION,
+    "CPU, quick": calibration.QUICK_CPU_CALIBRATION,
+    "GPU": calibration.GPU_CALIBRATION,
+    "GPU, quick": calibration.QUICK_GPU_CALIBRATION,
 }
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("max_tokens", [64, 300, 40960])
 def test_a_calibration_covers_many_sizes_and_holds_out_another_workload(
-    max_tokens: int, spec: CalibrationSpec
+    max_tokens: int, spec: calibration.CalibrationSpec
 ) -> None:
-    work = make_calibration(max_tokens, spec)
+    work = calibration.make_calibration(max_tokens, spec)
     waves = [*work.before, work.held_out, *work.after]
     assert all(
         a >= 12 and b >= 1 and a + b <= max_tokens for wave in waves for a, b in wave.lengths
@@ -510,8 +492,8 @@ def test_a_calibration_covers_many_sizes_and_holds_out_another_workload(
     after = [len(wave.lengths) for wave in work.after]
     assert sorted(sizes) == sorted(after) and len(set(sizes)) >= 3
     assert len(work.held_out.lengths) not in sizes and work.before != work.after
-    assert work == make_calibration(max_tokens, spec)
-    assert work.held_out != make_calibration(max_tokens, spec, seed=1).held_out
+    assert work == calibration.make_calibration(max_tokens, spec)
+    assert work.held_out != calibration.make_calibration(max_tokens, spec, seed=1).held_out
     if max_tokens > 100:
         lines = log_of(profile_of(SLOW), work.before, num_blocks=50_000, max_model_len=max_tokens)
         assert missing_coverage(observations(lines)) == []
@@ -519,10 +501,7 @@ def test_a_calibration_covers_many_sizes_and_holds_out_another_workload(
 
 def test_a_model_with_a_short_length_is_rejected() -> None:
     with pytest.raises(ConfigError, match="requests of 63 tokens.*64"):
-        make_calibration(63)
-
-
-# Overlap in the cost model.
+        calibration.make_calibration(63)
 
 
 def test_more_overlap_never_takes_longer() -> None:

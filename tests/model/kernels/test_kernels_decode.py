@@ -40,12 +40,7 @@ from tests.model.kernels.reference import decode as reference
 from tests.model.kernels.reference.rotary import rotate_and_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LIMITS = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 1e-2,
-    torch.float16: 2e-3,
-    torch.float8_e4m3fn: 5e-2,
-}
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float8_e4m3fn: 5e-2}
 LAYER, NUM_LAYERS, NUM_POSITIONS, EPSILON = 1, 3, 600, 1e-5
 # Few programs: in the interpreter, even a program without work takes time.
 SMALL = DecodeSplit(num_splits=2, min_positions=32, tile=16, warps=1, stages=2)

@@ -1,7 +1,4 @@
-"""Compiling ahead launches nothing, while other threads still launch.
-
-Also tests the overflow check of interpreted kernels.
-"""
+"""Compiling ahead launches nothing, while other threads still launch."""
 
 from __future__ import annotations
 

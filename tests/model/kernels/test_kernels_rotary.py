@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 pytest.importorskip("triton")
 
@@ -23,12 +19,7 @@ from headway.model.kernels.attention.rotary import rotate_and_store
 from tests.model.kernels.reference import rotary as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LIMITS = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 1e-2,
-    torch.float16: 2e-3,
-    torch.float8_e4m3fn: 5e-2,
-}
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float8_e4m3fn: 5e-2}
 LAYER, NUM_LAYERS, NUM_POSITIONS, EPSILON = 1, 3, 300, 1e-5
 EMPTY = 96.0  # value of untouched slots; exact in every type
 

@@ -92,9 +92,7 @@ def test_kernels_and_references_take_the_same_steps(block_size: int) -> None:
 
 
 @BOTH
-def test_a_row_advances_through_its_blocks_to_its_limit(
-    kernels: ModuleType,
-) -> None:
+def test_a_row_advances_through_its_blocks_to_its_limit(kernels: ModuleType) -> None:
     state = state_with([2, 0], [9, 4])
     found = [started(kernels, [0], state, 4) for _ in range(9)]
     table = state.tables[0].tolist()

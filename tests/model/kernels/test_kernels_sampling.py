@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -10,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 triton: Any = pytest.importorskip("triton")
 import triton.language as tl

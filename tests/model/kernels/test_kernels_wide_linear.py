@@ -7,14 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from headway.model.kernels.products import tiles
 from headway.model.kernels.products.linear import linear
-from headway.model.kernels.products.tiles import (
-    Tile,
-    balanced_tile_within,
-    tile_within,
-    wide_tile_within,
-    widened,
-)
 from tests.model.kernels.reference import linear as reference
 from tests.model.kernels.test_kernels_linear import (
     DEVICE,
@@ -32,9 +26,9 @@ from tests.model.kernels.test_kernels_linear import (
 LIMITS = (132, 207 * 1024)  # of an H200
 # Small tiles with extra outputs, with slices, and with parts of the inputs.
 WIDE = {
-    "extra": Tile(rows=32, outputs=32, inputs=16, slices=1, warps=4, stages=2, extra=16),
-    "sliced": Tile(rows=16, outputs=32, inputs=16, slices=2, warps=4, stages=2, extra=8),
-    "parts": Tile(rows=32, outputs=32, inputs=16, slices=1, warps=4, stages=2, parts=5),
+    "extra": tiles.Tile(rows=32, outputs=32, inputs=16, slices=1, warps=4, stages=2, extra=16),
+    "sliced": tiles.Tile(rows=16, outputs=32, inputs=16, slices=2, warps=4, stages=2, extra=8),
+    "parts": tiles.Tile(rows=32, outputs=32, inputs=16, slices=1, warps=4, stages=2, parts=5),
 }
 WIDE_TILES = pytest.mark.parametrize("tile", WIDE.values(), ids=list(WIDE))
 
@@ -42,7 +36,7 @@ WIDE_TILES = pytest.mark.parametrize("tile", WIDE.values(), ids=list(WIDE))
 @pytest.mark.parametrize("rows", [2, 32, 45])
 @TYPES
 @WIDE_TILES
-def test_wide_tiles_equal_the_reference(tile: Tile, dtype: torch.dtype, rows: int) -> None:
+def test_wide_tiles_equal_the_reference(tile: tiles.Tile, dtype: torch.dtype, rows: int) -> None:
     check(Case(rows=rows, inputs=160, dtype=dtype, tile=tile))
     check(
         Case(
@@ -53,7 +47,7 @@ def test_wide_tiles_equal_the_reference(tile: Tile, dtype: torch.dtype, rows: in
 
 
 @WIDE_TILES
-def test_squares_of_wide_tiles_are_of_the_stored_output(tile: Tile) -> None:
+def test_squares_of_wide_tiles_are_of_the_stored_output(tile: tiles.Tile) -> None:
     case = Case(rows=45, inputs=160, has_residual=True, tile=tile)
     squares = torch.full((45, -(-case.outputs // tile.width)), torch.nan, device=DEVICE)
     out = found(case, squares_out_mj=squares)
@@ -63,7 +57,7 @@ def test_squares_of_wide_tiles_are_of_the_stored_output(tile: Tile) -> None:
 
 
 @WIDE_TILES
-def test_rows_of_wide_tiles_may_have_a_stride(tile: Tile) -> None:
+def test_rows_of_wide_tiles_may_have_a_stride(tile: tiles.Tile) -> None:
     case = Case(rows=33, inputs=160, has_residual=True, tile=tile)
     given = moved(arguments(case))
     wide = torch.full((33, case.inputs + 16), torch.nan, device=DEVICE)
@@ -79,8 +73,8 @@ def test_rows_of_wide_tiles_may_have_a_stride(tile: Tile) -> None:
 def test_every_chosen_wide_tile_is_valid(name: str) -> None:
     for rows in range(1, 300):
         for outputs, inputs in SHAPES[name]:
-            tile = wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
-            small = wide_tile_within((132, 80 * 1024), rows, outputs, inputs, torch.bfloat16)
+            tile = tiles.wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
+            small = tiles.wide_tile_within((132, 80 * 1024), rows, outputs, inputs, torch.bfloat16)
             assert small is None, "such tiles need much shared memory"
             if tile is None:
                 continue
@@ -95,19 +89,15 @@ def test_every_chosen_wide_tile_is_valid(name: str) -> None:
 
 def test_a_large_matrix_has_about_one_wide_tile_for_each_multiprocessor() -> None:
     def num_programs(rows: int, outputs: int, inputs: int) -> int:
-        tile = wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
+        tile = tiles.wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
         assert tile is not None and tile.rows == 128
         return -(-rows // tile.rows) * -(-outputs // tile.width) * tile.parts
 
     assert num_programs(65, 37888, 3584) == num_programs(128, 37888, 3584) == 132
     assert num_programs(96, 28672, 4096) == num_programs(96, 3584, 18944) == 112
-    for rows, outputs, inputs in (
-        (64, 37888, 3584),
-        (129, 37888, 3584),
-        (96, 1024, 3072),
-        (16, 3584, 18944),
-    ):
-        assert wide_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16) is None
+    others = (64, 37888, 3584), (129, 37888, 3584), (96, 1024, 3072), (16, 3584, 18944)
+    for shape in others:
+        assert tiles.wide_tile_within(LIMITS, *shape, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -115,8 +105,8 @@ def test_a_tile_has_extra_outputs_only_where_a_second_tile_would_follow(name: st
     for rows in range(2, 257):
         for outputs, inputs in SHAPES[name]:
             shape = rows, outputs, inputs, torch.bfloat16
-            tile = tile_within(LIMITS, *shape)
-            wider = widened(tile, LIMITS, *shape)
+            tile = tiles.tile_within(LIMITS, *shape)
+            wider = tiles.widened(tile, LIMITS, *shape)
             if wider == tile:
                 continue
             num_row_tiles = -(-rows // tile.rows)
@@ -133,8 +123,11 @@ def test_a_balanced_tile_gives_the_busiest_multiprocessor_fewer_outputs(name: st
     for rows in range(1, 257):
         for outputs, inputs in SHAPES[name]:
             shape = rows, outputs, inputs, torch.bfloat16
-            assert balanced_tile_within((132, 80 * 1024), *shape) is None, "needs shared memory"
-            tile, usual = balanced_tile_within(LIMITS, *shape), tile_within(LIMITS, *shape)
+            assert tiles.balanced_tile_within((132, 80 * 1024), *shape) is None, (
+                "needs shared memory"
+            )
+            tile = tiles.balanced_tile_within(LIMITS, *shape)
+            usual = tiles.tile_within(LIMITS, *shape)
             if tile is None:
                 continue
             assert 2 <= rows <= tile.rows and tile.parts == 1
@@ -162,12 +155,12 @@ def test_products_of_large_models_are_balanced() -> None:
         (6144, 1024, 0, 0),  # few inputs
     ):
         for rows, width in ((1, 0), (2, few), (16, few), (17, more), (64, more), (65, 0)):
-            tile = balanced_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
+            tile = tiles.balanced_tile_within(LIMITS, rows, outputs, inputs, torch.bfloat16)
             assert (tile.width if tile else 0) == width
-    assert balanced_tile_within(LIMITS, 16, 6144, 4096, torch.float32) is None
+    assert tiles.balanced_tile_within(LIMITS, 16, 6144, 4096, torch.float32) is None
 
 
 def test_the_first_product_of_a_7b_layer_has_extra_outputs_from_65_rows_on_too() -> None:
     for rows in (65, 128):
         shape = rows, 4608, 3584, torch.bfloat16
-        assert widened(tile_within(LIMITS, *shape), LIMITS, *shape).width == 80
+        assert tiles.widened(tiles.tile_within(LIMITS, *shape), LIMITS, *shape).width == 80

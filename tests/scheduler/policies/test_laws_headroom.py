@@ -81,9 +81,6 @@ def random_requests(rng: random.Random, stops: bool = True) -> list[Request]:
     return requests
 
 
-# Every request reaches its limit.
-
-
 @each_seed
 def test_the_peak_of_known_lengths_is_the_largest_of_all_steps(seed: int) -> None:
     """Without prompts to compute, a request grows by one token per step and then frees all."""
@@ -142,9 +139,6 @@ def test_the_peak_counts_shared_blocks_once_among_many_requests(seed: int) -> No
 
     peak = max(num_held(int(step)) for step in {*batch.left, 0.0})
     assert limit(batch, view) == peak - num_held(0)
-
-
-# Outputs end like those seen so far.
 
 
 def chance_by_share(request: Request, held: float, further: float, shares: list[float]) -> float:
@@ -212,8 +206,6 @@ def test_without_stop_tokens_the_learned_peak_is_that_of_the_limits() -> None:
         view = a_view(requests, output_shares=[0.1] * 50)
         assert learned()(batch_of(requests), view) == limit(batch_of(requests), view)
 
-
-# Open-ended requests: lengths in tokens.
 
 PER_DOUBLING, NUM_BINS = 4, 84
 
@@ -319,9 +311,6 @@ def test_the_learned_peak_of_open_ended_requests_adds_the_errors_up(
     assert learned()(batch, view) == wanted
 
 
-# Prompts that are not computed yet.
-
-
 @pytest.mark.parametrize("budget", (2, 4, 9, 13))  # 2: all others may decode with the whole budget
 def test_a_prompt_that_is_not_computed_delays_the_ends_by_its_steps(budget: int) -> None:
     """Prompts are computed in order with the tokens that the other requests leave."""
@@ -374,9 +363,6 @@ def test_where_clients_overtake_any_prompt_may_be_the_first_or_the_last_to_be_co
     assert limit(batch, view) == max(*peaks, now) - now
 
 
-# The rule itself.
-
-
 def test_with_room_for_every_limit_the_bound_is_returned_without_an_estimate() -> None:
     """The upper bound counts a block more per request, less what the admission takes anyway."""
 
@@ -407,9 +393,6 @@ def test_a_forecast_has_the_stored_tokens_and_the_rest_of_each_request() -> None
     assert seen[0].held.tolist() == [13, 30, 12] and seen[0].prompt.tolist() == [8, 30, 10]
     assert seen[0].left.tolist() == [29 - 1 - 13, 39 - 1 - 30, 15 - 1 - 12]
     assert seen[0].allowed.tolist() == [21, 9, 5]
-
-
-# What is remembered.
 
 
 def test_the_prompt_does_not_make_a_request_open_ended() -> None:

@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 
-from headway import checks
+from headway import Scheduler, checks
 from headway.errors import PolicyError
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler
 from headway.scheduler.policies import batching, headroom, victim
 from headway.scheduler.policies.batching import MAX_PREFILL_STEPS
 from headway.scheduler.policies.chunk import at_most, split_any, split_first, whole
 from headway.scheduler.policies.presets import SLOTS
 from headway.scheduler.policies.swap import recompute, swap, swap_if_cheaper
 from tests.support.drive import Driver
-
-# Chunk rules.
 
 
 def test_chunk_rules_grant_what_they_say() -> None:
@@ -34,9 +31,6 @@ def test_chunk_rules_grant_what_they_say() -> None:
                 expected = min(want, left) if fits or is_first else 0
                 assert split_first(want, left, is_first) == expected
                 assert at_most(5)(want, left, is_first) == min(want, left, 5)
-
-
-# Batching rules.
 
 
 class Recorder:
@@ -98,9 +92,6 @@ def test_every_batching_rule_is_covered_and_decodes_wait_for_16_steps() -> None:
     assert LAST == 16
 
 
-# Headroom rules.
-
-
 def a_request(
     num_prompt: int, max_tokens: int, num_computed: int, row: int, **more: Any
 ) -> Request:
@@ -139,9 +130,6 @@ def test_back_off_adds_a_share_for_every_recent_preemption() -> None:
         assert rule(a_request(1, 1, 0, -1), a_view(pressure=pressure)) == wanted
 
 
-# Victim rules.
-
-
 def test_victim_rules_choose_by_what_their_names_say() -> None:
     """The largest key is preempted; equal requests are preempted latest arrival first."""
     requests = []
@@ -165,9 +153,6 @@ def test_victim_rules_choose_by_what_their_names_say() -> None:
         assert max(requests[1:], key=lambda r: rule(r, view)) is requests[2], name
 
 
-# Swap rules.
-
-
 def test_swap_and_recompute_are_constant() -> None:
     request = a_request(4, 4, 4, 0)
     assert swap(request, a_view()) is True
@@ -188,9 +173,6 @@ def test_cheaper_swaps_if_two_copies_take_less_time_than_computing(
             first = num_computed - tokens  # the shared tokens before them stay
             seconds = sum(compute + pair * (first + place + 0.5) for place in range(tokens))
             assert rule(request, view) == (2 * 3.0 + 2 * tokens < seconds - 1e-9)
-
-
-# Where a policy failed.
 
 
 def call_other_file(request: Request, view: object) -> Any:

@@ -1,7 +1,4 @@
-"""Requests without max_tokens: the default headroom learns output lengths within tens of requests.
-
-Time is simulated, so throughput is the same on every machine.
-"""
+"""Requests without max_tokens: the default headroom learns lengths within tens of requests."""
 
 from __future__ import annotations
 
@@ -12,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway import Plan, preset
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import ENDS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.plan import Plan
 from headway.request import Request, RequestParams
-from headway.scheduler import preset
 from headway.scheduler.policies.lengths import OPEN_ENDED, is_open_ended, survival_curve
 from tests.support.drive import Driver
 from tests.support.events import Events
@@ -73,9 +69,6 @@ def test_a_request_is_open_ended_without_max_tokens_or_with_a_very_large_value()
     assert not is_open_ended(lone(16))
 
 
-# The survival curve.
-
-
 def reaches(length: float, finished: list[int], running: list[int]) -> float:
     curve = survival_curve(np.array(finished, dtype=float), np.array(running, dtype=float))
     chance, _ = curve.going_on(np.zeros(1), np.array([[length]]))
@@ -121,9 +114,6 @@ def test_the_error_of_the_estimate_decreases_with_observations() -> None:
     assert error(seen) > 3 * error(seen * 64) > 0
 
 
-# Statistics that the scheduler keeps.
-
-
 def recorded(max_tokens: int | None, **more: Any) -> tuple[list[int], list[float]]:
     """The lengths and shares recorded for a request that generates 3 tokens, the last one EOS."""
     driver = Driver("headway", sample=lambda r, place: EOS if place >= 7 else 100, max_model_len=64)
@@ -139,9 +129,6 @@ def test_open_ended_requests_record_lengths_and_others_record_shares() -> None:
 
 def test_an_output_that_ignores_eos_is_not_recorded() -> None:
     assert recorded(None, ignore_eos=True) == ([], [])
-
-
-# Decisions of the default preset.
 
 
 def test_a_burst_of_short_chats_that_fits_is_admitted_at_once() -> None:

@@ -1,7 +1,4 @@
-"""The decisions of each ready-made policy, by slot: chunk, queue, victim, headroom, swap.
-
-Blocks hold four tokens unless a test changes it.
-"""
+"""The decisions of each ready-made policy, by slot: chunk, queue, victim, headroom, swap."""
 
 from __future__ import annotations
 
@@ -10,25 +7,17 @@ from typing import Any
 
 import pytest
 
-from headway.config import SchedulerView
-from headway.plan import Plan
+from headway import Plan, SchedulerView
 from headway.request import Request, RequestParams
 from headway.scheduler.policies import headroom
 from headway.scheduler.policies.chunk import at_most, split_any, split_first, whole
 from headway.scheduler.policies.swap import recompute, swap, swap_if_cheaper  # fmt: skip
 from tests.support.drive import Driver, Row, small_driver
 
-# chunk
-
 
 @pytest.mark.parametrize(
     ("rule", "first_fits", "first_too_long", "later_too_long"),
-    [
-        (whole, 5, 0, 0),
-        (split_first, 5, 8, 0),
-        (split_any, 5, 8, 8),
-        (at_most(3), 3, 3, 3),
-    ],
+    [(whole, 5, 0, 0), (split_first, 5, 8, 0), (split_any, 5, 8, 8), (at_most(3), 3, 3, 3)],
 )
 def test_chunk_rules(rule: Any, first_fits: int, first_too_long: int, later_too_long: int) -> None:
     assert rule(5, 8, True) == first_fits
@@ -47,14 +36,9 @@ def test_chunk_rules(rule: Any, first_fits: int, first_too_long: int, later_too_
 )
 def test_chunk_rules_in_a_step(chunk: str, first_step: tuple[tuple[str, int, int], ...]) -> None:
     driver = small_driver("vllm_v1", chunk=chunk, num_blocks=32, max_num_batched_tokens=8)
-    driver.add("a", 5, 1)
-    driver.add("b", 7, 1)
-    driver.add("c", 3, 1)
+    driver.add_all(a=(5, 1), b=(7, 1), c=(3, 1))
     assert driver.steps(1)[0].chunks == first_step
     driver.run()
-
-
-# queue
 
 
 def order_of_service(queue: str, *requests: dict[str, Any]) -> list[str]:
@@ -66,12 +50,10 @@ def order_of_service(queue: str, *requests: dict[str, Any]) -> list[str]:
 
 
 def test_fcfs_serves_by_arrival_and_ties_in_the_order_added() -> None:
-    assert order_of_service(
-        "fcfs",
-        {"id": "a", "arrival": 2.0},
-        {"id": "b", "arrival": 1.0},
-        {"id": "c", "arrival": 1.0},
-    ) == ["b", "c", "a"]
+    requests = [
+        {"id": id, "arrival": arrival} for id, arrival in (("a", 2.0), ("b", 1.0), ("c", 1.0))
+    ]
+    assert order_of_service("fcfs", *requests) == ["b", "c", "a"]
 
 
 def test_priority_serves_lower_numbers_first_and_ties_by_arrival() -> None:
@@ -182,14 +164,10 @@ def test_no_priority_preemption_if_it_would_not_be_enough() -> None:
     driver.add("peer", 20, 12, priority=0)
     driver.add("low", 4, 4, priority=5)
     driver.step()
-    driver.add(
-        "urgent", 12, 2, priority=0
-    )  # 3 blocks; 2 are free, and low holds 1 and needs another
+    # 3 blocks; 2 are free, and low holds 1 and needs another
+    driver.add("urgent", 12, 2, priority=0)
     row = driver.steps(1)[0]
     assert row.preempted == "" or row.admitted == "urgent"
-
-
-# victim
 
 
 def preempted_by(victim: str, *, shared: int = 0) -> str:
@@ -232,9 +210,6 @@ def test_served_last_follows_arrival_under_fcfs_even_after_a_resume() -> None:
     driver.run()
     assert driver.requests["old"].history.num_preemptions == 0
     assert driver.requests["young"].history.num_preemptions > 0
-
-
-# headroom
 
 
 def headroom_of(headroom: str, *, num_preemptions: int = 0, num_blocks: int = 100) -> int:
@@ -311,20 +286,13 @@ def test_headroom_with_exact_lengths_never_preempts(batching: str, headroom: str
 
 
 @pytest.mark.parametrize("headroom", EXACT)
-def test_headroom_with_exact_lengths_never_preempts_with_split_prompts(
-    headroom: str,
-) -> None:
+def test_headroom_with_exact_lengths_never_preempts_with_split_prompts(headroom: str) -> None:
     assert seeds_with_preemptions(headroom, "mixed", max_tokens=8, num_shared=0) == []
 
 
 @pytest.mark.parametrize("headroom", EXACT)
-def test_headroom_with_exact_lengths_never_preempts_with_shared_prefixes(
-    headroom: str,
-) -> None:
+def test_headroom_with_exact_lengths_never_preempts_with_shared_prefixes(headroom: str) -> None:
     assert seeds_with_preemptions(headroom, "mixed", max_tokens=512, num_shared=16) == []
-
-
-# swap
 
 
 class PrivateBlocks:
@@ -367,8 +335,7 @@ def test_cheaper_counts_attention_to_all_earlier_tokens(num_private: int) -> Non
 
 def preempting_plan(num_host_blocks: int) -> Plan:
     driver = small_driver("vllm", swap="swap", num_blocks=6, num_host_blocks=num_host_blocks)
-    driver.add("a", 10, 5)
-    driver.add("b", 10, 4)
+    driver.add_all(a=(10, 5), b=(10, 4))
     driver.steps(3)
     plan = driver.step()
     driver.run()

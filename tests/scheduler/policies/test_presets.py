@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import pytest
 
+from headway import PRESETS, RequestState
 from headway.plan import Blocked, NotConsidered
-from headway.request import RequestState
-from headway.scheduler import PRESETS
 from tests.support.drive import Driver, Row, small_driver
-
-# nano_vllm
 
 
 def test_nano_vllm_runs_all_prefill_or_all_decode_with_prefill_first() -> None:
     driver = small_driver("nano_vllm", num_blocks=6, max_num_seqs=3, max_num_batched_tokens=8)
-    driver.add("a", 6, 3)
-    driver.add("b", 4, 4)
-    driver.add("c", 3, 3)
+    driver.add_all(a=(6, 3), b=(4, 4), c=(3, 3))
     assert driver.run() == [
         # a takes 6 of 8 tokens; b needs 4, 2 are left, and only the first prompt may be split
         Row("a", "", (("a", 0, 6),), "", (("b", "token_budget"),)),
@@ -34,8 +29,7 @@ def test_nano_vllm_runs_all_prefill_or_all_decode_with_prefill_first() -> None:
 
 def test_nano_vllm_preempts_the_newest_and_resumes_it_before_later_arrivals() -> None:
     driver = small_driver("nano_vllm", num_blocks=3)
-    driver.add("a", 4, 6)
-    driver.add("b", 4, 4)
+    driver.add_all(a=(4, 6), b=(4, 4))
     assert driver.steps(2) == [
         Row("a b", "", (("a", 0, 4), ("b", 0, 4))),  # one block is left
         Row("", "a", (), "b"),  # both need a new block: the newest is preempted
@@ -56,16 +50,12 @@ def test_nano_vllm_preempts_the_newest_and_resumes_it_before_later_arrivals() ->
 
 def test_nano_vllm_splits_only_the_first_prompt_of_a_batch() -> None:
     driver = small_driver("nano_vllm", num_blocks=16, max_num_batched_tokens=8)
-    driver.add("a", 12, 2)
-    driver.add("b", 9, 1)
-    driver.add("c", 2, 1)
+    driver.add_all(a=(12, 2), b=(9, 1), c=(2, 1))
     assert driver.run() == [
-        Row(
-            "a", "", (("a", 0, 8),), "", ()
-        ),  # the budget is used up: no other request is considered
-        Row(
-            "", "", (("a", 8, 12),), "", (("b", "token_budget"),)
-        ),  # 4 tokens are left; the 9 of b are not split
+        # the budget is used up: no other request is considered
+        Row("a", "", (("a", 0, 8),), "", ()),
+        # 4 tokens are left; the 9 of b are not split
+        Row("", "", (("a", 8, 12),), "", (("b", "token_budget"),)),
         Row("b", "", (("b", 0, 8),)),  # b is the first prompt now
         Row("c", "", (("b", 8, 9), ("c", 0, 2))),
         Row("", "a"),
@@ -77,12 +67,8 @@ def test_nano_vllm_charges_only_the_uncached_part_of_a_prompt() -> None:
     prompt = list(range(8))
     driver.add("a", prompt, 1)
     driver.step()
-    driver.add("b", [*prompt, 8], 1)
-    driver.add("c", 9, 1)
+    driver.add_all(b=([*prompt, 8], 1), c=(9, 1))
     assert driver.steps(1) == [Row("b c", "", (("b", 8, 9), ("c", 0, 9)))]
-
-
-# deep_dive
 
 
 def test_deep_dive_admits_a_request_only_if_the_batch_can_finish() -> None:
@@ -118,8 +104,7 @@ def test_deep_dive_mixes_prefill_and_decode() -> None:
 
 def test_deep_dive_reuses_the_blocks_of_a_finished_request_in_the_next_step() -> None:
     driver = small_driver("deep_dive", num_blocks=2)
-    driver.add("a", 8, 1)
-    driver.add("b", 8, 1)
+    driver.add_all(a=(8, 1), b=(8, 1))
     assert [row.admitted for row in driver.run()] == ["a", "b"]
 
 
@@ -138,18 +123,13 @@ def test_deep_dive_uses_the_four_states() -> None:
     assert states == [waiting, prefill, decoding, decoding, finished]
 
 
-# vllm and vllm_v1
-
-
 @pytest.mark.parametrize("name", ["vllm", "vllm_v1"])
 def test_vllm_fills_its_token_budget(name: str) -> None:
     driver = Driver(name)
     for number in range(120):
         driver.add(f"d{number}", [number], 100)
     driver.step()
-    driver.add("p", 4096, 4)
-    driver.add("q", 5000, 4)
-    driver.add("r", 10, 4)
+    driver.add_all(p=(4096, 4), q=(5000, 4), r=(10, 4))
     plan = driver.step()
     assert len(plan.decodes) == 120  # 8072 of 8192 tokens are left
     assert driver.table[-1].chunks == (("p", 0, 4096), ("q", 0, 3976))  # 3976 are left, then 0
@@ -162,8 +142,7 @@ def test_vllm_fills_its_token_budget(name: str) -> None:
 
 def test_vllm_swaps_the_newest_out_and_resumes_it_before_new_prompts() -> None:
     driver = small_driver("vllm", num_blocks=6, num_host_blocks=6)
-    driver.add("a", 10, 5)
-    b = driver.add("b", 10, 4)
+    _, b = driver.add_all(a=(10, 5), b=(10, 4))
     assert driver.steps(3) == [
         Row("a b", "", (("a", 0, 10), ("b", 0, 10))),  # 3 blocks each: none is free
         Row("", "a b"),
@@ -172,9 +151,8 @@ def test_vllm_swaps_the_newest_out_and_resumes_it_before_new_prompts() -> None:
     plan = driver.step()  # both need a block; copying 12 tokens is cheaper than recomputing them
     assert driver.table[-1] == Row("", "a", (), "b", ())
     assert plan.preempted[0].is_swap and len(plan.copies_out) == 3
-    assert plan.not_considered == NotConsidered(
-        "after_preemption", 1
-    )  # a step that preempts for blocks admits no request
+    # a step that preempts for blocks admits no request
+    assert plan.not_considered == NotConsidered("after_preemption", 1)
     assert b.state is RequestState.SWAPPED
     driver.add("c", 2, 1)
     assert driver.steps(1) == [
@@ -191,8 +169,7 @@ def swapped_b_and_urgent_c(batching: str) -> Row:
     driver = small_driver(
         "vllm", batching=batching, queue="priority", swap="swap", num_blocks=6, num_host_blocks=6
     )
-    driver.add("a", 10, 5)
-    driver.add("b", 10, 4)
+    driver.add_all(a=(10, 5), b=(10, 4))
     driver.steps(5)  # as above: b is on the host, a is finished
     driver.add("c", 20, 1, priority=-1)
     return driver.steps(1)[0]
@@ -205,8 +182,7 @@ def test_swapped_first_resumes_a_swapped_request_before_a_higher_priority() -> N
 
 def test_vllm_keeps_a_share_of_blocks_free_at_admission() -> None:
     driver = small_driver("vllm", headroom="watermark(0.5)", num_blocks=8)
-    driver.add("a", 4, 2)
-    b = driver.add("b", 16, 2)
+    _, b = driver.add_all(a=(4, 2), b=(16, 2))
     plan = driver.step()
     assert plan.blocked == [Blocked(b, "headroom", 4 + 4, 7)]  # 4 blocks, and 4 that stay free
     other = small_driver("vllm", headroom="watermark(0.5)", num_blocks=8)
@@ -220,13 +196,10 @@ def test_vllm_backs_off_for_22_steps_after_a_preemption() -> None:
         "vllm", headroom="back_off(watermark(0.0), share=0.25)", block_size=32, num_blocks=8,
         max_num_batched_tokens=512,
     )  # fmt: skip
-    driver.add("a", 96, 60)
-    driver.add("c", 30, 3)
-    b = driver.add("b", 100, 8)
+    _, _, b = driver.add_all(a=(96, 60), c=(30, 3), b=(100, 8))
     assert driver.steps(3) == [
-        Row(
-            "a c b", "", (("a", 0, 96), ("c", 0, 30), ("b", 0, 100))
-        ),  # 3 + 1 + 4 blocks: none is free
+        # 3 + 1 + 4 blocks: none is free
+        Row("a c b", "", (("a", 0, 96), ("c", 0, 30), ("b", 0, 100))),
         Row("", "a c", (), "b"),  # a needs another block
         Row("", "a c", (), "", (("b", "blocks"),)),  # needs 4, 3 are free; c ends
     ]
@@ -241,17 +214,13 @@ def test_vllm_backs_off_for_22_steps_after_a_preemption() -> None:
 
 def test_vllm_v1_preempts_by_recompute_and_never_swaps() -> None:
     driver = small_driver("vllm_v1", num_blocks=6, num_host_blocks=6)
-    driver.add("a", 10, 5)
-    driver.add("b", 10, 4)
+    driver.add_all(a=(10, 5), b=(10, 4))
     driver.run()
     assert [row.preempted for row in driver.table if row.preempted] == ["b"]
     assert driver.requests["b"].history.num_preemptions == 1
     # b had stored 12 tokens; its last block was reused; its first two blocks are hits.
     assert driver.table[-1] == Row("b", "", (("b", 8, 13),))
     assert driver.requests["b"].history.num_recomputed == 4
-
-
-# minivllm
 
 
 def test_minivllm_defers_decodes_over_the_token_budget_oldest_first() -> None:
@@ -272,14 +241,12 @@ def test_minivllm_charges_cached_tokens_too_and_reports_the_shortage() -> None:
     prompt = list(range(8))
     driver.add("a", prompt, 1)
     driver.step()
-    driver.add("b", [*prompt, 8], 1)
-    c = driver.add("c", 2, 1)
+    _, c = driver.add_all(b=([*prompt, 8], 1), c=(2, 1))
     plan = driver.step()  # b computes 1 token and is charged for 9
     assert driver.table[-1] == Row("b", "", (("b", 8, 9),), "", (("c", "token_budget"),))
     assert plan.blocked == [Blocked(c, "token_budget", 2, 1)]
     driver.run()
-    driver.add("d", 3, 1)
-    driver.add("e", [*prompt, 8], 1)
+    driver.add_all(d=(3, 1), e=([*prompt, 8], 1))
     plan = driver.step()
     assert driver.table[-1] == Row("d", "", (("d", 0, 3),), "", (("e", "token_budget"),))
     assert plan.blocked[0][2:] == (9, 7)  # the 9 tokens charged, not the 1 token computed
@@ -287,21 +254,15 @@ def test_minivllm_charges_cached_tokens_too_and_reports_the_shortage() -> None:
 
 def test_minivllm_stops_at_max_model_len() -> None:
     driver = small_driver("minivllm", num_blocks=16, max_model_len=10)
-    a = driver.add("a", 7, None)
-    b = driver.add("b", 7, 100)
+    a, b = driver.add_all(a=(7, None), b=(7, 100))
     driver.run()
     assert len(a.tokens) == len(b.tokens) == 10
     assert a.finish_reason == b.finish_reason == "length"
 
 
-# static
-
-
 def test_static_finishes_a_batch_before_the_next() -> None:
     driver = small_driver("static", num_blocks=32, max_num_seqs=2)
-    driver.add("a", 2, 2)
-    driver.add("b", 2, 4)
-    driver.add("c", 2, 1)
+    driver.add_all(a=(2, 2), b=(2, 4), c=(2, 1))
     assert driver.run() == [
         Row("a b", "", (("a", 0, 2), ("b", 0, 2))),
         Row("", "a b"),  # a is finished
@@ -347,9 +308,6 @@ def test_continuous_batching_keeps_rows_busy_and_static_batching_does_not() -> N
     assert utilisation("vllm_v1", mix * 20, 8) > 0.95
     assert utilisation("deep_dive", mix * 20, 8) > 0.95
     assert utilisation("static", mix * 20, 8) < 0.25
-
-
-# All presets
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -7,11 +7,8 @@ from collections import Counter
 from typing import NamedTuple
 from zlib import crc32
 
-from headway.config import Config
-from headway.events import Completed
-from headway.plan import Plan, StepResult
+from headway import Completed, Config, Plan, Scheduler, StepResult
 from headway.request import Request, RequestParams
-from headway.scheduler import Scheduler
 from tests.scheduler.reference.blocks import Sequence
 from tests.scheduler.reference.listing import Batch, Limits, Listing
 

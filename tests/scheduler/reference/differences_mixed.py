@@ -1,7 +1,4 @@
-"""How deep_dive and vllm differ from their listings; see differences.py.
-
-The batches of both hold prompts and decodes.
-"""
+"""How deep_dive and vllm differ from their listings; see differences.py."""
 
 from __future__ import annotations
 
@@ -10,12 +7,7 @@ from typing import Any
 
 from tests.scheduler.reference.blocks import PrefixBlocks, Sequence
 from tests.scheduler.reference.course import Course, CourseText
-from tests.scheduler.reference.differences import (
-    CacheContent,
-    EveryBlockSize,
-    FullHit,
-    UsedHits,
-)
+from tests.scheduler.reference.differences import CacheContent, EveryBlockSize, FullHit, UsedHits
 from tests.scheduler.reference.headway_blocks import HeadwayBlocks
 from tests.scheduler.reference.listing import Batch, Limits
 from tests.scheduler.reference.three_queues import MIN_SWAP, StoredBlocks, ThreeQueues

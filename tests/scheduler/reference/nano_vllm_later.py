@@ -8,19 +8,8 @@ never looked up, so that there is a token to compute.
 
 from __future__ import annotations
 
+from tests.scheduler.reference import differences
 from tests.scheduler.reference.blocks import Blocks, PrefixBlocks, Sequence
-from tests.scheduler.reference.differences import (
-    EveryBlockSize,
-    FullHit,
-    PreemptionsFirst,
-    PrefillStreak,
-    PublishedWhenPlanned,
-    RunningLimit,
-    SplitFirst,
-    StoppedFirst,
-    UncachedLength,
-    UsedHits,
-)
 from tests.scheduler.reference.headway_blocks import (
     BlankBlocksFirst,
     BlocksAfterPreemptions,
@@ -49,7 +38,9 @@ class LaterBlocks(PrefixBlocks):
         self.publish_computed(seq, seq.num_computed - 1)
 
 
-class LaterNanoVLLM(SplitFirst, UncachedLength, UsedHits, NanoVLLM):
+class LaterNanoVLLM(
+    differences.SplitFirst, differences.UncachedLength, differences.UsedHits, NanoVLLM
+):
     blocks_type = LaterBlocks
 
     def postprocess(self, batch: Batch, tokens: dict[str, int]) -> list[Sequence]:
@@ -69,7 +60,7 @@ class AllBlocksLookedUp(LaterBlocks):
         return self.num_needed(seq)
 
 
-class LastBlockHit(FullHit):
+class LastBlockHit(differences.FullHit):
     """A prompt whose last block is cached too computes its last token only."""
 
     blocks_change = AllBlocksLookedUp
@@ -79,7 +70,7 @@ class BlankAfterPreemptions(BlankBlocksFirst, BlocksAfterPreemptions):
     pass
 
 
-class BlankFirst(PreemptionsFirst):
+class BlankFirst(differences.PreemptionsFirst):
     """Blank blocks are reused before cached ones, those of the step's victims included."""
 
     blocks_change = BlankAfterPreemptions
@@ -94,7 +85,8 @@ class OutputAtEnd(Listing):
 
 
 LATER_NANO_VLLM: dict[str, type] = {
-    "running limit": RunningLimit, "prefill streak": PrefillStreak, "block size 1": EveryBlockSize,
-    "last block": LastBlockHit, "same step": PublishedWhenPlanned, "blank blocks": BlankFirst,
-    "equal blocks": EqualKept, "output blocks": OutputAtEnd, "order of ends": StoppedFirst,
+    "running limit": differences.RunningLimit, "prefill streak": differences.PrefillStreak,
+    "block size 1": differences.EveryBlockSize,
+    "last block": LastBlockHit, "same step": differences.PublishedWhenPlanned, "blank blocks": BlankFirst,
+    "equal blocks": EqualKept, "output blocks": OutputAtEnd, "order of ends": differences.StoppedFirst,
 }  # fmt: skip

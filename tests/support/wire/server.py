@@ -11,11 +11,8 @@ import random
 import time
 from typing import Any
 
-from headway.engine.engine import Engine
+from headway import Engine, Plan, Request, Scheduler, preset
 from headway.engine.input_processor import InputProcessor
-from headway.plan import Plan
-from headway.request import Request
-from headway.scheduler import Scheduler, preset
 from headway.server.process.serve import ServedEngine, ServerFactory
 from headway.server.settings import Settings
 from tests.support.lettered import LONGEST, letters_app, patient

@@ -1,7 +1,4 @@
-"""Reference of kernels/activation.py in plain torch.
-
-Legend: T rows, N pairs in a row.
-"""
+"""Reference of kernels/activation.py in plain torch. Legend: T rows, N pairs in a row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reference of kernels/blocks.py in plain torch.
-
-Legend: B blocks, n of them.
-"""
+"""Reference of kernels/blocks.py in plain torch. Legend: B blocks, n of them."""
 
 from __future__ import annotations
 

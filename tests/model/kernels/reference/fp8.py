@@ -1,7 +1,4 @@
-"""Reference of kernels/products/fp8.py in plain torch.
-
-Legend: T rows, K numbers in a row.
-"""
+"""Reference of kernels/products/fp8.py in plain torch. Legend: T rows, K numbers in a row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reference of kernels/products/linear.py in plain torch.
-
-Shapes: M rows, N outputs, K inputs.
-"""
+"""Reference of kernels/products/linear.py in plain torch. Shapes: M rows, N outputs, K inputs."""
 
 from __future__ import annotations
 
