@@ -56,7 +56,7 @@ def measure_model(asked: Namespace, quantization: str, kv_cache_dtype: str = "au
     ) as llm:
         found: Figures = {"start_seconds": time.perf_counter() - begun}
         builds: list[int] = []
-        llm.engine.observers.append(lambda report: builds.append(report.result.num_builds))
+        speed.count_builds(llm, builds)
         for name, work in works(asked.trace).items():
             found[name] = speed.timed(llm, work, 0.6, asked.repeat)
             log(f"{name}: {found[name]}")

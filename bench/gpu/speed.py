@@ -42,6 +42,7 @@ import torch
 from bench.gpu import roofline
 from bench.harness import SHAPES, Bench, Figures, in_new_process, log, medians
 from headway import LLM, SamplingParams
+from headway.events import Completed, Event
 from headway.lab.workload.files import read_workload
 from headway.model.config import load_hf
 
@@ -53,6 +54,16 @@ def dummy(shape: str, **options: Any) -> LLM:
     """An engine with random weights of this shape."""
     given: Figures = {"max_num_batched_tokens": 16384, **options}
     return LLM(str(SHAPES / shape), load_format="dummy", device="cuda", **given)
+
+
+def count_builds(llm: LLM, builds: list[int]) -> None:
+    """From now on, add the kernels that each step has to build to a list."""
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Completed):
+            builds.append(event.result.num_builds)
+
+    llm.engine.observers.append(observe)
 
 
 def run(llm: LLM, work: Work, temperature: float) -> float:
@@ -155,7 +166,7 @@ class Loaded:
             )  # fmt: skip
             bench.report[f"{shape}_start_seconds"] = time.perf_counter() - begun
             self.shape = shape
-            self.llm.engine.observers.append(lambda s: self.builds.append(s.result.num_builds))
+            count_builds(self.llm, self.builds)
         return self.llm
 
 
