@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from headway.errors import InvalidRequest
 from headway.grammar.grammar import check_grammar
+from headway.server.openai.protocol import ChatRequest
 from headway.server.toolcalls.choice import format_of, tool_use
 from headway.server.toolcalls.formats import (
     HERMES,
@@ -447,6 +449,27 @@ def test_earlier_calls_are_written_as_text_if_the_template_ignores_them() -> Non
 def test_wrong_tools_and_choices_are_named(tools: Any, choice: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         tool_use(QWEN, tools, choice)
+
+
+@pytest.mark.parametrize(
+    ("body", "place", "kind"),
+    [
+        ({"tools": "weather"}, ("tools",), "list"),
+        ({"tools": [WEATHER, "weather"]}, ("tools", 1), "dict"),
+        ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, ("messages", 0, "tool_calls"), "list"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": ["f"]}]},
+            ("messages", 0, "tool_calls", 0), "dict",
+        ),
+    ],
+)  # fmt: skip
+def test_tools_and_calls_of_wrong_types_are_named(
+    body: dict[str, Any], place: tuple[str | int, ...], kind: str
+) -> None:
+    with pytest.raises(ValidationError) as found:
+        ChatRequest(**{"model": "m", "messages": [{"role": "user", "content": "a"}], **body})
+    (error,) = found.value.errors()
+    assert error["loc"] == place and error["type"].startswith(kind)
 
 
 def test_a_template_gets_arguments_as_objects() -> None:
