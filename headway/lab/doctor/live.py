@@ -66,13 +66,16 @@ class RecentTrace:
         self._before: dict[str, tuple[RequestLine, int | None]] = {}
         self._maker = LineMaker(redact=True)
         self._trial_ends = 0.0  # until then no other trial may start
+        self._drop_at = 0.0  # the time from which the oldest line is too old
 
     def __call__(self, event: Event) -> None:
-        line = self._maker.line(event)
-        self._lines.append(line)
-        oldest = time_of(line) - MAX_SECONDS
-        while len(self._lines) > MAX_LINES or time_of(self._lines[0]) < oldest:
-            self._drop(self._lines.popleft())
+        lines = self._lines
+        lines.append(self._maker.line(event))
+        if len(lines) > MAX_LINES or event.time > self._drop_at:
+            oldest = event.time - MAX_SECONDS
+            while len(lines) > MAX_LINES or time_of(lines[0]) < oldest:
+                self._drop(lines.popleft())
+            self._drop_at = time_of(lines[0]) + MAX_SECONDS
 
     def start(self) -> TrialStart | None:
         """What a trial needs besides the steps; None if another trial runs."""
