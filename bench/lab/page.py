@@ -103,7 +103,7 @@ IS_LOADED = "() => document.querySelector('td[data-summary=steps]') !== null"
 
 def write_trace(path: Path) -> None:
     """Simulate a server near its limit for at least 100,000 steps."""
-    with path.open("w") as file:
+    with path.open("wb") as file:
         simulate(
             parse_synthetic(WORKLOAD).generate(), preset("vllm_v1", num_blocks=NUM_BLOCKS),
             load_profile(PROFILE), trace=file, trace_blocks=True,
@@ -168,7 +168,7 @@ def _private(pid: int) -> int:
 def measure(trace: Path, more_arguments: list[str], *, is_first: bool) -> dict[str, Any]:
     """One visit of the page: first frame, load, jumps, memory."""
     with sync_playwright() as running, lab(trace) as url:
-        chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+        chromium = shutil.which("chromium-headless-shell") or shutil.which("chromium")
         browser = running.chromium.launch(
             executable_path=chromium, args=["--no-sandbox", *more_arguments]
         )
