@@ -1,6 +1,6 @@
 """A fleet of the replicas that a directory announces: at the start, after restarts and scaling.
 
-`headway.on_ray.directory` is such a directory.
+`FileDirectory` reads them from a file that another process keeps; `headway.on_ray.directory` asks Ray.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct, json
 
 from headway.engine.async_engine import OnMessages
 from headway.errors import ExecutorError
@@ -23,16 +26,44 @@ MAX_FAILURES = 8  # failed connections in a row until an address is dropped
 log = logging.getLogger(__name__)
 
 
+class Announced(Struct, frozen=True, kw_only=True):
+    """What a directory knows at one moment."""
+
+    replicas: dict[str, tuple[str, int]]  # host and port by name
+    num_starting: int = 0  # replicas that are not announced yet
+    problem: str | None = None  # why the list may be old; the replicas may work nevertheless
+
+
 class Directory(Protocol):
     """The announced replicas. Calls may block and come from any thread."""
 
-    def addresses(self) -> dict[str, tuple[str, int]]:
-        """Host and port of every announced replica, by name."""
+    def read(self) -> Announced:
+        """All that is known now. Any exception means that the directory cannot be read."""
         ...
 
     def forget(self, name: str) -> None:
         """Drop an entry whose replica is gone. A live replica announces itself again."""
         ...
+
+
+class FileDirectory:
+    """Reads a file of `write_announced`. A process that ends does not take the list with it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> Announced:
+        return json.decode(self._path.read_bytes(), type=Announced)
+
+    def forget(self, name: str) -> None:
+        """Nothing: the process that writes the file drops the entry."""
+
+
+def write_announced(path: Path, announced: Announced) -> None:
+    """Replace the file at once: a reader gets the old list or the new one."""
+    new = path.with_suffix(".new")
+    new.write_bytes(json.encode(announced))
+    new.replace(path)
 
 
 class DiscoveredFleet(FleetClient):
@@ -66,12 +97,14 @@ class DiscoveredFleet(FleetClient):
             await asyncio.sleep(INTERVAL)
             try:
                 await self._look()
-            except Exception:  # the directory may be away for a while; replicas do not need it
-                log.exception("the list of replicas could not be read")
+            except Exception as error:  # it may be away for a while; replicas do not need it
+                self.announce(0, f"the list of replicas cannot be read: {error}")
 
     async def _look(self) -> None:
         """Connect to every announced replica that is not connected."""
-        found = await asyncio.to_thread(self._directory.addresses)
+        announced = await asyncio.to_thread(self._directory.read)
+        self.announce(announced.num_starting, announced.problem)
+        found = announced.replicas
         for name in found.keys() - self.dispatcher.replicas.keys() - self._connecting:
             self._connecting.add(name)
             self._start(self._connect(name, found[name]), self._watching)

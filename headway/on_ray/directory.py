@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from ray.experimental import internal_kv
 
+from headway.fleet.discovery import Announced
 from headway.on_ray.options import FleetOptions
 from headway.remote.auth import Address, Identity
 
@@ -30,7 +31,7 @@ class RayDirectory:
     def of(cls, options: FleetOptions) -> RayDirectory:
         return cls(options.name, options.id)
 
-    def addresses(self) -> dict[str, tuple[str, int]]:
+    def read(self) -> Announced:
         prefix = f"{self.app}/replica/"
         found: dict[str, tuple[str, int]] = {}
         for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE):
@@ -38,10 +39,10 @@ class RayDirectory:
             if value is not None:
                 host, port = json.loads(value)
                 found[key.decode().removeprefix(prefix)] = (host, port)
-        return found
+        return Announced(replicas=found)
 
     def num_announced(self) -> int:
-        return len(self.addresses())
+        return len(self.read().replicas)
 
     def forget(self, name: str) -> None:
         internal_kv._internal_kv_del(f"{self.app}/replica/{name}", namespace=NAMESPACE)

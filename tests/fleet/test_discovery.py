@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,12 @@ from headway.engine import loop as engine_loop
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.thread_client import ThreadClient
 from headway.fleet import discovery
-from headway.fleet.discovery import DiscoveredFleet
+from headway.fleet.discovery import (
+    Announced,
+    DiscoveredFleet,
+    FileDirectory,
+    write_announced,
+)
 from headway.fleet.settings import FleetSettings
 from headway.remote import auth, service
 from headway.remote.auth import Identity
@@ -39,19 +45,24 @@ class Counted(Capitals):
 
 
 @dataclass
-class Announced:
+class Listed:
     """A directory in memory."""
 
     found: dict[str, tuple[str, int]] = field(default_factory=dict)
 
-    def addresses(self) -> dict[str, tuple[str, int]]:
-        return dict(self.found)
+    problem: str | None = None
+    is_away: bool = False  # it cannot be read
+
+    def read(self) -> Announced:
+        if self.is_away:
+            raise OSError("the directory is away")
+        return Announced(replicas=dict(self.found), num_starting=2, problem=self.problem)
 
     def forget(self, name: str) -> None:
         self.found.pop(name, None)
 
 
-async def start(name: str, directory: Announced, executor: Capitals | None = None) -> EngineService:
+async def start(name: str, directory: Listed, executor: Capitals | None = None) -> EngineService:
     config = preset(
         "headway", max_model_len=256, num_blocks=2048, block_size=16, max_num_seqs=256,
         max_num_batched_tokens=16384,
@@ -64,7 +75,7 @@ async def start(name: str, directory: Announced, executor: Capitals | None = Non
 
 
 @asynccontextmanager
-async def gateway(directory: Announced) -> AsyncIterator[tuple[AsyncEngine, DiscoveredFleet]]:
+async def gateway(directory: Listed) -> AsyncIterator[tuple[AsyncEngine, DiscoveredFleet]]:
     settings = FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT)
     fleet = DiscoveredFleet(directory, MODEL, KEY, settings=settings)
     engine = AsyncEngine(fleet)
@@ -90,7 +101,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_loop
 async def test_replicas_are_linked_at_the_start_and_later() -> None:
-    directory = Announced()
+    directory = Listed()
     one = await start("one", directory)
     async with gateway(directory) as (engine, fleet):
         assert len(fleet.dispatcher.replicas) == 1
@@ -104,7 +115,7 @@ async def test_replicas_are_linked_at_the_start_and_later() -> None:
 
 @on_loop
 async def test_a_request_continues_when_its_replica_stops_and_another_is_announced() -> None:
-    directory, text, executor = Announced(), b"abcdefghij" * 12, Capitals()
+    directory, text, executor = Listed(), b"abcdefghij" * 12, Capitals()
     one = await start("one", directory, executor)
     executor.num_free_steps = 20
     async with gateway(directory) as (engine, fleet):
@@ -129,7 +140,7 @@ async def test_a_request_continues_when_its_replica_stops_and_another_is_announc
 @on_loop
 async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
     silent = bind("127.0.0.1", 0)  # it does not listen
-    directory = Announced({"gone": silent.getsockname()})
+    directory = Listed({"gone": silent.getsockname()})
     one = await start("one", directory)
     async with gateway(directory) as (engine, fleet):
         await until(lambda: "gone" not in directory.found)
@@ -143,12 +154,50 @@ async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
 
 
 @on_loop
+async def test_streams_and_new_replicas_survive_a_directory_that_is_away() -> None:
+    directory, executor = Listed(), Capitals()
+    one = await start("one", directory, executor)
+    executor.num_free_steps = 5
+    async with gateway(directory) as (engine, fleet):
+        assert (fleet.num_starting, fleet.problem) == (2, None)
+        running = asyncio.create_task(complete(engine, "r", b"hello" * 10))
+        await until(lambda: not executor.gate.is_set())
+        directory.is_away = True
+        await until(lambda: fleet.problem is not None)
+        assert "the directory is away" in str(fleet.problem)
+        executor.gate.set()
+        assert await running == b"HELLO" * 10
+        directory.is_away = False
+        two = await start("two", directory)
+        await until(lambda: len(fleet.dispatcher.replicas) == 2)
+        assert fleet.problem is None
+        directory.problem = "the raylet has ended"
+        await until(lambda: fleet.problem == "the raylet has ended")
+        assert await complete(engine, "s", b"hello") == b"HELLO"
+    await one.close()
+    await two.close()
+
+
+def test_a_reader_of_a_file_gets_all_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    with pytest.raises(OSError):
+        FileDirectory(path).read()
+    for number in range(3):
+        announced = Announced(
+            replicas={str(i): ("::1", i) for i in range(number)}, num_starting=number, problem="x"
+        )
+        write_announced(path, announced)
+        assert FileDirectory(path).read() == announced
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@on_loop
 async def test_the_number_of_messages_does_not_depend_on_the_number_of_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_loop, "HEARTBEAT_SECONDS", LIMIT)
     monkeypatch.setattr(engine_loop, "READ_SECONDS", LIMIT)  # all run from the first step on
-    directory, executor = Announced(), Counted()
+    directory, executor = Listed(), Counted()
     server = await start("a", directory, executor)
     async with gateway(directory) as (engine, fleet):
         for number in (1, 16, 256):
