@@ -13,6 +13,7 @@ HeadwayError
 ├── ReplayMismatch       a replay made a different decision than the recorded run
 ├── PolicyError          a policy raised or returned an invalid value; has slot and request
 └── ExecutorError        a step failed, and the requests in flight failed with it
+    └── NoReplica        a fleet has no replica for a request; it can be sent again later
 """
 
 from __future__ import annotations
@@ -94,6 +95,14 @@ class ReplayMismatch(HeadwayError):
 
 class ExecutorError(HeadwayError):
     """A step of the executor failed, or the engine has stopped."""
+
+
+class NoReplica(ExecutorError):
+    """No replica of a fleet can take a request; it can be sent again later."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after  # seconds
 
 
 class PolicyError(HeadwayError):

@@ -158,6 +158,11 @@ class AsyncEngine:
         self.client.send([Cancel(id) for id in self._streams])
 
     @property
+    def warning(self) -> str | None:
+        """What limits a fleet that works: the list of its replicas may be old, for example."""
+        return getattr(self.client, "problem", None)
+
+    @property
     def num_open(self) -> int:
         return len(self._streams)
 

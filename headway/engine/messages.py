@@ -94,7 +94,8 @@ class FinishInfo(NamedTuple):
     queue: float  # until the first admission
     first_token: float
     total: float
-    error_code: str | None = None  # "grammar": the grammar of the request caused the error
+    # "grammar": the grammar of the request caused the error; of a fleet: see RequestTable.fail
+    error_code: str | None = None
 
 
 class SampleUpdate(Message):

@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from headway.engine.async_engine import EngineClient, OnMessages
 from headway.engine.clock import Clock, RealClock
@@ -62,7 +62,7 @@ class FleetClient:
         self._is_sending = False
         self._ending: set[Task] = set()  # `close` waits for these tasks
         self._watching: set[Task] = set()  # `close` cancels these
-        self.num_starting, self.problem = 0, cast("str | None", None)
+        self.problem: str | None = None
 
     async def open(self, on_messages: OnMessages) -> None:
         """Connect to all replicas. One that cannot be reached is skipped with a warning."""
@@ -143,10 +143,11 @@ class FleetClient:
             self._send_and_deliver()
 
     def announce(self, num_starting: int, problem: str | None) -> None:
-        """Note how many replicas are starting, and what is wrong with the list of replicas."""
+        """Note what the directory says: replicas that start, for which requests wait; a problem."""
         if problem != self.problem:
             log.warning("%s", problem or "the list of replicas is up to date again")
-        self.num_starting, self.problem = num_starting, problem
+        self.problem, self.dispatcher.num_starting = problem, num_starting
+        self.dispatcher.queries.gauges = {"starting": num_starting, "directory_ok": not problem}
 
     def describe(self) -> Document:
         """Counters, and state and load of every replica; also the answer to DescribeFleet."""
@@ -154,6 +155,7 @@ class FleetClient:
         return {
             **asdict(dispatcher.counters), "num_open": len(dispatcher.requests),
             "num_without_replica": len(dispatcher.table.waiting),
+            "num_starting": dispatcher.num_starting,
             "replicas": [each.describe() for each in dispatcher.replicas.values()],
         }  # fmt: skip
 

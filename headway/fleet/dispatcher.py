@@ -59,7 +59,9 @@ class Dispatcher:
         """
         self.router, self.settings, self.clock = router, settings, clock
         self.counters = FleetCounters()
+        self._had_hope = clock.now()  # when a replica took requests or was being started
         self.replicas: dict[str, Replica] = {}
+        self.num_starting = 0  # replicas that are being started; requests wait for them
         self.table = RequestTable(clock, self.counters, emit)
         self.requests = self.table.open
         self.queries = FleetQueries(self.replicas, self.counters, emit)
@@ -162,7 +164,9 @@ class Dispatcher:
         for replica in list(self.replicas.values()):
             if problem := replica.tick(self.settings):
                 self.lose(replica, problem)
-        self.table.expire(self.settings.no_replica_seconds)
+        if any(each.takes_requests for each in self.replicas.values()) or self.num_starting:
+            self._had_hope = self.clock.now()
+        self.table.expire(self.settings.no_replica_seconds, since=self._had_hope)
 
     # One request.
 
@@ -171,7 +175,7 @@ class Dispatcher:
         ready = [each for each in self.replicas.values() if each.takes_requests]
         replicas = [each for each in ready if each.name not in request.avoids] or ready
         if not replicas:
-            self.table.wait(request)
+            self.table.wait(request, self.settings.max_waiting)
             return
         known = request.known()
         keys = PromptKeys(known, self.router.block_size) if known.params.reads_cache else ()
@@ -196,7 +200,7 @@ class Dispatcher:
             return
         request.num_losses += is_loss
         if problem := request.move_problem(self.settings, reason):
-            self.table.fail(request, problem)
+            self.table.fail(request, problem, "replicas_failed")
             return
         request.num_moves += 1
         self.counters.num_moves += 1

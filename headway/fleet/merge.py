@@ -20,8 +20,11 @@ NOT_SUMMED = ("kv_cache_usage_perc", "snapshot_age_seconds", "cache_config_info"
 SUMMED_RATES = ("output_tokens", "prompt_tokens", "requests", "preemptions", "steps")
 MAX_ROWS = 64  # of requests
 MAX_DECISIONS = 32
+GAUGES = ("replicas", "starting", "directory_ok")
 FLEET_TEXTS = {
     "replicas": "Replicas that take requests.",
+    "starting": "Replicas that are being started.",
+    "directory_ok": "1 if the list of replicas is up to date.",
     "moves": "Requests that continued on another replica.",
     "deaths": "Replicas that were lost or did not respond.",
     "drains": "Replicas whose requests were moved before they stopped.",
@@ -40,11 +43,12 @@ class _Families(Collector):
         return self._families
 
 
-def merge_metrics(texts: Mapping[str, str], fleet: Mapping[str, float]) -> str:
+def merge_metrics(texts: Mapping[str, str], fleet: Mapping[str, float], prefix: str) -> str:
     """Metrics of all replicas with the label `replica`, and their sums.
 
     The sum of `headway:x` is `headway_fleet:x`. The names differ, so that a query that adds up all
-    replicas counts nothing twice. `fleet` has the values of FLEET_TEXTS.
+    replicas counts nothing twice. `fleet` has the values of FLEET_TEXTS, whose names begin
+    with `prefix`. Without a replica these are all.
     """
     families: dict[str, Metric] = {}
     for replica, text in texts.items():
@@ -56,7 +60,6 @@ def merge_metrics(texts: Mapping[str, str], fleet: Mapping[str, float]) -> str:
                 into.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
     own = {name.partition(":"): family for name, family in families.items() if ":" in name}
     summed = [_summed(family) for (*_, name), family in own.items() if name not in NOT_SUMMED]
-    prefix = next(iter(own))[0]
     every = chain(families.values(), summed, _fleet_families(prefix, fleet))
     return generate_latest(_Families(every)).decode()
 
@@ -75,7 +78,7 @@ def _summed(family: Metric) -> Metric:
 
 def _fleet_families(prefix: str, fleet: Mapping[str, float]) -> Iterator[Metric]:
     for name, text in FLEET_TEXTS.items():
-        kind = "gauge" if name == "replicas" else "counter"
+        kind = "gauge" if name in GAUGES else "counter"
         found = Metric(f"{prefix}_fleet:{name}", text, kind)
         ending = "" if kind == "gauge" else "_total"
         found.add_sample(f"{prefix}_fleet:{name}{ending}", {}, fleet.get(name, 0))

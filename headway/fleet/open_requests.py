@@ -17,9 +17,11 @@ from headway.engine.messages import (
     Submit,
     refusal_of,
 )
-from headway.errors import ExecutorError
+from headway.errors import ExecutorError, NoReplica
 from headway.fleet.settings import FleetCounters, FleetSettings
 from headway.request import Request
+
+NO_REPLICA = "no_replica"  # error code of a request that waited for a replica, and of the refusal
 
 
 @dataclass(slots=True, eq=False)
@@ -130,11 +132,18 @@ class OpenRequest:
                 end = end._replace(queue=min(end.queue, first), first_token=first)
         return replace(update, id=self.id, prompt_logprobs=scores, end=end)
 
-    def end(self, number: int, reason: str, now: float, error: str | None = None) -> SampleUpdate:
+    def end(
+        self,
+        number: int,
+        reason: str,
+        now: float,
+        error: str | None = None,
+        code: str | None = None,
+    ) -> SampleUpdate:
         self.samples[number].is_ended = True
         total = now - self.arrived
         first = total if self.first_token is None else self.first_token - self.arrived
-        info = FinishInfo(reason, None, error, 0, 0, first, first, total)
+        info = FinishInfo(reason, None, error, 0, 0, first, first, total, code)
         return SampleUpdate(self.id, number, [], end=info)
 
 
@@ -148,33 +157,42 @@ class RequestTable:
         self.waiting: dict[OpenRequest, float] = {}  # for a replica, and since when
         self._clock, self._counters, self._emit = clock, counters, emit
 
-    def wait(self, request: OpenRequest) -> None:
-        """Keep a request until there is a replica for it."""
+    def wait(self, request: OpenRequest, max_waiting: int) -> None:
+        """Keep a request until there is a replica for it; a new one is refused above the limit."""
+        num_waiting = len(self.waiting)
+        if num_waiting >= max_waiting and not request.has_begun and request not in self.waiting:
+            problem = f"no replica is available, and {num_waiting} requests wait for one"
+            self.fail(request, f"{problem} (limit {max_waiting})", NO_REPLICA)
+            return
         self.waiting.setdefault(request, self._clock.now())
 
-    def expire(self, limit: float) -> None:
-        """End the requests that have waited for a replica for `limit` seconds."""
-        for request, since in list(self.waiting.items()):
-            if self._clock.now() - since >= limit:
-                self.fail(request, f"no replica was available for {limit:g} s")
+    def expire(self, limit: float, since: float) -> None:
+        """End the requests that have waited for a replica for `limit` seconds.
+
+        `since`: when a replica was there or was being started; before, they waited for another reason.
+        """
+        for request, began in list(self.waiting.items()):
+            if self._clock.now() - max(began, since) >= limit:
+                self.fail(request, f"no replica was available for {limit:g} s", NO_REPLICA)
 
     def refuse(self, request: OpenRequest, refusal: Refusal) -> None:
         """Refuse a new request; one that has begun ends with the same text as its error."""
         if request.has_begun:
-            self.fail(request, f"it could not be continued: {refusal.message}")
+            self.fail(request, f"it could not be continued: {refusal.message}", "not_continued")
         else:
             self.forget(request)
             self._emit(refusal)
 
-    def fail(self, request: OpenRequest, problem: str) -> None:
-        """End a request with an error; a new one is refused."""
+    def fail(self, request: OpenRequest, problem: str, code: str) -> None:
+        """End a request with an error and its code; a new one is refused."""
         self._counters.num_failed += 1
         now, text = self._clock.now(), f"request {request.id!r} failed: {problem}"
         if not request.has_begun:
-            self.refuse(request, refusal_of(request.id, ExecutorError(text)))
+            kind = NoReplica if code == NO_REPLICA else ExecutorError
+            self.refuse(request, refusal_of(request.id, kind(text)))
             return
         for number, _ in list(request.open_samples()):
-            self._emit(request.end(number, "error", now, text))
+            self._emit(request.end(number, "error", now, text, code))
         self.forget(request)
 
     def end_requested(self, request: OpenRequest) -> None:

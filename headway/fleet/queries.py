@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,6 +38,7 @@ class PendingQuery:
     number: int  # of the caller
     combine: Combine
     num_left: int
+    needs_answers: bool = True  # False: it has a result even if all replicas fail
     answers: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
@@ -52,7 +54,7 @@ class PendingQuery:
         self.num_left -= 1
         if self.num_left:
             return None
-        if not self.answers:
+        if not self.answers and self.needs_answers:
             return QueryResult(self.number, None, _by_replica(self.errors, "replica", "; "))
         return QueryResult(self.number, self.combine(dict(sorted(self.answers.items()))))
 
@@ -71,7 +73,6 @@ class FleetQueries:
             AskEach: dict,
             ExplainQueue: lambda answers: _by_replica(answers, "Replica", "\n\n"),
             GetLoad: _combine_loads,
-            GetMetrics: self._combine_metrics,
             # A fleet is healthy as long as one replica is.
             GetProblem: lambda found: (
                 _by_replica(found, "replica") if all(found.values()) else None
@@ -80,6 +81,7 @@ class FleetQueries:
             ResetPrefixCache: lambda answers: all(answers.values()),
         }
         self._replicas, self._counters, self._emit = replicas, counters, emit
+        self.gauges: dict[str, float] = {"starting": 0, "directory_ok": 1}
         self._num_asked = 0
 
     def ask(self, query: Query[Any]) -> None:
@@ -88,19 +90,22 @@ class FleetQueries:
             self._emit(QueryResult(query.number, self.local[kind]()))
             return
         targets = [self._replicas[name] for name in sorted(self._replicas)]
+        combine = self._combine.get(kind)
+        if isinstance(query, GetMetrics):
+            combine = partial(self._combine_metrics, query.prefix)
         if not targets:
             problem = "no replica is connected"
-            known: dict[type[Query[Any]], object] = {
-                GetProblem: problem, GetLoad: EngineLoad(0, 0, 0.0),
+            known: dict[type[Query[Any]], Callable[[], object]] = {
+                GetProblem: lambda: problem, GetLoad: lambda: EngineLoad(0, 0, 0.0),
+                GetMetrics: lambda: combine and combine({}),
             }  # fmt: skip
-            error = None if kind in known else problem
-            self._emit(QueryResult(query.number, known.get(kind), error))
+            answer, error = (known[kind](), None) if kind in known else (None, problem)
+            self._emit(QueryResult(query.number, answer, error))
             return
-        combine = self._combine.get(kind)
         if combine is None:
             targets, combine = targets[:1], lambda answers: next(iter(answers.values()))
         asked = query.query if isinstance(query, AskEach) else query
-        pending = PendingQuery(query.number, combine, len(targets))
+        pending = PendingQuery(query.number, combine, len(targets), kind is not GetMetrics)
         for replica in targets:
             self._num_asked += 1
             replica.queries[self._num_asked] = pending
@@ -117,12 +122,12 @@ class FleetQueries:
         for number in list(replica.queries):
             self.receive(replica, QueryResult(number, None, reason))
 
-    def _combine_metrics(self, answers: Answers) -> str:
+    def _combine_metrics(self, prefix: str, answers: Answers) -> str:
         from headway.fleet.merge import merge_metrics
 
         counts = {name.removeprefix("num_"): n for name, n in asdict(self._counters).items()}
         more = {"deaths": self._counters.num_losses, "replicas": len(self._replicas)}
-        return merge_metrics(answers, counts | more)
+        return merge_metrics(answers, counts | more | self.gauges, prefix)
 
 
 def _by_replica(texts: Mapping[str, str], prefix: str, separator: str = "\n") -> str:

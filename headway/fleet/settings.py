@@ -8,6 +8,7 @@ from headway.checks import Checked, count, number
 
 MAX_SECONDS = 1e6
 MAX_COUNT = 1000
+MAX_HELD = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,8 @@ class FleetSettings(Checked):
     stall_seconds: float = number(60.0, 0, MAX_SECONDS)
     # Requests wait this long for a replica, then fail.
     no_replica_seconds: float = number(30.0, 0, MAX_SECONDS)
+    # Without a replica, this many requests wait; more are refused with NoReplica.
+    max_waiting: int = count(1024, 0, MAX_HELD)
     max_moves: int = count(3, 1, MAX_COUNT)  # of one request
     max_replica_losses: int = count(2, 1, MAX_COUNT)  # after which a request fails
 

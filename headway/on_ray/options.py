@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headway.errors import ConfigError
+from headway.fleet.settings import FleetSettings
 
 # Of a Ray that this process starts. They must be set before Ray is imported.
 LOCAL_ENVIRONMENT: Mapping[str, str] = {
@@ -50,6 +51,7 @@ class FleetOptions:
     num_cpus: float = 1.0  # of one replica
     num_gpus: float = 0.0  # of one replica
     route: str = "prefix_load"
+    settings: FleetSettings = field(default_factory=FleetSettings)  # of the gateways
     name: str = ""  # of the application; empty: one that no other has
     start_seconds: float = 600.0  # for all replicas to become ready
     upscale_seconds: float = 3.0  # of load that needs another replica, until it is started

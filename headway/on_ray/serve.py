@@ -182,8 +182,14 @@ def gateway_engine(
     directory: RayDirectory, identity: Identity, options: FleetOptions
 ) -> AsyncEngine:
     """The engine of a gateway: all replicas behind one client."""
-    route = parse_route(options.route)
-    return AsyncEngine(DiscoveredFleet(directory, identity, options.key, route=route))
+    fleet = DiscoveredFleet(
+        directory,
+        identity,
+        options.key,
+        route=parse_route(options.route),
+        settings=options.settings,
+    )
+    return AsyncEngine(fleet)
 
 
 class Gateway:

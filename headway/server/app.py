@@ -215,6 +215,8 @@ def _monitoring_routes(context: Context) -> APIRouter:
             # The lines after the first explain decisions about requests, and this path is open.
             shown = problem.partition("\n")[0] if settings.api_keys else problem
             raise ApiError(503, shown, code="unhealthy")
+        if warning := engine.warning:
+            return {"status": "degraded", "reason": warning.partition("\n")[0]}
         return {"status": "ok"}
 
     @router.get("/ping", responses=_errors(503))

@@ -159,7 +159,7 @@ async def test_streams_and_new_replicas_survive_a_directory_that_is_away() -> No
     one = await start("one", directory, executor)
     executor.num_free_steps = 5
     async with gateway(directory) as (engine, fleet):
-        assert (fleet.num_starting, fleet.problem) == (2, None)
+        assert (fleet.dispatcher.num_starting, fleet.problem) == (2, None)
         running = asyncio.create_task(complete(engine, "r", b"hello" * 10))
         await until(lambda: not executor.gate.is_set())
         directory.is_away = True

@@ -40,7 +40,7 @@ def value(text: str, name: str) -> float:
 
 def test_metrics_have_a_label_for_each_replica_and_sums_under_other_names() -> None:
     texts = {"a": replica(1).text(), "b": replica(2).text()}
-    text = merge_metrics(texts, {"replicas": 2, "moves": 3})
+    text = merge_metrics(texts, {"replicas": 2, "moves": 3}, "headway")
     families = {family.name: family for family in text_string_to_metric_families(text)}
     tokens = families["headway:generation_tokens"]
     assert {s.labels["replica"]: s.value for s in tokens.samples} == {"a": 6.0, "b": 12.0}

@@ -43,19 +43,18 @@ from headway.cli.main import app
 from headway.on_ray.options import environment
 from tests.support import real
 from tests.support.held import Hold
-from tests.support.letters_fleet import HANG_SECONDS, NUM_REPLICAS
+from tests.support.letters_fleet import HANG_SECONDS, NUM_REPLICAS, SETTINGS
 from tests.support.waiting import LIMIT, wait_until
 
 pytestmark = pytest.mark.skipif(  # without an import, which takes a second of every collection
     find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
 )
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
-PATIENT = """
-from headway.cli.main import main
-from tests.support.letters_fleet import be_patient
-be_patient()
-main()
-"""
+SERVE = ("-c", "from headway.cli.main import main; main()")
+PATIENT = tuple(  # the gateway waits longer for messages and steps of a replica
+    f"--fleet-{name.replace('_', '-')}={getattr(SETTINGS, name)}"
+    for name in ("hang_seconds", "stall_seconds", "no_replica_seconds")
+)
 NUM_KILLS = 3  # the last one after a replacement; test_fleet_kills.py kills ten without Ray
 NUM_HELD = 10  # tokens that a request gets before a replica is killed or replaced
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -291,7 +290,7 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
     )  # fmt: skip
     # By application: a replica of the first one that was killed may only start now.
     before = {"", *map(application, server.replica_pids())}
-    program = ("-c", PATIENT, *served(str(model))[2:])
+    program = (*SERVE, *served(str(model))[2:], *PATIENT)
     with fleet_server(*flags, program=program, environment=given) as other:
         # The model is quick: outputs must be longer than the way to here.
         sent = [{**each, "ignore_eos": "response_format" not in each} for each in bodies(6, 400)]

@@ -87,6 +87,7 @@ ERRORS = {
     "ReplayMismatch": ["HeadwayError"],
     "PolicyError": ["HeadwayError"],
     "ExecutorError": ["HeadwayError"],
+    "NoReplica": ["ExecutorError"],
 }
 SCHEDULER_FLAGS = {
     "--batching", "--queue", "--chunk", "--headroom", "--victim", "--swap", "--max-num-seqs",
@@ -112,6 +113,10 @@ SAMPLING_FLAGS = {
     "--max-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty",
     "--seed", "--stop",
 }  # fmt: skip
+FLEET_FLAGS = {
+    "--fleet-hang-seconds", "--fleet-stall-seconds", "--fleet-no-replica-seconds",
+    "--fleet-max-waiting", "--fleet-max-moves", "--fleet-max-replica-losses",
+}  # fmt: skip
 SERVE_FLAGS = {
     "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",
     "--api-server-count", "--engine-process", "--no-engine-process",
@@ -119,7 +124,7 @@ SERVE_FLAGS = {
     "--metrics-prefix", "--disable-additional-properties", "--spans", "--max-waiting", "--max-waiting-tokens",
     "--max-per-client", "--timeout", "--stall-timeout", "--timeout-head", "--timeout-keep-alive",
     "--max-connections", "--max-connections-per-address", "--max-body", "--log-format", "--log-level",
-    "--replicas", "--max-replicas", "--ray-address", "--route",
+    "--replicas", "--max-replicas", "--ray-address", "--route", *FLEET_FLAGS,
 }  # fmt: skip
 COMMANDS = {
     "run": {"--max-tokens", "--json", *MODEL_FLAGS},

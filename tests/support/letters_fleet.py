@@ -23,7 +23,6 @@ from fastapi import APIRouter
 from headway import AsyncEngine, Engine, Scheduler, preset
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
-from headway.fleet import client
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.settings import FleetSettings
 from headway.observe.server_metrics import ServerMetrics
@@ -43,6 +42,7 @@ MAX_MODEL_LEN = 2048
 NUM_REPLICAS = 3  # so that several can be starting while a test goes on
 # A replica may pause for less without being lost, and for less than Ray needs to replace it.
 HANG_SECONDS = 10.0
+SETTINGS = FleetSettings(hang_seconds=HANG_SECONDS, stall_seconds=LIMIT, no_replica_seconds=LIMIT)
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,6 @@ def make_app(engine: AsyncEngine, info: Info) -> Any:
     return create_app(context, [live.router(context), routes])
 
 
-def be_patient() -> None:
-    """Let the gateway of this process wait longer for messages and steps of a replica."""
-    client.FleetSettings = partial(  # type: ignore[misc]
-        FleetSettings, hang_seconds=HANG_SECONDS, stall_seconds=LIMIT, no_replica_seconds=LIMIT
-    )
-
-
 def main() -> None:
     import ray
     from ray import serve
@@ -112,11 +105,12 @@ def main() -> None:
     from headway.on_ray.cluster import connected, serve_fleet
     from headway.on_ray.serve import QUIET, replica_deployment
 
-    be_patient()
     make = partial(make_engine, Hold(sys.argv[1]))
     factory = ServerFactory(make_engine=make, make_app=make_app, setup=setup, grace=0.0)
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
-    options = FleetOptions(replicas=NUM_REPLICAS, num_cpus=0.0, route="round_robin")
+    options = FleetOptions(
+        replicas=NUM_REPLICAS, num_cpus=0.0, route="round_robin", settings=SETTINGS
+    )
     bound, stop_logs = bind("127.0.0.1", 0), setup()
     port = bound.getsockname()[1]
     kept = socket.socket()  # no other program gets the port of the proxies, which share it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from headway.cli.options.common import option, stderr
 from headway.cli.options.model import uses_gpu
 from headway.cli.options.packages import check_extras
 from headway.errors import ConfigError
+from headway.fleet.settings import FleetSettings
 
 if TYPE_CHECKING:
     from headway.cli.options.serve import ServeOptions
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from headway.server.process.serve import ServerFactory
 
 _fleet = partial(option, panel="Replicas")
+DEFAULTS, PREFIX = FleetSettings(), "fleet_"
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")  # made by the drivers of GPUs
 
@@ -46,22 +48,48 @@ class FleetFlags:
         "prefix_load", "Rule that picks the replica of a request, as in headway simulate."
     )
 
+    # These are the fields of FleetSettings.
+    fleet_hang_seconds: float = _fleet(
+        DEFAULTS.hang_seconds, "A replica that sends nothing for this long is lost."
+    )
+    fleet_stall_seconds: float = _fleet(
+        DEFAULTS.stall_seconds, "A replica with work that makes no step for this long is lost."
+    )
+    fleet_no_replica_seconds: float = _fleet(
+        DEFAULTS.no_replica_seconds, "Requests wait this long for a replica, then fail."
+    )
+    fleet_max_waiting: int = _fleet(
+        DEFAULTS.max_waiting,
+        "Maximum number of requests that wait for a replica; further requests get a 503.",
+    )
+    fleet_max_moves: int = _fleet(DEFAULTS.max_moves, "Maximum number of moves of one request.")
+    fleet_max_replica_losses: int = _fleet(
+        DEFAULTS.max_replica_losses, "A request fails after losing this many replicas."
+    )
+
+    @property
+    def settings(self) -> FleetSettings:
+        """ConfigError for a value that is out of range."""
+        names = [each.name for each in fields(FleetSettings)]
+        return FleetSettings(**{name: getattr(self, PREFIX + name) for name in names})
+
     def options(self, model: EngineOptions, name: str = "") -> FleetOptions | None:
         """The fleet that the flags describe; None without --replicas. ConfigError without Ray.
 
         `name` is that of the application; by default one that no other has.
         """
         if self.replicas is None:
-            given = {"--max-replicas": self.max_replicas, "--ray-address": self.ray_address}
-            for flag, value in given.items():
-                if value is not None:
-                    raise ConfigError(f"{flag} {value} needs --replicas")
+            for each in fields(self):
+                value = getattr(self, each.name)
+                if value != each.default:
+                    raise ConfigError(f"--{each.name.replace('_', '-')} {value} needs --replicas")
             return None
         check_extras("--replicas", "ray")
         from headway.fleet.routing import parse_route
         from headway.on_ray.options import FleetOptions
 
-        parse_route(self.route)  # report an error before anything starts
+        settings = self.settings  # report an error before anything starts
+        parse_route(self.route)
         # Without a GPU's files torch is not imported; a gateway does not need it.
         is_possible = model.device != "auto" or any(any(DEVICES.glob(n)) for n in GPU_FILES)
         on_gpu = is_possible and uses_gpu(model.device)
@@ -69,7 +97,7 @@ class FleetFlags:
             replicas=self.replicas, max_replicas=self.max_replicas, address=self.ray_address,
             num_cpus=1.0 if on_gpu else self._num_cpus(model),
             num_gpus=float(model.tensor_parallel_size) if on_gpu else 0.0,
-            route=self.route, name=name,
+            route=self.route, name=name, settings=settings,
         )  # fmt: skip
 
     def check(self, serving: ServeOptions) -> None:

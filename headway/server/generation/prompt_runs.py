@@ -21,7 +21,7 @@ from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.response_format import grammar_error
 from headway.server.generation.submissions import merge_submissions
-from headway.server.http.errors import ApiError, too_long
+from headway.server.http.errors import RETRY_AFTER, ApiError, too_long
 from headway.server.http.middleware import TRACEPARENT
 
 
@@ -125,6 +125,10 @@ def _is_shown(delta: Delta) -> bool:
 
 def failure(engine: AsyncEngine, end: FinishInfo) -> ApiError:
     """The error for a request that ended with reason `error` or `abort`."""
+    if end.error_code == "no_replica":
+        return ApiError(503, str(end.error), code="no_replica", headers=RETRY_AFTER)
+    if end.error_code is not None:  # of a fleet: the text says what happened to the request
+        return ApiError(500, str(end.error), code=end.error_code)
     if end.reason == "error":
         return ApiError(500, f"a step of the engine failed: {end.error}", code="step_failed")
     if engine.is_closing:

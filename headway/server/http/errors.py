@@ -20,6 +20,7 @@ from headway.errors import (
     ExecutorError,
     InvalidRequest,
     ModelError,
+    NoReplica,
     Overloaded,
     PolicyError,
     RequestError,
@@ -35,6 +36,7 @@ REQUEST_ID_PREFIX = re.compile(r"request '[^']*': ")  # internal ids mean nothin
 FIELD = re.compile(r"(?!(?:request|the|this|client|text|a|an)\b)[a-z][a-z_]*(?=[\s:\[.])")
 ANTHROPIC_PATH = "/v1/messages"
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
+NO_REPLICA = 503, "no_replica"
 COMMON_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     429: "rate_limit_error", 504: "timeout_error",
@@ -156,9 +158,10 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
             return error
         case Overloaded() if is_closing:
             return ApiError(503, str(error), code="shutting_down", headers=RETRY_AFTER)
-        case Overloaded():
+        case Overloaded() | NoReplica():
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
-            return ApiError(429, str(error), code="overloaded", headers=wait)
+            status, code = (429, "overloaded") if isinstance(error, Overloaded) else NO_REPLICA
+            return ApiError(status, str(error), code=code, headers=wait)
         case RequestError():
             message = REQUEST_ID_PREFIX.sub("", str(error), count=1)
             field = FIELD.match(message)
