@@ -157,6 +157,11 @@ class AsyncEngine:
         self.is_closing = True
         self.client.send([Cancel(id) for id in self._streams])
 
+    def fail_all(self) -> None:
+        """End all open requests here with an error; the engine may not answer in time."""
+        for stream in self._streams.values():
+            stream.fail(Overloaded("the server is shutting down"))
+
     @property
     def warning(self) -> str | None:
         """What limits a fleet that works: the list of its replicas may be old, for example."""

@@ -24,6 +24,7 @@ from headway.engine.thread_client import ThreadClient
 from headway.record.lines import CompletedLine
 from headway.record.reader import read_journal
 from headway.record.writer import JournalWriter, header
+from headway.server.process import shutdown
 from headway.server.process.serve import ServerFactory, bind, serve_http
 from headway.server.process.shutdown import GracefulServer
 from headway.server.settings import Settings
@@ -268,6 +269,25 @@ def test_sigterm_cancels_requests_that_do_not_finish_in_time(num_workers: int) -
         assert server.process.wait(LIMIT) == 0
     assert [reason_of(said) for said in ends] == ["shutting_down"] * 8
     assert all(set(text_of(said)) == {"A"} for said in ends)
+
+
+@on_loop
+async def test_each_stream_gets_an_error_at_the_end_although_the_engine_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after SIGTERM with a short grace, in a step that takes longer."""
+    monkeypatch.setattr(shutdown, "DRAIN_TIMEOUT", 0.05)
+    async with capitals(SLOW) as server:
+        executor = server.engine.executor
+        assert isinstance(executor, SlowCapitals)
+        streams = await server.streams(4)
+        executor.gate.clear()
+        await until(lambda: executor.is_blocked)
+        server.http._grace = 0.0
+        server.http.stop()
+        for said in await asyncio.gather(*streams):
+            assert reason_of(said) == "shutting_down" and "ABC".startswith(text_of(said)[:3])
+        executor.gate.set()
 
 
 def test_an_idle_server_exits_without_waiting_for_requests() -> None:

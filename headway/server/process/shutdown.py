@@ -20,6 +20,7 @@ from headway.server.http.connection import HttpConnection
 from headway.server.http.connection_table import ConnectionTable, log_accept_errors
 
 DRAIN_TIMEOUT = 2.0  # seconds for responses to end after their requests have ended
+ERROR_TIMEOUT = 0.5  # seconds for the error events of the others
 PAUSE = 0.05
 log = logging.getLogger(__name__)
 
@@ -68,12 +69,14 @@ class GracefulServer(uvicorn.Server):
             self._sweeping.cancel()
 
     async def _drain(self) -> None:
-        """Wait for the engine's requests, cancel the rest, then cancel remaining responses."""
+        """Wait for the engine's requests, cancel and then fail the rest, then cancel responses."""
         await self._until_quiet(self._grace)
         if self._engine.num_open:
             log.warning("cancelling %d requests that did not finish", self._engine.num_open)
         self._engine.cancel_all()
         await asyncio.sleep(DRAIN_TIMEOUT)
+        self._engine.fail_all()  # each gets an error event, also if a step takes longer
+        await asyncio.sleep(ERROR_TIMEOUT)
         for task in list(self.server_state.tasks):  # responses without an end
             task.cancel()
         await asyncio.sleep(PAUSE)
