@@ -146,6 +146,7 @@ class EngineLoop:
         self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
         self.on_begin: list[Callable[[], None]] = []  # called first on the loop's thread
         self.ended: str | None = None  # why the loop has ended; None while it runs
+        self._failure: str | None = None  # why it must end at once
         self._deliver = deliver
         self._inbox: deque[ToLoop] = deque()
         self._wake = threading.Condition()
@@ -176,6 +177,15 @@ class EngineLoop:
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
+
+    def fail(self, reason: str) -> None:
+        """End the loop, because no later step can succeed.
+
+        What the current step has delivered so far is its last update, so that no request ends with
+        an error: callers get an EngineStopped message, and a fleet continues all requests elsewhere.
+        """
+        self._failure = reason
+        self.stop()
 
     @property
     def num_unread(self) -> int:
@@ -209,7 +219,7 @@ class EngineLoop:
                 if self.engine.has_work:
                     self.engine.step()
                 self._flush()
-            self.ended = "stop() was called"
+            self.ended = self._failure or "stop() was called"
         except BaseException as error:
             self.ended = f"{type(error).__name__}: {error}; restart the process"
             raise
@@ -218,8 +228,8 @@ class EngineLoop:
             self.engine.observers.remove(self._observe)  # another loop may run the engine
             if self.engine.on_observer_error == self._remove_observer:
                 self.engine.on_observer_error = None
-            self._outbox.append(EngineStopped(self.ended or ""))
             self._flush()
+            self._deliver([EngineStopped(self.ended or "")])
 
     def _wait_for_work(self) -> bool:
         """Wait until there is work; False if the loop must end."""
@@ -279,7 +289,7 @@ class EngineLoop:
             journal = index.journal or index.start_journal()  # a restarted engine has a new index
             if journal.has_changes:
                 self._outbox.append(CacheDelta(*journal.drain()))
-        if self._outbox:
+        if self._outbox and self._failure is None:
             messages, self._outbox = self._outbox, []
             self._deliver(messages)
 

@@ -57,6 +57,7 @@ class Watch:
         self._late = (-1, -1, 0.0)  # positions of rank 0 and of the last rank, seconds there
         self._beats = dict.fromkeys((each.rank for each in ranks), (-1, 0.0))  # value, seconds
         self._failed, self._stopped = threading.Event(), threading.Event()
+        self._on_failure: Callable[[str], None] | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="watch ranks", daemon=True)
         self._thread.start()
@@ -66,13 +67,23 @@ class Watch:
         with self._lock:
             if self.failure is not None or self._stopped.is_set():
                 return
-            self.failure = f"{reason}; the tensor-parallel group has ended: restart the process"
+            failure = f"{reason}; the tensor-parallel group has ended: restart the process"
+            if self._on_failure is not None:
+                self._on_failure(failure)  # before a step can fail for it
+            self.failure = failure
             self._failed.set()
         for each in self._ranks:
             with suppress(ProcessLookupError):
                 each.process.kill()
         if self.end_collectives is not None:
             self.end_collectives()
+
+    def report_to(self, on_failure: Callable[[str], None]) -> None:
+        """Call `on_failure` with the reason when the group ends, on any thread; now if it has."""
+        with self._lock:
+            self._on_failure = on_failure
+            if self.failure is not None:
+                on_failure(self.failure)
 
     def wait(self, seconds: float) -> str | None:
         """The failure, if one is found within this time."""

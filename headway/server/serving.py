@@ -112,6 +112,8 @@ def make_engine(options: ServerOptions, load: Load) -> ServedEngine:
         Watchdog(loop, options.settings.watchdog)
         live.install(loop)
         loop.on_begin.append(partial(_use_device, llm, options.engine.threads))
+        if loaded.ranks is not None:
+            loaded.ranks.watch.report_to(loop.fail)
         if options.spans:
             closing.callback(spans.install(loop, info.model_name))
 

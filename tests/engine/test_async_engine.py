@@ -10,6 +10,7 @@ import threading
 from collections import UserList
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from headway.events import Completed, Event
 from headway.request import RequestParams
 from tests.support.drive import check_no_leaks
 from tests.support.events import Events
+from tests.support.faults import Faults
 from tests.support.scripted import END, Breaking, Double, GetPid, Stepped, make_engine, script
 from tests.support.waiting import LIMIT, on_loop, until, wait_until
 
@@ -397,6 +399,28 @@ def test_requests_from_many_threads_all_end() -> None:
     loop.stop()
     running.join(LIMIT)
     assert type(answered[-1]).__name__ == "EngineStopped" and loop.ended == "stop() was called"
+
+
+def test_a_loop_that_fails_says_why_and_ends_no_request() -> None:
+    """Also if a step fails for the same reason: a fleet continues the requests elsewhere."""
+    delivered: list[FromLoop] = []
+    loop = EngineLoop(make_engine(), delivered.extend)
+    faults = Faults(loop.engine)
+    faults.calls[2], faults.fails_at = partial(loop.fail, "a rank was killed"), {2}
+    loop.post([Submit(id, PROMPT, script(9)) for id in "abc"])
+    loop.run()
+    assert delivered.pop() == EngineStopped("a rank was killed") == EngineStopped(loop.ended or "")
+    assert delivered and not [e for e in delivered if isinstance(e, SampleUpdate) and e.end]
+
+
+def test_an_idle_loop_ends_when_it_fails() -> None:
+    delivered: list[FromLoop] = []
+    loop = EngineLoop(make_engine(), delivered.extend)
+    running = threading.Thread(target=loop.run)
+    running.start()
+    loop.fail("a rank was killed")
+    running.join(LIMIT)
+    assert delivered == [EngineStopped("a rank was killed")]
 
 
 # Random requests that start and are left at random times.

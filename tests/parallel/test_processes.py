@@ -8,19 +8,25 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headway import LLM, Engine, SamplingParams, Scheduler
+from headway.engine.loop import EngineLoop
+from headway.engine.messages import EngineStopped, FromLoop
+from headway.engine.queries import GetProblem
 from headway.errors import ConfigError, ExecutorError
 from headway.model.precision import why_not_native
+from headway.options import EngineOptions
 from headway.parallel import watch
 from headway.parallel.ranks import Ranks
 from headway.request import RequestParams
+from headway.server.serving import ServerOptions, make_engine
 from tests.parallel.test_equality import VOCABULARY
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT, wait_until
 
 pytestmark = [
     pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native())),
@@ -170,6 +176,28 @@ def test_a_rank_that_ends_stops_or_hangs_is_an_error(
         wait_until_gone(all_pids)
         with pytest.raises(ExecutorError, match="restart"):  # at once, from now on
             llm.executor.launch(llm.engine.scheduler.schedule())
+
+
+def test_a_rank_that_is_killed_ends_an_idle_engine(model: Path, running: dict[int, LLM]) -> None:
+    """No request has to fail first: a fleet must not give it any."""
+    with running.pop(2, None) or start(model, 2) as llm:
+        served = make_engine(ServerOptions(engine=EngineOptions()), lambda _: llm)
+        delivered: list[FromLoop] = []
+        loop = EngineLoop(served.engine, delivered.extend)
+        served.prepare(loop)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        os.kill(pids(ranks_of(llm))[0], signal.SIGKILL)
+        thread.join(LIMIT)
+        (stopped,) = delivered
+        assert (
+            isinstance(stopped, EngineStopped) and "rank 1 was killed by SIGKILL" in stopped.reason
+        )
+        problem = loop.reply(GetProblem()).value
+        assert problem is not None and "rank 1 was killed by SIGKILL" in problem
+        late = list[str]()
+        ranks_of(llm).watch.report_to(late.append)
+        assert late == [stopped.reason]
 
 
 SCRIPT = """
