@@ -214,7 +214,8 @@ class DecisionLog:
 
     def _plan(self, event: Planned) -> list[Decision]:
         plan, before = event.plan, self._waits
-        changes = plan.admitted or plan.preempted or plan.deferred or plan.copies_in
+        changes = plan.admitted or plan.preempted or plan.deferred
+        changes = changes or plan.copies_out or plan.copies_in
         if not (changes or plan.blocked or plan.not_considered or before or self._has_deferred):
             return NO_DECISIONS
         rest = {None: plan.not_considered.reason} if plan.not_considered else {}
@@ -223,6 +224,8 @@ class DecisionLog:
         kept = {r: reason for r, reason in before.items() if r is not None and r not in admitted}
         self._waits = {r: why for r, why in kept.items() if not r.is_finished} | blocked | rest
         had_deferred, self._has_deferred = self._has_deferred, bool(plan.deferred)
+        if not changes and self._waits == before:
+            return NO_DECISIONS
         return [
             each for each in decisions_of(event, self._max_num_seqs)
             if (each.kind != "waiting" or before.get(each.request) != self._waits[each.request])

@@ -69,8 +69,8 @@ class RecordingBuilder:
     def follow(self, event: Event) -> None:
         """Apply the next event."""
         match event:
-            case Planned(plan):
-                self._plan(plan)
+            case Planned():
+                self._plan(event.plan)
             case Completed():
                 self._add_results()
             case Added(requests):
@@ -80,7 +80,7 @@ class RecordingBuilder:
                 self._in_flight.clear()
         for request in ended_by(event):
             self._finish(request)
-        if isinstance(event, Reset | Failed):
+        if isinstance(event, (Reset, Failed)):
             self._preempt_all(event.preempted, ())
             self._emit(Op.FORGET, int(isinstance(event, Failed)))
 

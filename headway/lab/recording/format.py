@@ -77,15 +77,31 @@ def header_record(header: HeaderLine, **more: Any) -> bytes:
     return record(Record.HEADER, json.dumps({**names, **to_builtins(header), **more}).encode())
 
 
+NO_PLAN = Planned(Plan(-1, num_steps=0))
+
+
 @dataclass(slots=True)
 class _Frame:
     """What happens after the previous plan, a plan, and later what its result brings."""
 
-    planned: Planned = field(default_factory=lambda: Planned(Plan(-1)))
+    planned: Planned = NO_PLAN
     ops: list[int] = field(default_factory=list)
     entries: list[Request] = field(default_factory=list)
-    columns: Counter[str] = field(default_factory=Counter)
+    num_swapped: int = 0
+    num_preempted: int = 0
+    num_finished: int = 0
+    num_cached: int = 0
+    marks: int = 0
     texts: list[tuple[str, int, str]] = field(default_factory=list)  # kind, request or -1, sentence
+
+    def row(self) -> tuple[int, ...]:
+        """The values of COLUMNS."""
+        planned, plan = self.planned, self.planned.plan
+        return (
+            plan.step, planned.num_running, planned.num_waiting, self.num_swapped, planned.num_free,
+            len(plan.decodes), plan.num_prefill, plan.num_steps, self.num_preempted,
+            len(plan.admitted), len(plan.blocked), self.num_finished, self.num_cached, self.marks,
+        )  # fmt: skip
 
 
 class RecordingWriter:
@@ -113,18 +129,20 @@ class RecordingWriter:
             for op, args in split(self._ops):
                 state.apply(op, args)
         self._keyframe: array[int] = state.keyframe()
-        self._times, self._columns = array("d"), [array("i") for _ in COLUMNS]
-        self._ops: array[int] = array("i")
-        self._offsets = array("i", [0])
+        self._times: list[float] = []
+        self._rows: list[tuple[int, ...]] = []
+        self._ops: list[int] = []
+        self._offsets = [0]
         self._entries: list[Request] = []
         self._texts: list[Text] = []
 
     def follow(self, event: Event) -> bytes:
         """Apply the next event; returns the bytes of a chunk that has become full, or nothing."""
-        if isinstance(event, Added | Planned):  # others may end requests, which then have no number
+        data = b""
+        if isinstance(event, Added):  # the others may end requests, which then have no number
             self.builder.follow(event)
-        numbers, data = self.builder.numbers, b""
-        texts: list[tuple[str, int, str]] = [
+        numbers = self.builder.numbers
+        texts = [
             (d.kind, numbers.get(d.request, -1) if d.request else -1, d.text)
             for d in self._texts_of(event)
         ]
@@ -132,7 +150,7 @@ class RecordingWriter:
             data = self._complete(event, texts)
         else:
             self._add(event, texts, self._next)
-        if not isinstance(event, Added | Planned):
+        if not isinstance(event, Added):
             self.builder.follow(event)
         if isinstance(event, Planned) and not event.plan.is_empty:
             self._plan(event)
@@ -141,29 +159,27 @@ class RecordingWriter:
         return data
 
     def _add(self, event: Event, texts: list[tuple[str, int, str]], frame: _Frame) -> None:
-        ended, preempted = ended_by(event), preempted_by(event)
         frame.texts += texts
-        frame.columns["finished"] += len(ended)
-        frame.columns["preempted"] += len(preempted)
-        frame.columns["marks"] |= (
-            Mark.ARRIVAL * isinstance(event, Added) | Mark.ABORT * isinstance(event, Aborted)
-            | Mark.END * bool(ended) | Mark.PREEMPTION * bool(preempted)
-        )  # fmt: skip
+        if ended := ended_by(event):
+            frame.num_finished += len(ended)
+            frame.marks |= Mark.END
+        if preempted := preempted_by(event):
+            frame.num_preempted += len(preempted)
+            frame.marks |= Mark.PREEMPTION
+        if isinstance(event, Added):
+            frame.marks |= Mark.ARRIVAL
+        elif isinstance(event, Aborted):
+            frame.marks |= Mark.ABORT
 
     def _plan(self, event: Planned) -> None:
         plan, frame, self._next = event.plan, self._next, _Frame()
-        num_cached = sum(admission.num_cached for admission in plan.admitted)
         frame.planned, (frame.ops, frame.entries) = event, self.builder.take()
-        frame.columns.update(
-            step=plan.step, running=event.num_running, waiting=event.num_waiting,
-            swapped=self.builder.state.num_swapped, free=event.num_free, decodes=len(plan.decodes),
-            prefill=plan.num_prefill, num_steps=plan.num_steps, admitted=len(plan.admitted),
-            blocked=len(plan.blocked), cached=num_cached,
-        )  # fmt: skip
-        frame.columns["marks"] |= (
-            Mark.BLOCK * self.builder.has_new_block | Mark.HIT * bool(num_cached)
-            | Mark.ADMISSION * bool(plan.admitted)
-        )  # fmt: skip
+        frame.num_swapped = self.builder.state.num_swapped
+        if self.builder.has_new_block:
+            frame.marks |= Mark.BLOCK
+        if plan.admitted:
+            frame.num_cached = sum(admission.num_cached for admission in plan.admitted)
+            frame.marks |= Mark.ADMISSION | Mark.HIT * bool(frame.num_cached)
         self._pending.append(frame)
 
     def _complete(self, event: Completed, texts: list[tuple[str, int, str]]) -> bytes:
@@ -199,11 +215,9 @@ class RecordingWriter:
         running = statuses[Status.PREFILL] + statuses[Status.DECODING]
         if state.refs or not running:  # else it is a trace without block numbers
             self._num_free = self._num_blocks - len(state.refs)
-        frame.planned.num_free = self._num_free
-        frame.columns.update(
-            step=-1, running=running, waiting=len(state.requests) - running,
-            swapped=state.num_swapped, free=self._num_free,
-        )  # fmt: skip
+        num_waiting = len(state.requests) - running
+        frame.planned = Planned(NO_PLAN.plan, self._num_free, running, num_waiting)
+        frame.num_swapped = state.num_swapped
         self._add_frame(frame, last, last, last)
         self._next = _Frame()
 
@@ -211,23 +225,23 @@ class RecordingWriter:
         """The frames since the last chunk, as a chunk; nothing if there are none."""
         if self.num_frames == self._first:
             return b""
-        parts = (*self._columns, self._offsets, self._ops, self._keyframe)
+        parts = (*zip(*self._rows, strict=True), self._offsets, self._ops, self._keyframe)
         requests = [_described(request) for request in self._entries]
         names = {"first": self._first, "requests": requests, "texts": self._texts}
         sizes = (self.num_frames - self._first, len(self._ops), len(self._keyframe), 0)
-        data = struct.pack("<IIII", *sizes) + self._times.tobytes()
-        data += b"".join(part.tobytes() for part in parts)
+        data = struct.pack("<IIII", *sizes) + array("d", self._times).tobytes()
+        data += b"".join(array("i", part).tobytes() for part in parts)
         self._start_chunk()
         return record(Record.CHUNK, data + json.dumps(names).encode())
 
     def _add_frame(self, frame: _Frame, planned: float, started: float, ended: float) -> None:
-        self._times.extend((planned, started, ended))
-        for name, column in zip(COLUMNS, self._columns, strict=True):
-            column.append(frame.columns[name])
-        self._ops.extend(frame.ops)
+        self._times += (planned, started, ended)
+        self._rows.append(frame.row())
+        self._ops += frame.ops
         self._offsets.append(len(self._ops))
         self._entries += frame.entries
-        self._texts += [(self.num_frames, *text) for text in frame.texts]
+        if frame.texts:
+            self._texts += [(self.num_frames, *text) for text in frame.texts]
         self.num_frames += 1
         self._num_free, self._ended = frame.planned.num_free, ended
 

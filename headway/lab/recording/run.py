@@ -156,7 +156,8 @@ def _follow_lines(recorder: Recorder, head: HeaderLine, lines: Iterable[Line]) -
                 raise HeadwayError(f"line {number} is step {line.step}, not {num_plans}")
             event = reader.event(line)
             num_plans += isinstance(event, Planned) and not event.plan.is_empty
-            yield recorder.follow(event)
+            if chunk := recorder.follow(event):
+                yield chunk
             if recorder.writer.num_frames >= MAX_FRAMES:
                 raise HeadwayError(f"line {number}: the lab shows at most {MAX_FRAMES} steps")
     except HeadwayError as failure:

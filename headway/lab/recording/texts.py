@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from headway.events import Event, Planned, Reconfigured
+from headway.events import Answers, Event, Planned, Reconfigured
+from headway.plan import Plan
 from headway.record.sentences import Alternatives, Decision, DecisionLog, preempted, waits
 
 
@@ -16,18 +17,19 @@ class RecordingTexts:
         self._config = config
         self._log = DecisionLog(config["max_num_seqs"])
 
-    def follow(self, event: Event) -> Iterator[Decision]:
+    def follow(self, event: Event) -> list[Decision]:
         """The sentences of the next event."""
         if isinstance(event, Reconfigured):
             self._config = event.settings
-        for each in self._log.follow(event):
-            yield self._explained(each, event) if isinstance(event, Planned) else each
+        decisions = self._log.follow(event)
+        if isinstance(event, Planned) and event.answers is not None:
+            return [self._explained(each, event.plan, event.answers) for each in decisions]
+        return decisions
 
-    def _explained(self, decision: Decision, planned: Planned) -> Decision:
+    def _explained(self, decision: Decision, plan: Plan, answers: Answers) -> Decision:
         """The decision with what was compared, if that is known."""
-        plan, answers = planned.plan, planned.answers
         request, text = decision.request, decision.text
-        if answers is None or request is None:
+        if request is None:
             return decision
         if decision.kind == "preempted" and request in answers.num_candidates:
             found = next(each for each in plan.preempted if each.request is request)
