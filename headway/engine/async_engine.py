@@ -73,11 +73,11 @@ class EngineClient(Protocol):
 class RequestStream:
     """Updates of one request that its reader has not taken yet.
 
-    While the reader waits, a `sink` may consume updates directly. This avoids waking the reader's
-    task, which is most of the cost of a streamed token. Sink and reader share one event loop.
+    While the reader waits, a sink may consume updates directly. This avoids waking the reader's
+    task, which is most of the cost of a streamed token. Sinks and reader share one event loop.
     """
 
-    __slots__ = ("_reader", "num_open", "pending", "refusal", "sink")
+    __slots__ = ("_reader", "num_open", "pending", "refusal", "sink", "token_sink")
 
     def __init__(self, num_samples: int) -> None:
         self.num_open = num_samples  # samples whose end the reader has not taken
@@ -85,12 +85,19 @@ class RequestStream:
         self.refusal: Exception | None = None
         # Takes updates directly; returns False if the reader must take one.
         self.sink: Callable[[SampleUpdate], bool] | None = None
+        # The same for tokens of sample 0 that come with nothing else, as most do.
+        self.token_sink: Callable[[list[int]], bool] | None = None
         self._reader: asyncio.Future[None] | None = None  # of a waiting reader
 
     def put(self, update: SampleUpdate) -> None:
         """Give an update to the sink if the reader waits with nothing pending, else keep it."""
         if self._reader is None or self.sink is None or not self.sink(update):
             self.keep(update)
+
+    def put_tokens(self, id: str, tokens: list[int]) -> None:
+        """As `put`, for new tokens of sample 0."""
+        if self._reader is None or self.token_sink is None or not self.token_sink(tokens):
+            self.put(SampleUpdate(id, 0, tokens))
 
     def keep(self, update: SampleUpdate) -> None:
         """Keep an update for the reader, which takes all pending updates at once."""
@@ -272,10 +279,7 @@ class AsyncEngine:
         is_late = sum(isinstance(message, TokenBatch) for message in messages) > 1
         for message in messages:
             if isinstance(message, TokenBatch):
-                for id, tokens in zip(message.ids, message.tokens, strict=True):
-                    if stream := self._streams.get(id):
-                        take = stream.keep if is_late else stream.put
-                        take(SampleUpdate(id, 0, tokens))
+                self._take_tokens(message, is_late)
             elif isinstance(message, SampleUpdate):
                 self._put(message)
             elif isinstance(message, Refusal):
@@ -286,6 +290,14 @@ class AsyncEngine:
                 self._set_result(message)
             elif isinstance(message, EngineStopped):
                 self._end(message)
+
+    def _take_tokens(self, batch: TokenBatch, is_late: bool) -> None:
+        for id, tokens in zip(batch.ids, batch.tokens, strict=True):
+            if stream := self._streams.get(id):
+                if is_late:
+                    stream.keep(SampleUpdate(id, 0, tokens))
+                else:
+                    stream.put_tokens(id, tokens)
 
     def _put(self, update: SampleUpdate) -> None:
         """Pass an update to its stream; without one, free the id once the last sample has ended."""

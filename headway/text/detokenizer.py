@@ -26,6 +26,7 @@ class Detokenizer:
         self._num_to_strip = tokenizer.num_stripped or 0  # leading spaces still to be stripped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._run = bytearray()  # bytes of the current run of byte-fallback tokens
+        self._is_simple = not self._num_to_strip  # nothing is held back or still to be stripped
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete: whole characters, and finished runs of bytes."""
@@ -33,12 +34,16 @@ class Detokenizer:
         for id in ids:
             if id in self._skipped:
                 continue
-            spelled, is_fallback = self._spell(id)
-            if is_fallback:
+            spelled, is_fallback, text = self._spell(id)
+            if text is not None and self._is_simple:  # almost always
+                parts.append(text)
+            elif is_fallback:
                 self._run += spelled
+                self._is_simple = False
             else:
-                parts += self._end_run(), self._decoded(spelled)
-        return self._stripped("".join(parts))
+                parts += self._stripped(self._end_run()), self._stripped(self._decoded(spelled))
+                self._is_simple = not (self._utf8.getstate()[0] or self._num_to_strip)
+        return "".join(parts)
 
     def finish(self) -> str:
         """The text that was held back; partial characters become U+FFFD."""
@@ -162,7 +167,7 @@ class TextStream:
     ) -> None:  # fmt: skip
         """Stop strings that begin within the first `min_tokens` tokens are ignored."""
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
-        self._scanner = StopScanner(stops, include_stop)
+        self._scanner, self._has_stops = StopScanner(stops, include_stop), bool(stops)
         self._hidden_ids = hidden_ids
         self._num_ignored = min_tokens  # tokens still to come in which stop strings are ignored
         self._parts: list[str] = []
@@ -177,6 +182,8 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that can be shown after these tokens."""
+        if not self._has_stops:
+            return self._keep(self._decode(ids))
         ignored = ids[: self._num_ignored]
         self._num_ignored -= len(ignored)
         text = self._decode(ignored) if ignored else ""

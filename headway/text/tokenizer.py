@@ -41,6 +41,7 @@ SENTENCEPIECE = [  # the decoder of Llama 2 and similar models, without its Stri
 class Piece(NamedTuple):
     spelled: bytes
     is_fallback: bool  # a byte-fallback token: a run of them is decoded as a whole, or not at all
+    text: str | None = None  # unless it is a byte-fallback token or has partial characters
 
 
 NOTHING = Piece(b"", True)  # an id outside the vocabulary; it does not end a run of bytes
@@ -177,15 +178,22 @@ ALPHABET = _byte_alphabet()
 
 def _spell_bytes(token: str) -> Piece:
     try:
-        return Piece(bytes(ALPHABET[letter] for letter in token), False)
+        return _piece(bytes(ALPHABET[letter] for letter in token))
     except KeyError:  # an added token, stored as plain text
-        return Piece(token.encode(), False)
+        return _piece(token.encode())
 
 
 def _spell_text(token: str) -> Piece:
     if found := BYTE_TOKEN.fullmatch(token):
         return Piece(bytes.fromhex(found[1]), True)
-    return Piece(token.replace(SPACE, " ").encode(), False)
+    return _piece(token.replace(SPACE, " ").encode())
+
+
+def _piece(spelled: bytes) -> Piece:
+    try:
+        return Piece(spelled, False, spelled.decode())
+    except UnicodeDecodeError:
+        return Piece(spelled, False)
 
 
 def _num_stripped(backend: Backend, where: str) -> int | None:

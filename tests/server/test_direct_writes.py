@@ -23,7 +23,9 @@ from headway.server.context import Context
 from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun
 from headway.server.generation.prompts import tokens_of
 from headway.server.http.offload import MAX_INLINE_SIZE
-from headway.server.openai.protocol import CompletionRequest
+from headway.server.openai.chat import chat as chat_of
+from headway.server.openai.completions import completions
+from headway.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.support.served import Server, with_server
 from tests.support.waiting import LIMIT, on_loop, until
 
@@ -64,7 +66,8 @@ def run_of(here: Server, number: int, text: str = LETTERS, **options: Any) -> Pr
 
 async def read(run: PromptRun, writer: RandomWriter) -> str:
     """All output of a run, read by a consumer that pauses at random."""
-    async for deltas in run.deltas(DirectWriter(writer, form)):
+    text_event = writer.chance.choice([None, str.encode])
+    async for deltas in run.deltas(DirectWriter(writer, form, text_event)):
         writer.output.append(form(deltas).decode())
         if writer.chance.random() < 0.3:
             await asyncio.sleep(writer.chance.random() / 500)
@@ -93,13 +96,14 @@ async def test_a_stop_string_ends_direct_writes(here: Server) -> None:
 
 @with_server(max_model_len=512)
 async def test_a_failed_direct_write_fails_only_its_request(here: Server) -> None:
-    def fails(deltas: list[Delta]) -> bytes:
+    def fails(_: object) -> bytes:
         raise KeyError("no such letter")
 
     async def read_broken() -> None:
         writer = RandomWriter(random.Random(2), [])
         for number in count(2):  # until the event loop is not behind the engine
-            async for _ in run_of(here, number).deltas(DirectWriter(writer, fails)):
+            text_event = fails if number % 2 else None
+            async for _ in run_of(here, number).deltas(DirectWriter(writer, fails, text_event)):
                 pass
 
     writer = RandomWriter(random.Random(3), [])
@@ -108,6 +112,33 @@ async def test_a_failed_direct_write_fails_only_its_request(here: Server) -> Non
     with pytest.raises(KeyError, match="no such letter"):
         await broken
     await here.settled()
+
+
+PLAIN: dict[str, Any] = {"stream": True, "max_tokens": 8}
+NOT_PLAIN = [
+    {"n": 2}, {"logprobs": 1}, {"return_token_ids": True},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, *NOT_PLAIN])
+@with_server(max_model_len=512)
+async def test_a_text_alone_makes_the_same_event_as_its_delta(here: Server, more: Any) -> None:
+    context: Context = here.app.state.context
+    texts = ["a", " b", '"quoted"\n', "\u00e9\U0001f600", "\u2028\x00"]
+    body = CompletionRequest.model_validate({**PLAIN, "prompt": "abc", **more})
+    chat = {"logprobs": True} if "logprobs" in more else more
+    messages = [{"role": "user", "content": "abc"}]
+    for output in (
+        await completions(context, body, True),
+        await chat_of(
+            context, ChatRequest.model_validate({**PLAIN, "messages": messages, **chat}), True
+        ),
+    ):
+        text_event = output.text_event()
+        assert (text_event is None) == (more in NOT_PLAIN)
+        for text in texts if text_event else ():
+            assert text_event(text) == output.encode([Delta(0, text)])
 
 
 @with_server(max_model_len=512)
@@ -127,7 +158,11 @@ async def test_a_sink_is_used_only_while_the_reader_waits() -> None:
         sunk.append(update.tokens)
         return True
 
-    stream.sink = sink
+    def token_sink(tokens: list[int]) -> bool:
+        sunk.append(tokens)
+        return tokens != [7]
+
+    stream.sink, stream.token_sink = sink, token_sink
     stream.put(SampleUpdate("a", 0, [1]))  # no reader yet
     assert [u.tokens for u in await stream.take()] == [[1]] and not sunk
     stream.put(SampleUpdate("a", 0, [2]))  # the reader is processing the first
@@ -137,10 +172,13 @@ async def test_a_sink_is_used_only_while_the_reader_waits() -> None:
     reader = asyncio.create_task(stream.take())
     await asyncio.sleep(0)
     stream.put(SampleUpdate("a", 0, [3]))
+    stream.put_tokens("a", [6])
+    stream.put_tokens("a", [7])  # refused, so the other sink gets it
     stream.keep(SampleUpdate("a", 0, [4]))
-    stream.put(SampleUpdate("a", 0, [5], end=DONE))  # an earlier one waits for the reader
-    assert sunk == [[3]]
-    assert [u.tokens for u in await reader] == [[4], [5]] and stream.num_open == 0
+    stream.put_tokens("a", [8])  # an earlier one waits for the reader
+    stream.put(SampleUpdate("a", 0, [5], end=DONE))
+    assert sunk == [[3], [6], [7], [7]]
+    assert [u.tokens for u in await reader] == [[4], [8], [5]] and stream.num_open == 0
 
 
 class Quiet:

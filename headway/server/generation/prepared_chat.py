@@ -31,7 +31,7 @@ class OutputParser:
     """Splits the output of one sample into text and tool calls."""
 
     def __init__(self, parser: ToolCallParser | None) -> None:
-        self._parser = parser  # None: the request has no tools
+        self._parser, self.has_tools = parser, parser is not None
 
     def push(self, delta: Delta) -> list[OutputPiece]:
         """The text and the parts of tool calls that a delta adds."""

@@ -33,11 +33,15 @@ class ResponseWriter(Protocol):
     def write(self, body: bytes) -> None: ...
 
 
+TextEvent = Callable[[str], bytes]  # encodes a text that a choice gains
+
+
 class DirectWriter(NamedTuple):
     """Writes deltas to a connection without waking the task that iterates over them."""
 
     writer: ResponseWriter
     encode: Callable[[list[Delta]], bytes]
+    text_event: TextEvent | None = None
 
 
 class PromptRun(OutputBuilder):
@@ -83,6 +87,10 @@ class PromptRun(OutputBuilder):
             with self.engine.submitted(*submitted) as stream:
                 if direct_writer is not None and len(self.samples) == 1:
                     stream.sink = partial(self._write, direct_writer)
+                    if direct_writer.text_event and not self.sampling_params.stop_strings:
+                        stream.token_sink = self._token_writer(
+                            direct_writer.writer, direct_writer.text_event
+                        )
                 while stream.num_open:
                     updates = await stream.take()
                     if self._broken is not None:
@@ -108,6 +116,24 @@ class PromptRun(OutputBuilder):
         except Exception as error:  # fails this request alone: its reader raises it
             self._broken = error
         return self._broken is None
+
+    def _token_writer(
+        self, writer: ResponseWriter, encode: TextEvent
+    ) -> Callable[[list[int]], bool]:
+        """Writes new tokens directly if they can only add text: the hot path of most streams."""
+        (sample,) = self.samples
+
+        def write(tokens: list[int]) -> bool:
+            if not writer.is_open:
+                return False
+            try:
+                if text := sample.push(tokens):
+                    writer.write(encode(text))
+            except Exception as error:  # fails this request alone: its reader raises it
+                self._broken = error
+            return self._broken is None
+
+        return write
 
     def _check_ends(self, updates: Sequence[SampleUpdate]) -> None:
         """ApiError if an error or an abort has ended a sample."""

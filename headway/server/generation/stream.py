@@ -23,6 +23,7 @@ from headway.server.generation.prompt_runs import (
     Delta,
     DirectWriter,
     PromptRun,
+    TextEvent,
     collect,
     merge_deltas,
 )
@@ -60,6 +61,10 @@ class Output(ABC):
     async def encode_batch(self, deltas: list[Delta]) -> bytes:
         """The events of deltas that are not written directly."""
         return self.encode(deltas)
+
+    def text_event(self) -> TextEvent | None:
+        """Encodes a text of the only choice; None if events depend on more than new text."""
+        return None
 
     def first(self) -> bytes:
         """The events before those of the first deltas."""
@@ -160,7 +165,7 @@ class EventStreamResponse(CancellableResponse):
     async def _send_events(self, scope: Scope, send: Send) -> bytes:
         """Send all events except the last ones, which are returned."""
         output, writer = await self._prepare(True), chunk_writer_of(scope)
-        direct_writer = DirectWriter(writer, output.encode) if writer else None
+        direct_writer = DirectWriter(writer, output.encode, output.text_event()) if writer else None
         first = output.first()
         async with aclosing(merge_deltas(output.runs, direct_writer)) as batches:
             async for deltas in batches:
@@ -210,7 +215,9 @@ class ChunkOutput(Output):
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    text_member: ClassVar[tuple[str, str]]  # what is before and after the text in a choice
     shows_output = True  # False: only the prompt is echoed
+    is_plain = False  # True: new text is all that changes from chunk to chunk
 
     def __init__(
         self,
@@ -237,6 +244,14 @@ class ChunkOutput(Output):
     def encode(self, deltas: list[Delta]) -> bytes:
         top = {"usage": self.usage} if self.is_continuous else None
         return "".join([self.chunks(delta, top) for delta in deltas]).encode("ascii")
+
+    def text_event(self) -> TextEvent | None:
+        if not self.is_plain or self.is_continuous or self.num_choices != 1:
+            return None
+        begin, end = self.text_member
+        before = f'{self._head}{{"index":0,{begin}'
+        after = f'{end},"logprobs":null,"finish_reason":null}}{self._tail}'
+        return lambda text: f"{before}{quoted(text)}{after}".encode("ascii")
 
     def last(self) -> bytes:
         """The usage, if it is requested, and [DONE]."""

@@ -30,6 +30,7 @@ class ChatOutput(ChunkOutput):
     """The output of one request in the format that it asks for."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    text_member = '"delta":{"content":', "}"
 
     def __init__(self, context: Context, body: ChatRequest, prepared: PreparedChat) -> None:
         run, num_choices = prepared.run, len(prepared.parsers)
@@ -37,6 +38,8 @@ class ChatOutput(ChunkOutput):
         self._body, self._run, self._parsers = body, run, prepared.parsers
         self._tokenizer = prepared.tokenizer
         self._num_sent = [0] * num_choices  # token ids
+        has_tools = any(parser.has_tools for parser in prepared.parsers)
+        self.is_plain = not (has_tools or body.logprobs or body.return_token_ids)
 
     async def value(self, deltas: list[Delta]) -> object:
         run, num_logprobs, choices = self._run, self._body.prompt_logprobs, list[object]()

@@ -41,6 +41,7 @@ class CompletionOutput(ChunkOutput):
     """The output of one request: one run per prompt, one choice per sample."""
 
     kind = chunk_kind = "text_completion"
+    text_member = '"text":', ""
 
     def __init__(
         self,
@@ -53,6 +54,8 @@ class CompletionOutput(ChunkOutput):
         super().__init__(context, id, runs, len(choices), body.stream_options)
         self.shows_output = choices[0].shows_output
         self._body, self._choices = body, choices  # in the order of the prompts
+        is_more = body.echo or body.return_token_ids or body.logprobs is not None
+        self.is_plain = self.shows_output and not is_more
 
     async def value(self, deltas: list[Delta]) -> object:
         values, num_logprobs = list[object](), self._body.prompt_logprobs
