@@ -8,16 +8,19 @@ all rules, and under an oracle that sends a request to the longest cached prefix
 
 hits           share of prompt tokens found in a cache, and as a share of the oracle's
 balance        largest busy time and largest number of computed tokens of a replica, by the mean
-decision_us    one decision for an 8,192-token prompt, of which all of 8 full pools hold the same part;
+decision_us    one decision for an 8,192-token prompt, of which all of 8, 256 or 1,024 full pools hold
+               the same part, or one of 16 parts each;
                submit: all that the gateway does with a request, from a list of tokens to a message
+index          the router's index of 64 full pools
 Prints one JSON object. Times of requests are simulated seconds; decision_us is measured here.
 """
 
 from __future__ import annotations
 
+import tracemalloc
 from argparse import Namespace
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -29,12 +32,13 @@ from bench.harness import Bench, Figures, log
 from headway.engine.clock import VirtualClock
 from headway.engine.messages import LoadReport, Submit
 from headway.fleet.dispatcher import Dispatcher
-from headway.fleet.prefix_tracker import PromptKeys
+from headway.fleet.prefix_tracker import PrefixTracker
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import ROUTES, ReplicaView, RouteRequest, RouteRule, parse_route
 from headway.fleet.settings import FleetSettings
 from headway.kv.prefix_index import extend_keys
+from headway.kv.prompt_keys import PromptKeys
 from headway.lab.cluster import simulate_replicas
 from headway.lab.cost import load_profile
 from headway.lab.simulate import config_for
@@ -48,6 +52,7 @@ bench.option("trace", nargs="?", help="a Mooncake .jsonl; without it, the others
 bench.option("--skip", type=int, default=0, help="leave out the first N requests")
 bench.option("--limit", type=int, help="use only the first N of the other requests")
 PROFILE, NUM_REPLICAS = "llama3.1-8b-a100-80gb", 8
+NUMS = (8, 256, 1024)  # replicas that decisions are timed with
 NUM_REQUESTS, HOT_RATE, UNSHARED_RATE = 2000, 48.0, 36.0
 NUM_PREFIXES, PREFIX = 64, 6000  # tokens; together, as many as one replica's cache holds
 OTHERS = ("chwbl(prefix_blocks=64)",)  # beside the rules with their default numbers
@@ -120,29 +125,45 @@ def compare(name: str, requests: list[WorkloadRequest]) -> Figures:
     return {"requests": len(requests), "rules": found}
 
 
-def decisions(num_tokens: int = 8192, block_size: int = 16) -> Figures:
+def decisions(num_replicas: int, num_tokens: int = 8192, block_size: int = 16) -> Figures:
     """Medians over many decisions, in microseconds; pools hold 27,000 other keys each."""
     prompt = Request("p", range(num_tokens), RequestParams(max_tokens=1))
     keys = list(PromptKeys(prompt, block_size))
+    dispatcher = _full_fleet(num_replicas, block_size)
     held = {"nothing": 0, "half": len(keys) // 2, "everything": len(keys)}
-    return {
-        f"{name} cached": _decision_us(prompt, block_size, keys[:count])
-        for name, count in held.items()
-    }
+    found = {}
+    for name, count in held.items():
+        for replica in dispatcher.replicas:
+            dispatcher.router.tracker.apply(replica, keys[:count], keys[count:])
+        found[f"{name} cached"] = _decision_us(dispatcher, prompt)
+    for place, replica in enumerate(dispatcher.replicas):  # 16 different lengths
+        count = len(keys) * (place % 16) // 16
+        dispatcher.router.tracker.apply(replica, keys[:count], keys[count:])
+    return found | {"16 lengths cached": _decision_us(dispatcher, prompt)}
 
 
-def _decision_us(prompt: Request, block_size: int, held: list[bytes]) -> dict[str, float]:
-    """With all replicas holding these keys."""
-    router = Router(parse_route("prefix_load"), block_size)
+def _full_fleet(num_replicas: int, block_size: int) -> Dispatcher:
     clock, dropped = VirtualClock(), lambda *_: None
+    router = Router(parse_route("prefix_load"), block_size)
     dispatcher = Dispatcher(router, FleetSettings(), clock, dropped, dropped, dropped)
-    for place in range(NUM_REPLICAS):
+    for place in range(num_replicas):
         replica = Replica(str(place), NullClient())
         dispatcher.add(replica)
-        other = [place.to_bytes(8, "big") + number.to_bytes(8, "big") for number in range(27_000)]
-        replica.report(LoadReport(1, 100 * place, place, place, 1000, 28_000))
-        router.tracker.apply(replica.name, [*other, *held], [], True)
-    loads = [replica.router_load() for replica in dispatcher.replicas.values()]
+        dispatcher.receive(
+            replica, [LoadReport(1, 100 * (place % 8), place % 8, place % 8, 1000, 28_000)]
+        )
+        router.tracker.apply(replica.name, _own_keys(place), [], True)
+    return dispatcher
+
+
+def _own_keys(place: int, number: int = 27_000) -> list[bytes]:
+    """Keys that no other replica has."""
+    hashes = Random(place).randbytes(16 * number)
+    return [hashes[16 * each : 16 * each + 16] for each in range(number)]
+
+
+def _decision_us(dispatcher: Dispatcher, prompt: Request) -> dict[str, float]:
+    router, block_size = dispatcher.router, dispatcher.router.block_size
     keys, submit = PromptKeys(prompt, block_size), Submit("p", list(prompt.prompt), prompt.params)
 
     def submitted() -> None:
@@ -155,17 +176,46 @@ def _decision_us(prompt: Request, block_size: int, held: list[bytes]) -> dict[st
 
     def route() -> None:
         keys = PromptKeys(prompt, block_size)
-        router.choose("p", prompt.num_prompt, keys, "", loads)
+        router.choose("p", prompt.num_prompt, keys, "")
 
+    submitted()  # the router reads all loads
     return {
-        "rule and match": _median_us(
-            lambda: router.choose("p", prompt.num_prompt, keys, "", loads)
-        ),
+        "rule and match": _median_us(lambda: router.choose("p", prompt.num_prompt, keys, "")),
         "hashes, match and rule": _median_us(route),
         "submit": _median_us(submitted),
         "tokens to an array": _median_us(lambda: array("i", submit.prompt)),
         "all hashes": _median_us(lambda: extend_keys([], prompt, block_size)),
     }
+
+
+KEYS_OF = {  # of 64 replicas
+    "own keys": _own_keys,
+    "shared keys": lambda _: _own_keys(0),
+    "half of each": lambda place: _own_keys(0, 13_500) + _own_keys(place + 1, 13_500),
+}
+
+
+@bench.part
+def index(_: Namespace) -> Figures:
+    """Bytes of the router's index for each key and replica that has it, and the time to add one."""
+    return {name: _index(keys_of) for name, keys_of in KEYS_OF.items()}
+
+
+def _index(keys_of: Callable[[int], list[bytes]]) -> dict[str, float]:
+    num_keys, seconds = sum(len(keys_of(place)) for place in range(64)), list[float]()
+    tracker = PrefixTracker()
+    tracemalloc.start()
+    for place in range(64):
+        tracker.apply(str(place), keys_of(place), [], True)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tracker = PrefixTracker()
+    for place in range(64):
+        keys = keys_of(place)
+        start = perf_counter()
+        tracker.apply(str(place), keys, [], True)
+        seconds.append((perf_counter() - start) / len(keys))
+    return {"bytes": round(num_bytes / num_keys, 1), "add_us": round(median(seconds) * 1e6, 2)}
 
 
 class NullClient:
@@ -187,7 +237,7 @@ def _median_us(work: Any) -> float:
 
 @bench.part
 def decision_us(_: Namespace) -> Figures:
-    return decisions()
+    return {f"{number} replicas": decisions(number) for number in NUMS}
 
 
 bench.parts |= {

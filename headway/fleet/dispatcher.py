@@ -31,11 +31,11 @@ from headway.engine.messages import (
 )
 from headway.errors import PolicyError, RequestError
 from headway.fleet.open_requests import OpenRequest, RequestTable
-from headway.fleet.prefix_tracker import PromptKeys
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.settings import FleetCounters, FleetSettings
+from headway.kv.prompt_keys import PromptKeys
 
 OnReplica = Callable[[Replica], None]
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Dispatcher:
         self.requests = self.table.open
         self.queries = FleetQueries(self.replicas, self.counters, emit)
         self._emit, self._on_gone = emit, on_gone
+        self._changed: dict[str, None] = {}  # replicas whose load the router does not know yet
         self._on_message: dict[type[FromLoop], Callable[[Replica, Any], None]] = {
             TokenBatch: self._take_tokens,
             SampleUpdate: self._take_update,
@@ -116,12 +117,14 @@ class Dispatcher:
         if (before := self.replicas.get(replica.name)) is not None:
             self.lose(before, "it has connected again")
         self.replicas[replica.name] = replica
+        self._changed[replica.name] = None
         for request in list(self.table.waiting):
             self._place(request)
 
     def receive(self, replica: Replica, messages: list[FromLoop]) -> None:
         """Process a batch of a replica; ignored if the replica is gone."""
         replica.quiet_ticks = 0
+        self._changed[replica.name] = None
         self.counters.num_frames += not replica.is_gone
         for message in messages:
             if replica.is_gone:
@@ -144,6 +147,7 @@ class Dispatcher:
         if not replica.takes_requests:
             return
         replica.is_draining = True
+        self._changed[replica.name] = None
         self.counters.num_drains += 1
         requests, replica.open = list(replica.open.values()), {}
         log.info("replica %s is drained; %d requests move", replica.name, len(requests))
@@ -172,24 +176,36 @@ class Dispatcher:
 
     def _place(self, request: OpenRequest) -> None:
         """Send a request to the replica that the rule chooses; without any, it waits."""
-        ready = [each for each in self.replicas.values() if each.takes_requests]
-        replicas = [each for each in ready if each.name not in request.avoids] or ready
-        if not replicas:
-            self.table.wait(request, self.settings.max_waiting)
-            return
+        self._tell_router()
         known = request.known()
         keys = PromptKeys(known, self.router.block_size) if known.params.reads_cache else ()
-        loads, client = [each.router_load() for each in replicas], known.params.client
         try:
-            place, view = self.router.choose(request.id, known.num_known, keys, client, loads)
+            choice = self.router.choose(
+                request.id, known.num_known, keys, known.params.client, request.avoids
+            )
         except PolicyError as error:
             self.table.refuse(request, refusal_of(request.id, error))
+            return
+        if choice is None:
+            self.table.wait(request, self.settings.max_waiting)
             return
         self.table.waiting.pop(request, None)
         request.num_sent += 1
         request.sent_at = now = self.clock.now()
-        replicas[place].assign(request, view.num_new)
-        replicas[place].post(request.message(now))
+        replica = self.replicas[choice.replica]
+        replica.assign(request, choice.num_new)
+        replica.post(request.message(now))
+        self._changed[replica.name] = None
+
+    def _tell_router(self) -> None:
+        """Tell the router what has changed, so that placing a request does not read all replicas."""
+        for name in self._changed:
+            replica = self.replicas.get(name)
+            if replica is not None and replica.takes_requests:
+                self.router.update(replica.router_load())
+            else:
+                self.router.remove(name)
+        self._changed.clear()
 
     def _move(self, request: OpenRequest, reason: str, *, is_loss: bool = False) -> None:
         """Continue a request elsewhere; it fails if it has reached a limit."""
@@ -279,7 +295,7 @@ class Dispatcher:
         requests, replica.open = list(replica.open.values()), {}
         if self.replicas.get(replica.name) is replica:
             del self.replicas[replica.name]
-            self.router.tracker.clear(replica.name)
+            self.router.forget(replica.name)
         self.queries.fail(replica, reason)
         if requests:  # it may hang and come back
             replica.client.send([Cancel(request.replica_id) for request in requests])

@@ -1,92 +1,136 @@
-"""Which replica holds which prefix keys: exact copies of the replicas' prefix indexes.
+"""Which replicas hold which prefix keys: one index of all replicas, from key to a bit for each.
 
-The copies follow the journals of the indexes (`CacheDelta`), so a match is what the replica would
-have found when it sent its last delta. They need as much memory as all pools have blocks with keys.
+It follows the journals of the replicas' own indexes (`CacheDelta`), so a match is what the replica
+would have found when it sent its last delta. Keys with the same holders have the same number in the
+table, so a replica is forgotten without a look at the keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from typing import overload
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 
-from xxhash import xxh3_128_digest
-
-from headway.kv.prefix_index import GROUP, known_tokens, num_leading, pieces_of, root_key
-from headway.request import Request
+from headway.kv.key_table import KeyTable
+from headway.kv.prefix_index import GROUP
+from headway.kv.prompt_keys import PromptKeys
 
 
 class PrefixTracker:
-    """The prefix keys that every replica holds, by its name."""
+    """The replicas that hold each key, as bits of an int: bit `slots[name]` is a replica's."""
 
     def __init__(self) -> None:
-        self.held: dict[str, set[bytes]] = {}
+        self.slots: dict[str, int] = {}
+        self._table = KeyTable()
+        # By the number of keys in the table: their holders, and how many keys have the number.
+        self._holders, self._num_keys, self._unused = [0], [0], list[int]()
+        self._numbers = {0: 0}  # by holders
+        self._dead = set[int]()  # numbers without holders, of keys to remove from the table
+
+    def slot(self, replica: str) -> int:
+        """The bit of a replica, until `clear`; a new one gets the lowest that is free."""
+        if (found := self.slots.get(replica)) is None:
+            used = set(self.slots.values())
+            found = self.slots[replica] = next(each for each in count() if each not in used)
+        return found
+
+    def num_keys(self, replica: str) -> int:
+        bit = 1 << self.slots[replica] if replica in self.slots else 0
+        pairs = zip(self._holders, self._num_keys, strict=True)
+        return sum(number for holders, number in pairs if holders & bit)
 
     def apply(
-        self,
-        replica: str,
-        added: Iterable[bytes],
-        removed: Iterable[bytes],
-        cleared: bool = False,
+        self, replica: str, added: Sequence[bytes], removed: Sequence[bytes], cleared: bool = False
     ) -> None:
         """Apply the fields of a CacheDelta."""
-        held = set() if cleared else self.held.get(replica, set())
-        held.difference_update(removed)
-        held.update(added)
-        self.held[replica] = held
+        bit = 1 << self.slot(replica)
+        if cleared:
+            self._forget(bit)
+        self._change(removed, lambda holders: holders & ~bit)
+        self._change(added, lambda holders: holders | bit)
+        if self._dead:  # a part of the table, so that no delta takes long
+            swept = self._table.sweep(self._dead, 1 + (len(added) + len(removed)) // 8)
+            self._count(swept, dict.fromkeys(swept, 0))
 
     def clear(self, replica: str) -> None:
         """Forget a replica; one that starts again, or connects again, sends all its keys first."""
-        self.held.pop(replica, None)
+        if replica in self.slots:
+            self._forget(1 << self.slots.pop(replica))
 
-    def num_cached(self, keys: Sequence[bytes], replica: str) -> int:
-        """Leading blocks of a prompt, given by their keys, that a replica holds."""
-        return num_leading_blocks(keys, self.held.get(replica, ()))
+    def leading(self, keys: Sequence[bytes], among: int) -> Iterator[tuple[int, int]]:
+        """How many leading blocks of a prompt, given by its keys, which replicas hold.
+
+        Yields pairs of a number of blocks and the bits of the replicas that hold exactly that number.
+        `among` has the bits of all replicas that are asked for.
+        """
+        if not isinstance(keys, PromptKeys):
+            yield from self._runs(keys, among)
+            return
+        for num_groups, bits in self._runs(keys.lasts, among):
+            for num_blocks, exactly in self._runs(keys.inside(num_groups), bits):
+                yield num_groups * GROUP + num_blocks, exactly
+
+    def _runs(self, keys: Sequence[bytes], bits: int) -> Iterator[tuple[int, int]]:
+        """As `leading`. A holder of a key holds all before it, so binary search finds each end."""
+
+        def missing(key: bytes) -> int:
+            return bits & ~self._holders[self._table.get(key)]
+
+        place = 0
+        while bits and place < len(keys):
+            if not (ended := missing(keys[place])):
+                place = bisect_left(keys, True, place + 1, key=lambda key: missing(key) != 0)
+                ended = missing(keys[place]) if place < len(keys) else 0
+            if ended:
+                yield place, ended
+                bits ^= ended
+        if bits:
+            yield place, bits
+
+    def _change(self, keys: Sequence[bytes], change: Callable[[int], int]) -> None:
+        """Change the holders of these keys."""
+        after = _Numbers(lambda number: self._number(change(self._holders[number])))
+        self._count(self._table.change(keys, after), after)
+
+    def _number(self, holders: int) -> int:
+        """The number of keys with these holders."""
+        number = self._numbers.get(holders)
+        if number is None:
+            number = self._numbers[holders] = (
+                self._unused.pop() if self._unused else len(self._holders)
+            )
+            self._holders[number : number + 1] = [holders]
+            self._num_keys[number : number + 1] = [0]
+        return number
+
+    def _count(self, num_changed: dict[int, int], after: dict[int, int]) -> None:
+        """This many keys with each number have another one now; unused numbers become free."""
+        for before, number in num_changed.items():
+            self._num_keys[after[before]] += number
+            self._num_keys[before] -= number
+        for before in num_changed:
+            if before and not self._num_keys[before]:
+                if self._numbers.get(self._holders[before]) == before:
+                    del self._numbers[self._holders[before]]
+                self._holders[before] = 0
+                self._dead.discard(before)
+                self._unused.append(before)
+        self._num_keys[0] = 0
+
+    def _forget(self, bit: int) -> None:
+        """Remove a replica from all holders; the keys that it alone had are removed later."""
+        self._holders = [holders & ~bit for holders in self._holders]
+        used = [number for number, num_keys in enumerate(self._num_keys) if num_keys]
+        self._dead = {number for number in used if not self._holders[number]}
+        self._numbers = {self._holders[number]: number for number in used} | {0: 0}
 
 
-class PromptKeys(Sequence[bytes]):
-    """The keys of a request's full blocks, each group of them computed when it is first read."""
+class _Numbers(dict[int, int]):
+    """The numbers of keys after a change, by those before; computed once each."""
 
-    def __init__(self, request: Request, block_size: int) -> None:
-        self._tokens, self._block_size = known_tokens(request), block_size
-        self._num_keys = len(self._tokens) // block_size
-        self._root, num_groups = root_key(request), self._num_keys // GROUP
-        groups = pieces_of(self._tokens, GROUP * block_size, 0, num_groups)
-        self.lasts = _chain(self._root, groups)  # the last key of each group
-        self._inside: dict[int, list[bytes]] = {}
+    def __init__(self, compute: Callable[[int], int]) -> None:
+        self._compute = compute
 
-    def __len__(self) -> int:
-        return self._num_keys
-
-    @overload
-    def __getitem__(self, place: int) -> bytes: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[bytes]: ...
-    def __getitem__(self, place: int | slice) -> bytes | list[bytes]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        number, inside = divmod(place if place >= 0 else place + len(self), GROUP)
-        return self.lasts[number] if inside == GROUP - 1 else self.inside(number)[inside]
-
-    def inside(self, number: int) -> list[bytes]:
-        """The keys of a group but the last."""
-        found = self._inside.get(number)
-        if found is None:
-            first = number * GROUP
-            end = min(first + GROUP - 1, self._num_keys)
-            parent = self.lasts[number - 1] if number else self._root
-            found = _chain(parent, pieces_of(self._tokens, self._block_size, first, end))
-            self._inside[number] = found
-        return found
-
-
-def _chain(parent: bytes, pieces: list[bytes]) -> list[bytes]:
-    """A key for each piece, which depends on the one before; the first one on the parent."""
-    return [parent := xxh3_128_digest(parent + piece) for piece in pieces]
-
-
-def num_leading_blocks(keys: Sequence[bytes], present: Container[bytes]) -> int:
-    """As num_leading; of PromptKeys it reads one group at most."""
-    if isinstance(keys, PromptKeys):
-        num_groups = num_leading(keys.lasts, present)
-        return num_groups * GROUP + num_leading(keys.inside(num_groups), present)
-    return num_leading(keys, present)
+    def __missing__(self, before: int) -> int:
+        self[before] = number = self._compute(before)
+        return number

@@ -1,16 +1,20 @@
-"""The router: a routing rule, the prefix tracker and the serial number of the next decision.
+"""The router: a routing rule, the prefix tracker, the replicas' loads and the serial number of the
+next decision.
 
-The gateway and the simulator give it the load of every replica that takes requests; it adds what
-the replicas' caches hold of the prompt and calls the rule.
+The gateway and the simulator tell it every change of a replica's load; it adds what the replicas'
+caches hold of the prompt and calls the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway.fleet.prefix_tracker import PrefixTracker
-from headway.fleet.routing import ReplicaView, RouteRequest, RouteRule, call_route
+from headway.fleet.routing import ReplicaViews, RouteRequest, RouteRule, call_route
 
 
 class ReplicaLoad(NamedTuple):
@@ -24,6 +28,13 @@ class ReplicaLoad(NamedTuple):
     num_blocks: int
 
 
+class Choice(NamedTuple):
+    """The name of the chosen replica, and the tokens of the prompt that it has to compute."""
+
+    replica: str
+    num_new: int
+
+
 class Router:
     """Chooses a replica for each request. `tracker` must follow the replicas' cache deltas."""
 
@@ -31,6 +42,30 @@ class Router:
         self.rule, self.block_size = rule, block_size
         self.tracker = PrefixTracker()
         self._tick = 0
+        self._slots: dict[str, int] = {}  # of the replicas that take requests, as they joined
+        self._loads = np.zeros((len(ReplicaLoad._fields) - 1, 8), np.int64)  # by slot
+        self._ready: _Ready | None = None  # of all of them; None after one has come or gone
+
+    def update(self, load: ReplicaLoad) -> None:
+        """A replica takes requests from now on, and has this load."""
+        name, *numbers = load
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = self.tracker.slot(name)
+            self._ready = None
+            while slot >= self._loads.shape[1]:
+                self._loads = np.hstack([self._loads, np.zeros_like(self._loads)])
+        self._loads[:, slot] = numbers
+
+    def remove(self, name: str) -> None:
+        """A replica takes no requests from now on."""
+        if self._slots.pop(name, None) is not None:
+            self._ready = None
+
+    def forget(self, name: str) -> None:
+        """A replica has left, with its cache."""
+        self.remove(name)
+        self.tracker.clear(name)
 
     def choose(
         self,
@@ -38,20 +73,43 @@ class Router:
         num_prompt: int,
         keys: Sequence[bytes],
         client: str,
-        loads: Sequence[ReplicaLoad],
-    ) -> tuple[int, ReplicaView]:
-        """The index of the chosen replica and its view; PolicyError if the rule fails.
+        avoids: Collection[str] = (),
+    ) -> Choice | None:
+        """The replica for a request; None if none takes requests, PolicyError if the rule fails.
 
         `keys` are the prefix keys of the prompt's full blocks, empty if the request must not read
-        the cache. At least one replica must be given.
+        the cache. Replicas in `avoids` are chosen only if there are no others.
         """
-        views = [self._view(num_prompt, keys, load) for load in loads]
-        place = call_route(self.rule, RouteRequest(id, num_prompt, keys, client, self._tick), views)
-        self._tick += 1
-        return place, views[place]
-
-    def _view(self, num_prompt: int, keys: Sequence[bytes], load: ReplicaLoad) -> ReplicaView:
-        name, *rest = load
-        cached = self.tracker.num_cached(keys, name) * self.block_size
+        if not self._slots:
+            return None
+        ready = self._ready = self._ready or _Ready(self._slots)
+        if avoids:
+            others = {name: slot for name, slot in self._slots.items() if name not in avoids}
+            ready = _Ready(others or self._slots)
+        cached = self._num_cached(keys, ready) * self.block_size
         # The last token is computed even after a full hit.
-        return ReplicaView(name, cached, max(1, num_prompt - cached), *rest)
+        num_new = np.maximum(1, num_prompt - cached)
+        replicas = ReplicaViews(ready.names, [cached, num_new, *self._loads[:, ready.slots]])
+        request = RouteRequest(id, num_prompt, keys, client, self._tick)
+        place = call_route(self.rule, request, replicas)
+        self._tick += 1
+        return Choice(ready.names[place], int(num_new[place]))
+
+    def _num_cached(self, keys: Sequence[bytes], ready: _Ready) -> NDArray[np.int64]:
+        """Leading blocks of a prompt that each replica holds."""
+        found = [pair for pair in self.tracker.leading(keys, ready.bits) if pair[0]]
+        width = (self._loads.shape[1] + 7) // 8
+        packed = b"".join([bits.to_bytes(width, "little") for _, bits in found])
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+        num_blocks = np.array([number for number, _ in found], np.int64)
+        cached: NDArray[np.int64] = num_blocks @ bits.reshape(len(found), width * 8)
+        return cached.take(ready.slots)
+
+
+class _Ready:
+    """Replicas to choose from: names and slots in one order, and the bits of all slots."""
+
+    def __init__(self, slots: dict[str, int]) -> None:
+        self.names = tuple(slots)
+        self.slots: NDArray[np.int64] = np.array(list(slots.values()), np.int64)
+        self.bits = sum(1 << slot for slot in slots.values())

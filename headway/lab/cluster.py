@@ -19,9 +19,9 @@ from itertools import count
 from headway.config import Config
 from headway.engine.engine import Observer
 from headway.errors import ConfigError, InvalidRequest, PolicyError, RequestError
-from headway.fleet.prefix_tracker import PromptKeys
 from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, format_route, prefix_load
+from headway.kv.prompt_keys import PromptKeys
 from headway.lab.cost import Profile
 from headway.lab.replica import SimulatedReplica
 from headway.lab.simulate import Progress, with_profile
@@ -29,6 +29,7 @@ from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest
 from headway.record.stats import RunStats, percentiles
 from headway.record.timeline import RequestTimeline
+from headway.request import Request
 from headway.scheduler.validate import validate_request
 
 LOADS = ("busy", "computed_tokens", "requests")  # whose balance is reported
@@ -107,17 +108,31 @@ class Pool:
         self.router = Router(rule, config.block_size)
         common = self.router.tracker, self.config, profile, async_scheduling
         self.replicas = [SimulatedReplica(str(place), *common) for place in range(number)]
+        self._changed = set(range(number))  # replicas whose load the router must read again
+        self._steps: list[tuple[float, int]] = []  # their ends, and the replicas
 
     def choose(
         self, request: WorkloadRequest, now: float, num_prompt: int, keys: Sequence[bytes]
     ) -> tuple[SimulatedReplica, int]:
         """The replica for a request with this prompt, and the tokens of it to compute."""
-        loads = [replica.load(now) for replica in self.replicas]
+        while self._steps and self._steps[0][0] <= now:
+            self._changed.add(heapq.heappop(self._steps)[1])
+        for place in sorted(self._changed):
+            self.router.update(self.replicas[place].load(now))
+        self._changed.clear()
         try:
-            place, view = self.router.choose(request.id, num_prompt, keys, request.client, loads)
+            choice = self.router.choose(request.id, num_prompt, keys, request.client)
         except PolicyError as error:
             raise ConfigError(str(error)) from None
-        return self.replicas[place], view.num_new
+        assert choice is not None, "all replicas take requests"
+        self._changed.add(int(choice.replica))
+        return self.replicas[int(choice.replica)], choice.num_new
+
+    def step(self, replica: SimulatedReplica) -> list[tuple[Request, float]]:
+        """One step of a replica; the requests that ended with it, and when."""
+        ended = replica.step()
+        heapq.heappush(self._steps, (replica.clock.now(), int(replica.name)))
+        return ended
 
 
 class Cluster:
@@ -125,6 +140,10 @@ class Cluster:
 
     def __init__(self, prefill: Pool, decode: Pool | None, profile: Profile) -> None:
         self._prefill, self._decode, self._profile = prefill, decode, profile
+        pools = [prefill, decode] if decode else [prefill]
+        self._replicas = [(pool, replica) for pool in pools for replica in pool.replicas]
+        self._place = {replica: place for place, (_, replica) in enumerate(self._replicas)}
+        self._busy: list[tuple[float, int]] = []  # a heap of clocks and places of busy replicas
         self._open: dict[str, WorkloadRequest] = {}  # in the prefill pool, with output to come
         self._arriving: list[tuple[float, int, WorkloadRequest]] = []  # at the decode pool
         self._order = count()
@@ -134,25 +153,36 @@ class Cluster:
     def run(self, requests: Iterator[WorkloadRequest], progress: Progress | None) -> None:
         """Always advance what is earliest: an arrival, a transfer, or the replica behind the others."""
         coming = next(requests, None)
-        replicas = [*self._prefill.replicas, *(self._decode.replicas if self._decode else ())]
         while True:
-            busy = [replica for replica in replicas if replica.engine.has_work]
-            behind = min(busy, key=lambda replica: replica.clock.now(), default=None)
-            limit = behind.clock.now() if behind else float("inf")
+            limit = self._busy[0][0] if self._busy else float("inf")
             arrives_at = self._arriving[0][0] if self._arriving else float("inf")
             if coming is not None and coming.arrival <= min(limit, arrives_at):
                 self._submit(coming)
                 coming = next(requests, None)
             elif self._arriving and arrives_at <= limit:
                 self._receive(*heapq.heappop(self._arriving))
-            elif behind:
-                for request, now in behind.step():
+            elif self._busy:
+                pool, behind = self._replicas[heapq.heappop(self._busy)[1]]
+                for request, now in pool.step(behind):
                     if request.id in self._open:
                         self._send(behind, self._open.pop(request.id), now)
                     elif progress:
                         progress(1)
+                self._await_step(behind)
             else:
                 return
+
+    def _add(
+        self, replica: SimulatedReplica, request: WorkloadRequest, now: float, num_new: int
+    ) -> None:
+        was_idle = not replica.engine.has_work
+        replica.add(request, now, num_new)
+        if was_idle:
+            self._await_step(replica)
+
+    def _await_step(self, replica: SimulatedReplica) -> None:
+        if replica.engine.has_work:
+            heapq.heappush(self._busy, (replica.clock.now(), self._place[replica]))
 
     def _submit(self, request: WorkloadRequest) -> None:
         """To a prefill replica; with a decode pool, for its first token only."""
@@ -167,7 +197,7 @@ class Cluster:
                     )
                 validate_request(prompt, self._decode.config, ())
                 first = replace(request, num_output=1, max_tokens=1)
-            replica.add(first, request.arrival, num_new)
+            self._add(replica, first, request.arrival, num_new)
         except RequestError as error:
             self.rejected.append((request.id, str(error)))
         except PolicyError as error:
@@ -192,7 +222,7 @@ class Cluster:
             max_tokens=request.max_tokens - 1,
         )  # fmt: skip
         replica.engine.scheduler.kv.import_prefix(request.request())
-        replica.add(rest, now, num_new)
+        self._add(replica, rest, now, num_new)
 
 
 def simulate_replicas(

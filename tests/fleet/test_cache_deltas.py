@@ -14,6 +14,7 @@ from headway.engine.queries import ReportCache, ResetPrefixCache
 from headway.fleet.prefix_tracker import PrefixTracker
 from headway.request import RequestParams
 from tests.support.scripted import make_engine, script
+from tests.support.tracked import holds
 
 
 def submit(number: int, params: RequestParams | None = None) -> Submit:
@@ -40,9 +41,11 @@ class Follower:
                 self.num_open -= 1
                 if not self.num_open:
                     self.loop.stop()
-        assert self.tracker.held.get("a", set()) == set(
-            self.engine.scheduler.kv.pool.index.block_of
-        )
+        assert holds(self.tracker, "a", self.held)
+
+    @property
+    def held(self) -> set[bytes]:
+        return set(self.engine.scheduler.kv.pool.index.block_of)
 
     def run(self, *messages: Submit | Query[Any]) -> None:
         """Run until all requests have ended."""
@@ -71,10 +74,10 @@ def test_a_tracker_follows_evictions_and_a_reset(async_scheduling: int) -> None:
 def test_an_engine_that_restarts_clears_the_tracker() -> None:
     follower = Follower(make_engine())
     follower.run(submit(1))
-    before = set(follower.tracker.held.get("a", set()))
+    before = follower.held
     follower.engine.restart()  # a new scheduler, with an empty cache and no journal
     follower.run(submit(2))
-    assert before - follower.tracker.held.get("a", set())
+    assert before - follower.held
 
 
 def test_a_reader_that_connects_later_gets_all_keys() -> None:

@@ -22,6 +22,7 @@ from headway.fleet.settings import FleetCounters, FleetSettings
 from tests.support.faults import Faults
 from tests.support.held import Held, Hold
 from tests.support.scripted import END, make_engine, script
+from tests.support.tracked import holds
 from tests.support.waiting import LIMIT, on_loop, until
 
 
@@ -203,10 +204,10 @@ async def test_the_tracker_equals_the_pools() -> None:
         tracker = fleet.client.dispatcher.router.tracker
         for name, engine in zip("ab", engines, strict=True):
             keys = engine.scheduler.kv.pool.index.block_of.keys()
-            await until(lambda name=name, keys=keys: tracker.held.get(name, set()) == keys)  # type: ignore[misc]
+            await until(lambda name=name, keys=keys: holds(tracker, name, keys))  # type: ignore[misc]
             assert keys
         await fleet.client.remove("a")
-        assert not tracker.held.get("a", set())
+        assert tracker.num_keys("a") == 0
 
 
 @on_loop

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_128_digest
 
 from headway.engine.messages import CacheDelta
-from headway.fleet.prefix_tracker import PrefixTracker, PromptKeys, num_leading_blocks
+from headway.fleet.prefix_tracker import PrefixTracker
 from headway.kv.cache import KVCache
+from headway.kv.key_table import LOAD, KeyTable
 from headway.kv.prefix_index import GROUP, extend_keys
+from headway.kv.prompt_keys import PromptKeys
 from headway.request import Request, RequestParams
 from tests.support.scripted_fleet import World
+from tests.support.tracked import holds, num_cached
 
 PREFIXES = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 ACTIONS = st.one_of(
     st.tuples(st.just("run"), PREFIXES),
     st.tuples(st.sampled_from(["end", "reset", "restart", "reconnect"]), st.just([0])),
 )
+
+
+def digests(number: int, salt: int = 0) -> list[bytes]:
+    return [xxh3_128_digest(f"{salt}/{place}".encode()) for place in range(number)]
 
 
 class Pool:
@@ -76,20 +85,21 @@ def test_the_copies_equal_the_pools_after_every_batch(
             continue
         pools[which].drain()
         pool = pools[which]
-        assert tracker.held.get(pool.name, set()) == set(pool.kv.pool.index.block_of)
-        assert sum(map(len, tracker.held.values())) <= sum(pool.num_blocks for pool in pools)
+        assert holds(tracker, pool.name, pool.kv.pool.index.block_of)
+        assert sum(map(tracker.num_keys, tracker.slots)) <= sum(pool.num_blocks for pool in pools)
 
 
 def test_a_match_is_the_longest_prefix_of_each_replica() -> None:
     tracker = PrefixTracker()
-    keys = [bytes([number]) for number in range(40)]
+    keys = digests(40)
     tracker.apply("a", keys[:17], [], True)
     tracker.apply("b", keys, [])
-    assert [tracker.num_cached(keys, name) for name in ("a", "b")] == [17, 40]
+    assert [num_cached(tracker, keys, name) for name in ("a", "b")] == [17, 40]
+    assert list(tracker.leading(keys, 0b11)) == [(17, 0b01), (40, 0b10)]
     tracker.apply("b", [], keys[3:])
-    assert tracker.num_cached(keys, "b") == 3 and tracker.num_cached(keys, "unknown") == 0
+    assert num_cached(tracker, keys, "b") == 3 and num_cached(tracker, keys, "unknown") == 0
     tracker.clear("b")
-    assert tracker.num_cached(keys, "a") == 17 and tracker.held.keys() == {"a"}
+    assert num_cached(tracker, keys, "a") == 17 and tracker.slots.keys() == {"a"}
 
 
 def test_a_journal_that_is_not_read_stays_as_small_as_the_pool() -> None:
@@ -120,8 +130,9 @@ def test_memory_stays_that_of_the_pools_however_often_they_change() -> None:
             if pool.name == "b":
                 pool.act("reconnect", [])
             pool.drain()
-        sizes.append(sum(sys.getsizeof(held) for held in tracker.held.values()))
-        assert set(tracker.held) == {"a", "b"} and sum(map(len, tracker.held.values())) <= 800
+        sizes.append(sum(map(sys.getsizeof, tracker._table._buckets)))
+        assert set(tracker.slots) == {"a", "b"}
+        assert sum(map(tracker.num_keys, tracker.slots)) <= 800 >= len(tracker._table) / 2
     assert max(sizes) <= 2 * sizes[1]
 
 
@@ -132,13 +143,13 @@ def test_a_fleet_forgets_the_keys_of_replicas_that_left() -> None:
     for number in range(50):
         world.add(f"replica-{number}")
         replica = world.fleet.replicas[f"replica-{number}"]
-        keys = [bytes([number, place]) for place in range(20)]
+        keys = digests(20, number)
         world.fleet.receive(replica, [CacheDelta(keys, [], True)])
-        assert tracker.held.get(replica.name, set()) == set(keys)
+        assert holds(tracker, replica.name, keys)
         leave = (world.fleet.remove, lambda each: world.fleet.lose(each, "killed"))[number % 2]
         leave(replica)
         world.fleet.receive(replica, [CacheDelta(keys, [], True)])
-        assert not tracker.held
+        assert not tracker.slots
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 9, GROUP * 4 - 1, GROUP * 4, 2 * GROUP * 4 + 9])
@@ -148,5 +159,52 @@ def test_keys_that_are_computed_when_read_are_the_same(num_tokens: int) -> None:
     assert list(PromptKeys(known, 4)) == whole == PromptKeys(known, 4)[:]
     assert PromptKeys(known, 4)[-2:] == whole[-2:]
     for length in range(len(whole) + 1):
-        assert num_leading_blocks(PromptKeys(known, 4), set(whole[:length])) == length
-        assert num_leading_blocks(whole, set(whole[:length])) == length
+        tracker = PrefixTracker()
+        tracker.apply("a", whole[:length], [], True)
+        assert num_cached(tracker, PromptKeys(known, 4), "a") == length
+        assert num_cached(tracker, whole, "a") == length
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 90), st.integers(0, 6)), max_size=60))
+def test_a_table_is_a_dict(changes: list[tuple[int, int, int]]) -> None:
+    """Random changes, with many more keys than a bucket has."""
+    table, model = KeyTable(), dict[bytes, int]()
+    keys = digests(300)
+    for first, length, number in changes:
+        changed = keys[first : first + length]
+        before = Counter(model.get(key, 0) for key in changed if model.get(key, 0) != number)
+        assert table.change(changed, dict.fromkeys(range(7), number)) == before
+        model.update(dict.fromkeys(changed, number))
+        model = {key: number for key, number in model.items() if number}
+        assert {key: table.get(key) for key in keys if table.get(key)} == model
+        assert len(table) == len(model)
+    rest = Counter(model.values())
+    num_removed = Counter(table.sweep({1, 2}, len(table._buckets)))
+    assert num_removed == {number: rest[number] for number in (1, 2) if rest[number]}
+    assert len(table) == rest.total() - num_removed.total()
+
+
+def test_a_key_takes_a_quarter_of_a_set_item_even_if_only_one_replica_has_it() -> None:
+    tracker, num_keys = PrefixTracker(), 0
+    for number in range(8):
+        tracker.apply(f"{number}", digests(5000, number), [], True)
+        num_keys += 5000
+    buckets = tracker._table._buckets
+    assert len(tracker._table) == num_keys and len(buckets) >= num_keys / LOAD
+    assert sum(map(sys.getsizeof, buckets)) + sys.getsizeof(buckets) < 98 / 4 * num_keys
+    assert len(tracker._holders) <= 9
+
+
+def test_a_replica_that_leaves_is_forgotten_without_its_keys() -> None:
+    """Its slot is free at once; the next deltas remove its keys from the table."""
+    tracker = PrefixTracker()
+    tracker.apply("a", digests(500, 1), [], True)
+    tracker.apply("b", digests(500, 2), [], True)
+    tracker.clear("a")
+    assert tracker.slot("c") == 0 and tracker.num_keys("c") == 0
+    assert holds(tracker, "b", digests(500, 2))
+    for number in range(50):
+        tracker.apply("b", digests(10, number + 3), [])
+        tracker.apply("b", [], digests(10, number + 3))
+    assert len(tracker._table) == 500 and len(tracker._holders) < 6

@@ -14,6 +14,7 @@ from headway.engine.queries import AskEach, GetLoad, GetRecording
 from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.replica import TICK_SECONDS
 from tests.support.scripted_fleet import SETTINGS, World, expected_tokens
+from tests.support.tracked import holds
 
 HANG_TICKS = round(SETTINGS.hang_seconds / TICK_SECONDS)
 has_replica = precondition(lambda self: self.fleet.replicas)
@@ -170,8 +171,8 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in fleet.replicas.values():
             link = self.world.scripted(replica)
             if not link.outbox:
-                assert fleet.router.tracker.held.get(replica.name, set()) == link.reported_keys
-        assert fleet.router.tracker.held.keys() <= fleet.replicas.keys()
+                assert holds(fleet.router.tracker, replica.name, link.reported_keys)
+        assert fleet.router.tracker.slots.keys() <= fleet.replicas.keys()
 
     def teardown(self) -> None:
         """Let everything end: then each sample has ended once, with the right tokens."""

@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from headway.errors import ConfigError, PolicyError
-from headway.fleet.router import ReplicaLoad, Router
+from headway.fleet.router import Choice, ReplicaLoad, Router
 from headway.fleet.routing import (
     DEFAULT_ROUTE,
     ROUTES,
     ReplicaView,
+    ReplicaViews,
     RouteRequest,
     call_route,
     chwbl,
@@ -24,6 +26,7 @@ from headway.fleet.routing import (
     parse_route,
     sglang,
 )
+from tests.support.plain_routing import plain_choice
 
 RULES = {rule.__name__: parse_route(rule.__name__) for rule in ROUTES}
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -33,6 +36,12 @@ def view(name: str, num_cached: int = 0, num_prompt: int = 1000, **more: int) ->
     fields = {"waiting_tokens": 0, "num_running": 0, "num_waiting": 0, "num_free_blocks": 100}
     new = max(1, num_prompt - num_cached)
     return ReplicaView(name, num_cached, new, **{**fields, "num_blocks": 100, **more})
+
+
+def choose(rule: Any, request: RouteRequest, views: Sequence[ReplicaView]) -> int:
+    """The index that a rule returns for these views."""
+    names, *columns = zip(*views, strict=True)
+    return call_route(rule, request, ReplicaViews(names, [np.array(each) for each in columns]))
 
 
 def request(tick: int = 0, num_prompt: int = 1000) -> RouteRequest:
@@ -56,8 +65,9 @@ def test_every_rule_returns_an_index(
     rule: Any, tick: int, num_prompt: int, views: list[ReplicaView]
 ) -> None:
     asked = request(tick, num_prompt)
-    assert 0 <= call_route(rule, asked, views) < len(views)
-    assert rule(asked, views) == rule(asked, views)  # no state
+    assert 0 <= choose(rule, asked, views) < len(views)
+    assert choose(rule, asked, views) == choose(rule, asked, views)  # no state
+    assert choose(rule, asked, views) == plain_choice(rule, asked, views)
 
 
 @each_rule
@@ -66,14 +76,14 @@ def test_a_miss_does_not_go_to_an_empty_cache_however_busy(rule: Any) -> None:
     busy = {"num_running": 40, "num_waiting": 40, "waiting_tokens": 200_000}
     views = [view("new", num_free_blocks=100, **busy), *(view(f"r{i}") for i in range(3))]
     if rule is not RULES["round_robin"]:
-        assert all(call_route(rule, request(tick), views) != 0 for tick in range(20))
+        assert all(choose(rule, request(tick), views) != 0 for tick in range(20))
 
 
 @each_rule
 def test_an_idle_fleet_uses_all_replicas(rule: Any) -> None:
     """A router that breaks ties by index sends everything to replica 0 at low load."""
     views = [view(f"r{i}") for i in range(8)]
-    chosen = Counter(call_route(rule, request(tick), views) for tick in range(400))
+    chosen = Counter(choose(rule, request(tick), views) for tick in range(400))
     assert set(chosen) == set(range(8)) and max(chosen.values()) <= 2 * 400 / 8
 
 
@@ -86,7 +96,7 @@ def spread(rule: Any, num_requests: int, num_replicas: int = 4) -> list[int]:
             view(f"r{i}", 960 if i == 0 or sent[i] else 0, num_running=n, waiting_tokens=40 * n)
             for i, n in enumerate(sent)
         ]
-        sent[call_route(rule, RouteRequest("hot", 1000, hot, "", tick), views)] += 1
+        sent[choose(rule, RouteRequest("hot", 1000, hot, "", tick), views)] += 1
     return sent
 
 
@@ -105,21 +115,21 @@ def test_prefix_load_prefers_the_cached_prefix_until_the_queue_costs_more() -> N
     rule = RULES["prefix_load"]
     for waiting, chosen in ((0, 0), (200, 0), (50_000, 1)):
         views = [view("a", 960, waiting_tokens=waiting, num_running=1), view("b", num_running=1)]
-        assert call_route(rule, request(), views) == chosen, waiting
+        assert choose(rule, request(), views) == chosen, waiting
 
 
 def test_chwbl_sends_a_prefix_to_one_replica_within_its_bound_and_moves_few() -> None:
     rule, views = chwbl(), [view(f"r{i}") for i in range(8)]
-    homes = [call_route(rule, request(tick), views) for tick in range(200)]
-    assert homes == [call_route(rule, request(tick)._replace(tick=0), views) for tick in range(200)]
+    homes = [choose(rule, request(tick), views) for tick in range(200)]
+    assert homes == [choose(rule, request(tick)._replace(tick=0), views) for tick in range(200)]
     without = [each for each in views if each.name != "r3"]
     moved = [
-        without[call_route(rule, request(tick), without)].name != views[home].name
+        without[choose(rule, request(tick), without)].name != views[home].name
         for tick, home in enumerate(homes)
     ]
     assert moved == [home == 3 for home in homes]
     full = [each._replace(num_running=10 if each.name == "r3" else 5) for each in views]
-    assert all(call_route(rule, request(tick), full) != 3 for tick in range(200))
+    assert all(choose(rule, request(tick), full) != 3 for tick in range(200))
 
 
 @pytest.mark.parametrize("text", ["prefix_load", "chwbl(load_factor=1.5)", "sglang(0.5, 10, 2.0)"])
@@ -167,7 +177,7 @@ def broken(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
 )
 def test_a_rule_that_fails_is_named(rule: Any, said: str) -> None:
     with pytest.raises(PolicyError) as error:
-        call_route(rule, request(), [view("a"), view("b")])
+        choose(rule, request(), [view("a"), view("b")])
     assert said in str(error.value) and rule.__name__ in str(error.value)
 
 
@@ -181,11 +191,13 @@ def test_the_router_shows_what_each_cache_holds() -> None:
     router, keys = Router(rule, 16), request(num_prompt=64).keys
     router.tracker.apply("a", keys, [], True)
     router.tracker.apply("b", keys[:2], [])
-    loads = [ReplicaLoad(name, 7, 1, 2, 3, 4) for name in ("a", "b", "c")]
-    places = [router.choose("r", 64, keys, "", loads)[0] for _ in range(2)]
-    assert places == [0, 1]  # the serial number of the decision grows
+    for name in ("a", "b", "c"):
+        router.update(ReplicaLoad(name, 7, 1, 2, 3, 4))
+    assert [router.choose("r", 64, keys, "") for _ in range(2)] == [
+        Choice("a", 1), Choice("b", 32)  # the serial number of the decision grows
+    ]  # fmt: skip
     assert [(each.num_cached, each.num_new) for each in seen[0]] == [(64, 1), (32, 32), (0, 64)]
-    assert seen[0][0][3:] == loads[0][1:]
+    assert seen[0][0][3:] == (7, 1, 2, 3, 4) and [each.name for each in seen[0][1:]] == ["b", "c"]
 
 
 def test_the_default_is_a_rule() -> None:

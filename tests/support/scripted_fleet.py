@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from xxhash import xxh3_128_digest
+
 from headway.engine.async_engine import OnMessages
 from headway.engine.clock import VirtualClock
 from headway.engine.messages import (
@@ -120,7 +122,7 @@ class ScriptedReplica:
         self.assigned[message.id] = {
             sample: list(output) for sample, output in enumerate(outputs) if output is not None
         }
-        self.keys.add(message.id.partition("~")[0].encode())
+        self.keys.add(xxh3_128_digest(message.id.partition("~")[0].encode()))
         return []
 
     def _cancel(self, message: Cancel) -> list[FromLoop]:
