@@ -214,8 +214,8 @@ class DecisionLog:
 
     def _plan(self, event: Planned) -> list[Decision]:
         plan, before = event.plan, self._waits
-        changes = plan.admitted or plan.preempted or plan.deferred
-        changes = changes or plan.copies_out or plan.copies_in
+        copies = plan.copies_out or plan.copies_in
+        changes = plan.admitted or plan.preempted or plan.deferred or copies
         if not (changes or plan.blocked or plan.not_considered or before or self._has_deferred):
             return NO_DECISIONS
         rest = {None: plan.not_considered.reason} if plan.not_considered else {}

@@ -142,7 +142,7 @@ class RecordingWriter:
         if isinstance(event, Added):  # the others may end requests, which then have no number
             self.builder.follow(event)
         numbers = self.builder.numbers
-        texts = [
+        texts: list[tuple[str, int, str]] = [
             (d.kind, numbers.get(d.request, -1) if d.request else -1, d.text)
             for d in self._texts_of(event)
         ]
