@@ -6,6 +6,7 @@ packing.py); a redacted line has their number instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -116,16 +117,16 @@ class PlannedLine(Struct, tag="planned", tag_field="event", omit_defaults=True, 
     running: int
     waiting: int
     free: int
-    preempted: list[PreemptionLine] = []
-    admitted: list[tuple[Id, int, int, bool]] = []
-    chunks: list[tuple[Id, int, int, bool]] = []
+    preempted: Sequence[PreemptionLine] = ()  # one object for all lines, unlike an empty list
+    admitted: Sequence[tuple[Id, int, int, bool]] = ()
+    chunks: Sequence[tuple[Id, int, int, bool]] = ()
     decodes: int = 0
     num_steps: int = 1
     decode_context: int = 0
-    deferred: list[Id] = []
+    deferred: Sequence[Id] = ()
     copied_out: int = 0
     copied_in: int = 0
-    blocked: list[tuple[Id, Reason, int, int]] = []
+    blocked: Sequence[tuple[Id, Reason, int, int]] = ()
     not_considered: tuple[Reason, int] | None = None
     blocks: BlocksLine | None = None
 
@@ -138,8 +139,8 @@ class CompletedLine(Struct, tag="completed", tag_field="event", omit_defaults=Tr
     end: float
     swap_in: float = 0  # an int, as it is left out only if it is the same object
     builds: int = 0
-    failed: list[tuple[Id, int, str, str | None]] = []
-    finished: list[EndLine] = []
+    failed: Sequence[tuple[Id, int, str, str | None]] = ()
+    finished: Sequence[EndLine] = ()
 
 
 class FailedLine(Struct, tag="failed", tag_field="event", omit_defaults=True, kw_only=True):
@@ -163,7 +164,7 @@ Line = (
 )
 
 
-def ends_of(line: Line) -> list[EndLine]:
+def ends_of(line: Line) -> Sequence[EndLine]:
     """The requests that a line ends."""
     match line:
         case CompletedLine():
@@ -172,7 +173,7 @@ def ends_of(line: Line) -> list[EndLine]:
             return [line.end]
         case FailedLine():
             return line.ended
-    return []
+    return ()
 
 
 def time_of(line: Line) -> float:

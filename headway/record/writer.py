@@ -87,30 +87,34 @@ class LineMaker:
             free=event.num_free, decodes=len(plan.decodes), num_steps=plan.num_steps,
             decode_context=plan.decode_context, not_considered=plan.not_considered,
         )  # fmt: skip
-        if plan.admitted or plan.chunks:  # a steady decode step has none of these
+        if plan.admitted:
             line.admitted = [
                 (a.request.id, a.num_cached, a.num_swapped, a.is_resume) for a in plan.admitted
             ]
+        if plan.chunks:
             line.chunks = [(c.request.id, c.start, c.end, c.is_last) for c in plan.chunks]
-        if plan.preempted or plan.copies_out or plan.copies_in:
+        if plan.preempted:
             line.preempted = _preempted(plan.preempted)
+        if plan.copies_out or plan.copies_in:
             line.copied_out, line.copied_in = len(plan.copies_out), len(plan.copies_in)
-        if plan.blocked or plan.deferred:
+        if plan.blocked:
             line.blocked = [(b.request.id, b.reason, b.need, b.have) for b in plan.blocked]
+        if plan.deferred:
             line.deferred = [request.id for request in plan.deferred]
         if self._has_blocks:
             line.blocks = _blocks(plan)
         return line
 
     def _completed(self, event: Completed) -> CompletedLine:
-        plan, result = event.plan, event.result
+        plan, result = event.planned.plan, event.result
         line = CompletedLine(
             step=plan.step, start=result.started, end=result.ended, swap_in=result.swap_in or 0,
             builds=result.num_builds,
         )  # fmt: skip
-        if event.finished or result.failed:
-            kept = plan.tokens_kept if plan.num_steps > 1 else {}
+        if result.failed:
             line.failed = [(r.id, *failure) for r, failure in result.failed.items()]
+        if event.finished:
+            kept = plan.tokens_kept if plan.num_steps > 1 else {}
             line.finished = [self.end(r, kept.get(r, 0)) for r in event.finished]
         return line
 
