@@ -46,7 +46,8 @@ class RateWindow:
             counts["gaps"] += num_gaps
             counts["itl_us"] += int(1e6 * seconds * num_gaps)
             counts["max_itl_us"] = max(counts["max_itl_us"], int(1e6 * seconds))
-        if event.plan.admitted or event.plan.chunks or event.result.swap_in:
+        plan = event.planned.plan
+        if plan.admitted or plan.chunks or event.result.swap_in:
             self._count_changes(event, stats, counts)
 
     def _count_changes(self, event: Completed, stats: StepStats, counts: Counts) -> None:

@@ -93,13 +93,13 @@ class ServerMetrics:
         if isinstance(event, Completed):
             counters["generation_tokens", ""] += stats.num_output
             counters["builds", ""] += event.result.num_builds
-            seconds = event.planned.time - event.planned.began
-            histograms["scheduler_step_seconds"].observe(seconds)
+            planned, plan = event.planned, event.planned.plan
+            histograms["scheduler_step_seconds"].observe(planned.time - planned.began)
             histograms["iteration_tokens_total"].observe(stats.num_computed)
             gaps = histograms["inter_token_latency_seconds"]
             for seconds, count in stats.gaps:
                 gaps.observe(seconds, count)
-            if event.plan.admitted or event.plan.chunks or event.plan.copies_out:
+            if plan.admitted or plan.chunks or plan.copies_out:
                 self._count_changes(event, stats)
         else:
             counters["num_preemptions", ""] += len(preempted_by(event))

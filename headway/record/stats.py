@@ -72,21 +72,22 @@ class RunStats:
             self._count_step(event, stats)
         elif isinstance(event, Added):
             self.requests += [timeline.open[request] for request in event.requests]
-        else:
-            for preemption in preempted_by(event):
+        elif preempted := preempted_by(event):
+            for preemption in preempted:
                 totals["swaps" if preemption.is_swap else "recomputes"] += 1
                 totals["priority_preemptions"] += preemption.is_priority
         if stats.finished:
             self._count_finished(stats)
 
     def _count_step(self, event: Completed, stats: StepStats) -> None:
-        plan, result, steps, totals = event.plan, event.result, self.steps, self.totals
+        planned, result, steps, totals = event.planned, event.result, self.steps, self.totals
+        plan = planned.plan
         if stats.num_admitted:
             totals["prompt_tokens"] += stats.num_admitted
             totals["cached_tokens"] += stats.num_hit
-        steps["running"].append(event.planned.num_running)
-        steps["waiting"].append(event.planned.num_waiting)
-        steps["free"].append(event.planned.num_free)
+        steps["running"].append(planned.num_running)
+        steps["waiting"].append(planned.num_waiting)
+        steps["free"].append(planned.num_free)
         steps["tokens"].append(stats.num_prefill + len(plan.decodes))
         steps["prefill"].append(stats.num_prefill)
         steps["decodes"].append(stats.num_computed - stats.num_prefill)
@@ -97,10 +98,12 @@ class RunStats:
             totals["blocks_in"] += len(plan.copies_in)
         if result.swap_in:
             self.swap_ins.append(result.swap_in)
-        self.ended_at = max(self.ended_at, stats.now)
+        if stats.now > self.ended_at:
+            self.ended_at = stats.now
         if plan.blocked or plan.not_considered:
             rest = [plan.not_considered.reason] if plan.not_considered else []
-            self.reasons.update({*rest, *[blocked.reason for blocked in plan.blocked]})
+            for reason in {*rest, *[blocked.reason for blocked in plan.blocked]}:
+                self.reasons[reason] += 1
         for seconds, count in stats.gaps:
             self.gap_seconds.append(seconds)
             self.gap_counts.append(count)

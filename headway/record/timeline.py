@@ -25,7 +25,7 @@ from headway.events import (
     ended_by,
     preempted_by,
 )
-from headway.plan import Admission, Chunk, Plan, Preemption
+from headway.plan import NONE_DROPPED, Admission, Chunk, Plan, Preemption
 from headway.record.shared_gaps import SharedGaps
 from headway.request import Request
 
@@ -130,7 +130,7 @@ class Timeline:
             self._count_recomputed(chunk, stats)
 
     def _complete(self, event: Completed) -> StepStats:
-        plan, result = event.plan, event.result
+        plan, result = event.planned.plan, event.result
         stats = self._stats.pop(plan.step, None) or StepStats(0.0, 0, plan.num_prefill)
         stats.now = result.ended or event.time
         stats.num_computed = stats.num_prefill + len(plan.decodes) * plan.num_steps
@@ -208,7 +208,8 @@ class Timeline:
 
     def _decode(self, plan: Plan, stats: StepStats) -> None:
         """Add one gap for all requests of the latest decode step, and one for each other."""
-        now, deferred, dropped = stats.now, set(plan.deferred), plan.dropped
+        now, deferred = stats.now, set(plan.deferred) if plan.deferred else ()
+        dropped = plan.dropped if plan.tokens_kept else NONE_DROPPED
         num_rows = len(plan.decodes) - dropped[0]
         num_tokens = len(plan.decodes) * plan.num_steps - dropped[1]
         for request in deferred:
