@@ -87,7 +87,8 @@ class LoadReporter:
     """
 
     def __init__(self, deliver: Deliver) -> None:
-        self.is_stopped = threading.Event()
+        self._is_stopped = threading.Event()
+        self._lock = threading.Lock()  # held while a heartbeat is sent
         self._deliver = deliver
         self._latest: LoadReport | None = None
         self._is_quiet = True  # no report since the latest heartbeat
@@ -97,6 +98,11 @@ class LoadReporter:
         """Send the first report, and heartbeats from now on."""
         self._deliver([self.report(scheduler)])
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """Send no heartbeat once this returns."""
+        with self._lock:
+            self._is_stopped.set()
 
     def report(self, scheduler: Scheduler) -> LoadReport:
         """The present load; called on the loop's thread after every step."""
@@ -114,9 +120,10 @@ class LoadReporter:
         return self._latest
 
     def _beat(self) -> None:
-        while not self.is_stopped.wait(HEARTBEAT_SECONDS):
-            if self._is_quiet and self._latest is not None:
-                self._deliver([self._latest])
+        while not self._is_stopped.wait(HEARTBEAT_SECONDS):
+            with self._lock:  # the loop may have ended since
+                if self._is_quiet and self._latest and not self._is_stopped.is_set():
+                    self._deliver([self._latest])
             self._is_quiet = True
 
 
@@ -224,7 +231,7 @@ class EngineLoop:
             self.ended = f"{type(error).__name__}: {error}; restart the process"
             raise
         finally:
-            self._load_reporter.is_stopped.set()
+            self._load_reporter.stop()
             self.engine.observers.remove(self._observe)  # another loop may run the engine
             if self.engine.on_observer_error == self._remove_observer:
                 self.engine.on_observer_error = None

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from headway.engine import loop as engine_loop
-from headway.engine.loop import EngineLoop
-from headway.engine.messages import FromLoop, LoadReport, Submit
+from headway.engine.loop import EngineLoop, LoadReporter
+from headway.engine.messages import EngineStopped, FromLoop, LoadReport, Submit
 from tests.support.gated import gated_engine, scripted
 from tests.support.waiting import LIMIT, wait_until
 
@@ -45,3 +45,30 @@ def test_reports_follow_steps_and_heartbeats_fill_long_ones(
     latest = max(reports, key=lambda report: report.step)
     assert latest == replace(idle, step=engine.scheduler.num_steps)
     wait_until(lambda: set(threading.enumerate()) <= before)  # no heartbeat after the end
+
+
+class LateEvent(threading.Event):
+    """A heartbeat is due at the moment at which the event is set, and not again."""
+
+    def __init__(self, reporter: LoadReporter) -> None:
+        super().__init__()
+        self.reporter, self.is_due = reporter, True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        super().wait()
+        self.reporter._is_quiet = True
+        was_due, self.is_due = self.is_due, False
+        return not was_due
+
+
+def test_no_heartbeat_follows_the_end_of_the_engine() -> None:
+    engine, _ = gated_engine()
+    before = set(threading.enumerate())
+    received: list[FromLoop] = []
+    loop = EngineLoop(engine, received.extend, report_load=True)
+    reporter = loop._load_reporter
+    reporter._is_stopped = LateEvent(reporter)
+    loop.stop()
+    loop.run()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    assert [type(each) for each in received] == [LoadReport, EngineStopped]
