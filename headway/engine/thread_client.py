@@ -68,7 +68,8 @@ class ThreadClient:
         if self._preparation is not None:
             self._preparation.close()
         self.loop.stop()
-        await asyncio.to_thread(self._thread.join)
+        if self._bridge is not None:  # the thread was started
+            await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
         try:

@@ -309,6 +309,11 @@ async def test_closing_an_engine_ends_open_requests() -> None:
 
 
 @on_loop
+async def test_an_engine_that_was_not_started_can_be_closed() -> None:
+    await AsyncEngine(make_engine()).close()
+
+
+@on_loop
 async def test_cancel_all_ends_every_stream_and_refuses_new_requests() -> None:
     async with running(inner := make_engine(SLOWER, max_num_seqs=2)) as engine:
         asked = [
