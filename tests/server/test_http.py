@@ -794,6 +794,32 @@ def spied(here: Server) -> list[Any]:
     return seen
 
 
+@with_server()
+async def test_an_error_of_the_system_is_no_disconnect(here: Server) -> None:
+    def submitted(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    here.engine.submitted = submitted  # type: ignore[method-assign]
+    for stream in (False, True):
+        response = await here.post(COMPLETIONS, model=MODEL, prompt="a", stream=stream)
+        assert response.status_code == 500 and response.json()["error"]["message"]
+
+
+@with_server()
+async def test_an_error_while_sending_is_a_disconnect_at_any_message(here: Server) -> None:
+    for number in range(4):
+        sent: list[Any] = []
+
+        async def send(message: Any, sent: list[Any] = sent, number: int = number) -> None:
+            sent.append(message)
+            if len(sent) > number:
+                raise OSError(32, "Broken pipe")
+
+        await call(here, {"model": MODEL, "prompt": "hello", "stream": True}, send)
+        assert len(sent) == number + 1
+        await here.settled()
+
+
 async def nothing(message: Any) -> None:
     await asyncio.sleep(0)
 

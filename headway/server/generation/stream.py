@@ -11,10 +11,11 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, ClassVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -111,9 +112,13 @@ class CancellableResponse(Response, ABC):
     @abstractmethod
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
-    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
+    async def _send(self, send: Send, message: Message) -> None:
+        """Send a message; ClientDisconnect where an ASGI server raises OSError."""
         self._sending_since = asyncio.get_running_loop().time()
-        await send({"type": "http.response.body", "body": body, "more_body": more})
+        try:
+            await send(message)
+        except OSError as error:
+            raise ClientDisconnect from error
         self._sending_since = None
 
     def _error(self, error: Exception) -> ApiError:
@@ -153,14 +158,16 @@ class EventStreamResponse(CancellableResponse):
         try:
             async with asyncio.timeout(self._context.settings.request_timeout):
                 last = await self._send_events(scope, send)
+        except ClientDisconnect:
+            return
         except Exception as error:
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-                return None  # ASGI servers may signal a disconnect this way
             failure = self._error(error)
             if self._started is None:
-                return await failure.response_at(scope["path"])(scope, receive, send)
+                await failure.response_at(scope["path"])(scope, receive, send)
+                return
             last = self._started.error(failure)
-        return await self._send(send, last, more=False)
+        with suppress(ClientDisconnect):
+            await self._send(send, _body(last, more=False))
 
     async def _send_events(self, scope: Scope, send: Send) -> bytes:
         """Send all events except the last ones, which are returned."""
@@ -171,14 +178,18 @@ class EventStreamResponse(CancellableResponse):
             async for deltas in batches:
                 events = first + await output.encode_batch(deltas)
                 if self._started is None:
-                    await send(self._start())
+                    await self._send(send, self._start())
                     self._started, first = output, b""
-                await self._send(send, events, more=True)
+                await self._send(send, _body(events, more=True))
         return output.last()
 
     def _start(self) -> Message:
         headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def _body(body: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 def generate(context: Context, is_streamed: bool | None, prepare: Prepare) -> CancellableResponse:
