@@ -144,6 +144,7 @@ class LLM:
             clock,
             async_scheduling=is_async,
             preparation=matchers,
+            vocab_size=self.loaded.decoder.config.vocab_size,
         )
         self._trace = self._open_trace(options)
         self._runner = OfflineRunner(self.engine)

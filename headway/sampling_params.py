@@ -13,7 +13,8 @@ from itertools import starmap
 from struct import Struct
 from typing import Any, NamedTuple
 
-from headway.errors import InvalidRequest
+from headway.checks import are_token_ids
+from headway.errors import InvalidRequest, shorten
 from headway.grammar.grammar import Grammar
 from headway.request import SamplingOptions
 
@@ -319,7 +320,30 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
             raise _wrong(name, f"at most {vocab_size}, the size of the vocabulary", value)
 
 
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """InvalidRequest for values that `token_level` does not make, as another process may send."""
+
+    def are_known(ids: Any) -> bool:
+        return are_token_ids(ids) and bool(ids) and min(ids) >= 0 and max(ids) < vocab_size
+
+    for name in SAMPLING_NUMBERS:
+        RANGES[name].check(name, getattr(sampling, name))
+    for name in ("logprobs", "prompt_logprobs"):
+        if (value := getattr(sampling, name) or 0) > vocab_size:
+            raise _wrong(name, f"at most {vocab_size}, the size of the vocabulary", value)
+    _check_bias(sampling.logit_bias)
+    wanted = f"at least one of the model's tokens, 0 to {vocab_size - 1}"
+    _check_list("bad_words", sampling.bad_words, f"sequences of {wanted}", are_known)
+    biased = list(sampling.logit_bias) or None
+    for name, ids in (("logit_bias", biased), ("allowed_tokens", sampling.allowed_tokens)):
+        if ids is not None and not are_known(ids):
+            raise InvalidRequest(f"{name} must be {wanted}, not {shorten(ids)}")
+    if not isinstance(sampling.grammar, Grammar | None):
+        raise _wrong("grammar", "a Grammar or None", sampling.grammar)
+
+
 CONVERTED = {"logit_bias", "seed", "bad_words"}  # the others have the same value in both classes
+SAMPLING_NUMBERS = sorted(RANGES.keys() & {f.name for f in fields(Sampling)})
 SHARED = {f.name for f in fields(Sampling)} & {f.name for f in fields(SamplingParams)} - CONVERTED
 
 

@@ -47,6 +47,7 @@ class Engine:
         observers: Iterable[Observer] = (),
         in_flight: Iterable[tuple[Plan, Handle]] = (),
         preparation: Preparation | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """`in_flight` are plans that the scheduler has made before, oldest first."""
         if async_scheduling not in (False, True):
@@ -59,6 +60,7 @@ class Engine:
         # Called if an observer raises; None: the first error is raised after the last observer.
         self.on_observer_error: OnObserverError | None = None
         self.preparation = preparation  # of requests, before a server adds them
+        self.vocab_size = vocab_size  # of the model; None: there is no model
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
         self.lock = threading.RLock()  # held while scheduler state changes, never while a plan runs
         self.step_began: float | None = None  # clock time; None between two steps

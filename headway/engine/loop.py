@@ -36,6 +36,7 @@ from headway.engine.queries import (
     ResetPrefixCache,
 )
 from headway.engine.queue_limits import QueueLimiter, QueueLimits
+from headway.engine.submit_check import check_submit
 from headway.errors import ExecutorError, PolicyError, RequestError
 from headway.events import Added, Event, Planned
 from headway.request import Request
@@ -266,6 +267,7 @@ class EngineLoop:
 
     def _submit(self, message: Submit) -> None:
         try:
+            check_submit(message, self.engine.vocab_size)
             if not message.outputs:  # the fleet has accepted a continued request before
                 self._limiter.check(message)
             # Times that are relative to now become absolute.
