@@ -1,31 +1,28 @@
-"""Authentication: an engine and a client prove to each other that they know a key.
+"""The handshake between an engine and a client: one key, equal versions, the expected engine.
 
-Each side sends a random number and gets a digest of it, so the key itself is never sent. Nothing
-else is read before. A Unix socket needs no key: only its user can open it.
+The engine greets with its protocol. Over TCP both then change to TLS. Then each says which engine
+it is, or expects: a connection that leads to another one is closed before a request is sent. A Unix
+socket needs no key: only its user can open it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
-import struct
-from dataclasses import dataclass
+import ssl
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import structs
 
-from headway import __version__
 from headway.errors import ExecutorError
-from headway.remote.codec import Decoder, frame, read_frame
+from headway.remote import tls
+from headway.remote.codec import GREETING, HELLO, MAGIC, PROTOCOL, Hello, frame, read_frame
 
-PROTOCOL = 2  # change it when the encoding or a message changes
-MAGIC = b"HEADWAY\0"
-START = struct.Struct("<8sI")
 HANDSHAKE_SECONDS = 2.0
-MAX_HANDSHAKE = 1 << 16  # bytes of a frame before the key is proved
-NONCE_BYTES = 16
-LOST = (asyncio.IncompleteReadError, ConnectionError)
+MAX_HANDSHAKE = 1 << 16  # bytes of a frame in the handshake
+LOST = (asyncio.IncompleteReadError, OSError)  # of a connection; OSError includes TimeoutError
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
 Address = Path | tuple[str, int]  # of a Unix socket, or host and port
 
 
@@ -41,93 +38,45 @@ class Identity:
 LOCAL = Identity()  # of an engine behind a Unix socket
 
 
-class Hello(Struct, frozen=True, tag=True, array_like=True):
-    """Handshake: sender, version and model."""
-
-    name: str
-    version: str  # of Headway
-    model: str
-    block_size: int
-    nonce: bytes
+async def admit_client(reader: Reader, writer: Writer, identity: Identity, key: bytes) -> None:
+    """The engine's side of a handshake; ExecutorError unless the client expects this engine."""
+    writer.write(GREETING.pack(MAGIC, PROTOCOL))
+    if key:
+        await tls.secure(writer, key, ssl.PROTOCOL_TLS_SERVER)
+    await _exchange(reader, writer, identity)
 
 
-class Proof(Struct, frozen=True, tag=True, array_like=True):
-    """The digest that proves knowledge of the key."""
-
-    digest: bytes
-
-
-HELLO, PROOF = Decoder[Hello](Hello), Decoder[Proof](Proof)
-
-
-async def admit_client(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: Identity, key: bytes
-) -> None:
-    """The engine's side of a handshake; ExecutorError unless the client knows the key."""
-    peer = f"the client at {writer.get_extra_info('peername')}"
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    writer.write(_hello(identity, nonce))
-    hello = await _read_hello(reader, peer)
-    await _check_proof(reader, key, b"client", nonce, peer)
-    writer.write(frame(Proof(_digest(key, b"engine", hello.nonce))))
-
-
-async def join_engine(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    expected: Identity,
-    key: bytes,
-    peer: str,
-) -> None:
-    """The client's side of a handshake.
-
-    ExecutorError unless the engine knows the key and has this version and the expected model.
-    """
-    hello, nonce = await _read_hello(reader, peer), secrets.token_bytes(NONCE_BYTES)
-    _check_same(hello, expected, peer)
-    proof = Proof(_digest(key, b"client", hello.nonce))
-    writer.write(_hello(Identity(name="client"), nonce) + frame(proof))
-    await _check_proof(reader, key, b"engine", nonce, peer)
-
-
-def _hello(identity: Identity, nonce: bytes) -> bytes:
-    hello = Hello(identity.name, __version__, identity.model, identity.block_size, nonce)
-    return START.pack(MAGIC, PROTOCOL) + frame(hello)
-
-
-async def _read_hello(reader: asyncio.StreamReader, peer: str) -> Hello:
-    magic, protocol = START.unpack(await reader.readexactly(START.size))
+async def join_engine(reader: Reader, writer: Writer, expected: Identity, key: bytes) -> None:
+    """The client's side of a handshake; ExecutorError unless this is the expected engine."""
+    magic, protocol = GREETING.unpack(await reader.readexactly(GREETING.size))
     if magic != MAGIC:
-        raise ExecutorError(f"{peer} is not a Headway process")
+        raise ExecutorError("it is not a Headway process")
     if protocol != PROTOCOL:
         raise ExecutorError(
-            f"{peer} has wire protocol {protocol} and this process has {PROTOCOL}; install the same "
+            f"it has wire protocol {protocol} and this process has {PROTOCOL}; install the same "
             "version of Headway on all machines"
         )
-    return await read_frame(reader, HELLO, MAX_HANDSHAKE)
+    if key:
+        await tls.secure(writer, key, ssl.PROTOCOL_TLS_CLIENT)
+    await _exchange(reader, writer, expected)
 
 
-def _digest(key: bytes, role: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(key, role + nonce, "sha256")
-
-
-async def _check_proof(
-    reader: asyncio.StreamReader, key: bytes, role: bytes, nonce: bytes, peer: str
-) -> None:
-    proof = await read_frame(reader, PROOF, MAX_HANDSHAKE)
-    if not hmac.compare_digest(proof.digest, _digest(key, role, nonce)):
-        raise ExecutorError(f"{peer} does not have the key of this fleet")
-
-
-def _check_same(hello: Hello, expected: Identity, peer: str) -> None:
-    pairs = {
-        "version": (hello.version, __version__),
-        "model": (hello.model, expected.model),
-        "block_size": (hello.block_size, expected.block_size),
-    }
-    for name, (found, wanted) in pairs.items():
-        if found != wanted:
+async def _exchange(reader: Reader, writer: Writer, identity: Identity) -> None:
+    """Send a Hello; ExecutorError unless the peer sends the same one."""
+    ours = Hello(**asdict(identity))
+    writer.write(frame(ours))
+    theirs = await read_frame(reader, HELLO, MAX_HANDSHAKE)
+    for name, wanted in structs.asdict(ours).items():
+        if (found := getattr(theirs, name)) != wanted:
             raise ExecutorError(
-                f"{peer} has {name} {found!r}, but this fleet has {wanted!r}; start all replicas "
-                "with the same version, model and flags"
+                f"it has {name} {found!r}, but {wanted!r} is expected; start all replicas with the "
+                "same version, model and flags, and let no other process take their ports"
             )
+
+
+def describe(error: Exception) -> str:
+    """Why a handshake failed."""
+    if isinstance(error, TimeoutError):
+        return f"it did not answer within {HANDSHAKE_SECONDS:g} s"
+    is_end = isinstance(error, asyncio.IncompleteReadError) or not str(error)
+    return "it closed the connection" if is_end else str(error)

@@ -28,15 +28,11 @@ class SocketClient:
         try:
             async with asyncio.timeout(auth.HANDSHAKE_SECONDS):
                 reader, self._writer = await self._connect()
-                expected = self._expected
-                await auth.join_engine(reader, self._writer, expected, self._key, self._peer)
-        except ExecutorError:
+                await auth.join_engine(reader, self._writer, self._expected, self._key)
+        except (*auth.LOST, ExecutorError) as error:
             self._abort()
-            raise
-        except (*auth.LOST, OSError, TimeoutError) as error:
-            self._abort()
-            reason = str(error) or f"it did not answer within {auth.HANDSHAKE_SECONDS:g} s"
-            raise ExecutorError(f"cannot connect to {self._peer}: {reason}") from None
+            problem = auth.describe(error)
+            raise ExecutorError(f"cannot connect to {self._peer}: {problem}") from None
         self._reading = asyncio.create_task(self._read(reader, on_messages))
 
     def send(self, messages: list[ToLoop]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 import numpy as np
 
+from headway import __version__
 from headway.engine.messages import (
     Cancel,
     FromLoop,
@@ -34,6 +35,9 @@ from headway.executor.simulated import Script
 from headway.request import SamplingOptions
 from headway.sampling_params import Sampling
 
+PROTOCOL = 3  # change it when the encoding or a message changes
+MAGIC = b"HEADWAY\0"
+GREETING = struct.Struct("<8sI")  # from an engine, before any frame: MAGIC, PROTOCOL
 MAX_FRAME = 1 << 28  # bytes
 MAX_READ = 1 << 20  # bytes
 LENGTH = struct.Struct("<I")
@@ -80,6 +84,16 @@ class Decoder(Generic[Item]):
                 f"a frame of {len(data)} bytes cannot be decoded: {shorten(str(error))}"
             ) from error
         return value
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """The first frame of both sides: an engine, or the expected one, and the sender's software."""
+
+    name: str
+    model: str
+    block_size: int
+    protocol: int = PROTOCOL
+    version: str = __version__  # of Headway
 
 
 class RequestDecoder(Decoder[list[ToLoop | Refusal]]):
@@ -200,3 +214,4 @@ def _made(kind: Any, value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+HELLO = Decoder[Hello](Hello)

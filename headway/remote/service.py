@@ -121,8 +121,12 @@ class EngineService:
         try:
             async with asyncio.timeout(auth.HANDSHAKE_SECONDS):
                 await auth.admit_client(reader, writer, self.identity, self._key)
-        except (*auth.LOST, TimeoutError, ExecutorError) as error:
-            log.warning("a connection was refused: %s", str(error) or "it sent nothing in time")
+        except (*auth.LOST, ExecutorError) as error:
+            peer, reason = (
+                writer.get_extra_info("peername"),
+                str(error) or "it sent nothing in time",
+            )
+            log.warning("the connection of the client at %s was refused: %s", peer, reason)
             writer.close()
             return
         client = ClientConnection(str(next(self._serials)), writer)
@@ -132,7 +136,7 @@ class EngineService:
         try:
             async for messages in read_items(reader, to_engine()):
                 self._client.send([*self._to_engine(client, messages)])
-        except (ConnectionError, ExecutorError) as error:
+        except (OSError, ExecutorError) as error:
             log.warning("the connection to a client was lost: %s", error)
         finally:
             self._client.send([Cancel(client.engine_id(id)) for id in client.num_open])

@@ -25,7 +25,7 @@ from headway.errors import ExecutorError
 from headway.executor.simulated import Script
 from headway.grammar.grammar import Grammar
 from headway.remote import codec
-from headway.remote.auth import HELLO, PROOF, Hello, Proof
+from headway.remote.codec import HELLO, Hello
 from headway.request import RequestParams, SamplingOptions
 from headway.sampling_params import Sampling, TokenLogprobs, pack_top
 from tests.support.waiting import on_loop
@@ -122,10 +122,9 @@ def test_any_message_arrives_as_it_was_sent(kind: type[Any]) -> None:
     check()
 
 
-@given(values(Hello), values(Proof))
-def test_a_handshake_arrives_as_it_was_sent(hello: Hello, proof: Proof) -> None:
+@given(values(Hello))
+def test_a_handshake_arrives_as_it_was_sent(hello: Hello) -> None:
     assert HELLO.decode(codec.encode(hello)) == hello
-    assert PROOF.decode(codec.encode(proof)) == proof
 
 
 def test_a_prompt_may_be_a_list() -> None:
@@ -144,7 +143,7 @@ def refused_or_decoded(decode: Callable[[bytes], Any], data: bytes) -> None:
 @given(
     st.binary(max_size=40),
     st.integers(0, 200),
-    st.sampled_from([codec.to_engine, codec.from_engine, lambda: HELLO, lambda: PROOF]),
+    st.sampled_from([codec.to_engine, codec.from_engine, lambda: HELLO]),
 )
 def test_other_bytes_are_refused_or_decoded_but_never_run(
     noise: bytes, cut: int, decoder: Callable[[], codec.Decoder[Any]]

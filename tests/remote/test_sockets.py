@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from headway.remote.auth import Identity
 from headway.remote.client import SocketClient
 from headway.remote.service import EngineService
 from headway.request import RequestParams
-from tests.support.served import Capitals
+from tests.support.served import VOCAB_SIZE, Capitals
 from tests.support.waiting import LIMIT, on_loop, until
 
 KEY = b"k" * 32
@@ -60,13 +61,15 @@ class Received:
 
 
 @asynccontextmanager
-async def replica() -> AsyncIterator[tuple[EngineService, auth.Address, Capitals]]:
+async def replica(
+    at: auth.Address = ("127.0.0.1", 0),
+) -> AsyncIterator[tuple[EngineService, auth.Address, Capitals]]:
     config = preset("headway", max_model_len=256, num_blocks=256, block_size=16)
     executor = Capitals()
-    client = ThreadClient(Engine(Scheduler(config), executor))
+    client = ThreadClient(Engine(Scheduler(config), executor, vocab_size=VOCAB_SIZE))
     client.loop.handle(GetOdd, lambda _: 2j)
-    server = EngineService(client, MODEL, KEY)
-    yield server, await server.start(("127.0.0.1", 0)), executor
+    server = EngineService(client, MODEL, b"" if isinstance(at, Path) else KEY)
+    yield server, await server.start(at), executor
     executor.gate.set()
     await server.close()
 
@@ -182,9 +185,10 @@ async def test_a_drain_asks_the_gateways_and_waits_until_the_requests_are_gone()
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"key": b"other"}, ()),
+        ({"key": b"other"}, ("key of this fleet", "another")),
         ({"model": Identity(name="one", model="qwen", block_size=16)}, ("letters", "qwen")),
         ({"model": Identity(name="one", model=MODEL.model, block_size=32)}, ("16", "32")),
+        ({"model": Identity(name="two", model=MODEL.model, block_size=16)}, ("'one'", "'two'")),
     ],
 )
 def test_a_replica_of_another_fleet_is_refused(
@@ -195,28 +199,11 @@ def test_a_replica_of_another_fleet_is_refused(
         async with replica() as (server, address, _):
             with pytest.raises(ExecutorError) as raised:
                 await connect(address, **change)
-            assert all(word in str(raised.value) for word in ("replica one", *words))
+            name = change.get("model", MODEL).name
+            assert all(word in str(raised.value) for word in (f"replica {name}", *words))
             assert server.clients == {}
 
     run()
-
-
-def test_another_version_or_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_loop
-    async def run(word: str) -> None:
-        async with replica() as (_, address, _):
-            with pytest.raises(ExecutorError, match=word):
-                await connect(address)
-
-    hello = auth.Hello("one", "0.0.1", MODEL.model, 16, b"n")
-    for start, word in (
-        (auth.START.pack(auth.MAGIC, auth.PROTOCOL), "version '0.0.1'"),
-        (auth.START.pack(auth.MAGIC, 99), "protocol 99"),
-        (auth.START.pack(b"HTTP/1.1", 1), "not a Headway process"),
-    ):
-        sent = start + codec.frame(hello)
-        monkeypatch.setattr(auth, "_hello", lambda identity, nonce, sent=sent: sent)
-        run(word)
 
 
 @on_loop
@@ -227,7 +214,7 @@ async def test_a_client_without_the_key_reaches_nothing() -> None:
             writer.write(sent)
             writer.write_eof()
             answer = await reader.read()
-            assert answer.startswith(auth.MAGIC) and len(answer) < 200  # only the greeting
+            assert answer.startswith(codec.MAGIC) and len(answer) < 200  # only the greeting
             writer.close()
         assert server.clients == {} and server.num_open == 0
 
