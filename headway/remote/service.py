@@ -86,7 +86,11 @@ class EngineService:
             raise ConfigError(f"an engine at {address[0]} needs a key: any process can connect")
         await self._client.open(self._receive)
         if isinstance(address, Path):
-            self._server = await asyncio.start_unix_server(self._serve, address)
+            self._server = await asyncio.start_unix_server(
+                self._serve, address, start_serving=False
+            )
+            address.chmod(0o600)  # before a client can connect
+            await self._server.start_serving()
             return address
         self._server = await asyncio.start_server(self._serve, *address)
         return address[0], self._server.sockets[0].getsockname()[1]
