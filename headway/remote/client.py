@@ -70,8 +70,8 @@ class SocketClient:
         try:
             async for messages in read_items(reader, from_engine()):
                 on_messages(self._with_answers(messages) if self._queries else messages)
-        except (ConnectionError, ExecutorError) as error:
-            problem = error
+        except Exception as error:  # also what messages that contradict each other cause
+            problem = error if isinstance(error, OSError | ExecutorError) else repr(error)
         self._abort()
         on_messages([EngineStopped(f"the connection to {self._peer} was lost: {problem}")])
 

@@ -153,6 +153,8 @@ async def read_items(
         received += data
         if items := take_items(received, decoder):
             yield items
+    if received:
+        raise ExecutorError("it ended within a frame; the other process has probably ended")
 
 
 async def read_frame(reader: asyncio.StreamReader, decoder: Decoder[Item], limit: int) -> Item:

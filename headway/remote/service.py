@@ -160,6 +160,8 @@ class EngineService:
                 yield replace(message, number=number)
             else:
                 if isinstance(message, Submit):
+                    if message.id in client.num_open:
+                        raise ExecutorError(f"it submitted {message.id!r}, which is open, again")
                     client.num_open[message.id] = message.num_open
                 yield replace(message, id=client.engine_id(message.id))
 
