@@ -3,7 +3,7 @@
 The service runs on an event loop. Each client gets one write per step. Two clients may use the same
 request id, so the engine's ids have the client's number as a prefix. The requests of a client that
 disconnects are cancelled. If the engine stops, all clients are notified, including those that
-connect later.
+connect later; nothing can connect by TCP then.
 """
 
 from __future__ import annotations
@@ -181,6 +181,8 @@ class EngineService:
             else:  # it concerns all clients
                 if isinstance(message, EngineStopped):
                     self.stopped = message
+                    if self._key and self._server is not None:
+                        self._server.close()  # a fleet must not connect again
                 for client in self.clients.values():
                     batches[client].append(message)
         for client, batch in batches.items():

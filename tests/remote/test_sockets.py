@@ -227,3 +227,17 @@ def test_tcp_needs_a_key() -> None:
             await server.start(("127.0.0.1", 0))
 
     run()
+
+
+@on_loop
+async def test_no_gateway_can_connect_to_an_engine_that_has_stopped() -> None:
+    """It would give it requests until it reads that the engine has stopped."""
+    async with replica() as (server, address, _):
+        client, received = await connect(address)
+        assert isinstance(server._client, ThreadClient)
+        server._client.loop.fail("a rank was killed")
+        (stopped,) = await until(lambda: received.of(messages.EngineStopped))
+        assert stopped == messages.EngineStopped("a rank was killed")
+        with pytest.raises(ExecutorError, match="cannot connect"):
+            await connect(address)
+        await client.close()
