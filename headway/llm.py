@@ -57,6 +57,7 @@ from headway.executor.gpu.costs import Timed, measured, measured_step
 from headway.loading import Loaded, Progress, load
 from headway.options import EngineOptions, unsupported
 from headway.parallel.executor import ParallelExecutor
+from headway.parallel.launch import RankLauncher
 from headway.parallel.ranks import ended_on_error
 from headway.record.writer import JournalWriter, header, open_journal
 from headway.request import Pooling, RequestParams
@@ -105,6 +106,7 @@ class LLM:
     `seed` makes runs reproducible: requests without a seed get one derived from it, in order.
     `enforce_eager` runs a GPU without CUDA graphs. `tensor_parallel_size` divides the model among
     as many GPUs or processes; `tensor_parallel_sums` is exact, fast, or auto: exact on a CPU.
+    `rank_launcher` starts these processes on other machines, as in a fleet on Ray.
     `trust_remote_code` has no effect, because no code of a model repository is ever run.
     `async_scheduling` plans the next step while one runs; the default is on for a GPU.
 
@@ -121,10 +123,13 @@ class LLM:
         *,
         progress: Progress | None = None,
         observers: Iterable[Observer] = (),
+        rank_launcher: RankLauncher | None = None,
         **keywords: Any,
     ) -> None:
         options = _read_options(model, keywords)
-        self.loaded: Loaded = load(options, progress=progress, measure=count_blocks)
+        self.loaded: Loaded = load(
+            options, progress=progress, measure=count_blocks, launcher=rank_launcher
+        )
         self.model_name = model
         self.tokenizer = self.loaded.tokenizer
         self.input_processor = InputProcessor(

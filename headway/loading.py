@@ -43,6 +43,7 @@ from headway.model.registry import resolve
 from headway.model.sharding import check_size
 from headway.model.weights.gguf import read_metadata
 from headway.options import EngineOptions
+from headway.parallel.launch import RankLauncher
 from headway.parallel.ranks import Ranks, ended_on_error
 from headway.parallel.spec import RankSpec
 from headway.scheduler import preset
@@ -103,8 +104,17 @@ class GpuRoom:
     measure: Callable[[Config], int]  # blocks that fit beside the steps of a config
 
 
-def load(options: EngineOptions, *, progress: Progress | None, measure: Measure) -> Loaded:
-    """Find, download if necessary, and load a model; ModelError or ConfigError if that fails."""
+def load(
+    options: EngineOptions,
+    *,
+    progress: Progress | None,
+    measure: Measure,
+    launcher: RankLauncher | None = None,
+) -> Loaded:
+    """Find, download if necessary, and load a model; ModelError or ConfigError if that fails.
+
+    With a `launcher`, the other ranks of a tensor-parallel group run on other machines.
+    """
     template = None if options.chat_template is None else read_template(options.chat_template)
     if options.threads is not None:
         use_threads(options.threads)
@@ -118,7 +128,7 @@ def load(options: EngineOptions, *, progress: Progress | None, measure: Measure)
     # Before the weights are loaded, which takes long.
     _max_model_len(checkpoint.config, options.max_model_len)
     precision = stored_precision(checkpoint.config, precision, options.dtype, device)
-    ranks = _start_ranks(checkpoint.config, path, options, device, precision)
+    ranks = _start_ranks(checkpoint.config, path, options, device, precision, launcher)
     with ended_on_error(ranks):
         if ranks is not None:
             precision = ranks.spec.precision
@@ -147,7 +157,12 @@ def load(options: EngineOptions, *, progress: Progress | None, measure: Measure)
 
 
 def _start_ranks(
-    model: ModelConfig, path: Path, options: EngineOptions, device: Device, precision: str
+    model: ModelConfig,
+    path: Path,
+    options: EngineOptions,
+    device: Device,
+    precision: str,
+    launcher: RankLauncher | None,
 ) -> Ranks | None:
     """Start the other ranks of a tensor-parallel group; None for one rank."""
     size, is_gpu = options.tensor_parallel_size, device.type == "cuda"
@@ -155,16 +170,17 @@ def _start_ranks(
     if size == 1:
         return None
     if is_gpu:
-        check_gpus(size, device)
+        check_gpus(1 if launcher else size, device)
     threads, sums = options.threads or max(1, num_threads() // size), options.tensor_parallel_sums
     use_threads(threads)
     spec = RankSpec(
-        size=size, is_exact=sums == "exact" or (sums == "auto" and not is_gpu), path=str(path),
+        size=size, is_exact=sums == "exact" or (sums == "auto" and not is_gpu),
+        path=options.model if launcher else str(path), is_remote=launcher is not None,
         load_format=options.load_format, precision=measured_precision(model, precision),
         kv_cache_dtype=options.kv_cache_dtype, attention=options.attention,
         first_device=device.index if is_gpu else None, threads=threads,
     )  # fmt: skip
-    return Ranks(spec)
+    return Ranks(spec, launcher)
 
 
 def _gpu_room(

@@ -1,13 +1,12 @@
 """The collectives of a tensor-parallel group: NCCL between GPUs, gloo between processes on a CPU.
 
 The process group is an object of its own, not torch's default group, so that a process can have
-several engines. The ranks find each other through an open file without a name.
+several engines. The ranks of one machine find each other through an open file without a name.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +35,7 @@ class Group:
         progress: Progress | None = None,
         file: int | None = None,
     ) -> None:
-        """`progress` counts the collectives; `file` is that of the store."""
+        """`progress` counts the collectives; `file` is that of the store, if it has one."""
         self.rank, self.size = rank, size
         self._group, self._file = process_group, file
         self._progress = progress or Progress()
@@ -83,16 +82,29 @@ class Group:
 
 
 def connect(
-    file: int, rank: int, size: int, device: torch.device, progress: Progress | None = None
+    store: int | dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    progress: Progress | None = None,
+    host: str = "127.0.0.1",
 ) -> Group:
-    """Join the group; blocks until all ranks have. `file` is an open file that all ranks share."""
-    # The store writes to its path once more when it is destroyed: until then, the number must not
-    # become that of another file. After a failure it stays open, as the error may keep the store.
-    file = os.dup(file)
-    store = dist.FileStore(f"/dev/fd/{file}", size)
+    """Join the group; blocks until all ranks have.
+
+    `store` is that of rank 0, or an open file that all ranks share. `host` is the address of this
+    machine, for gloo; NCCL finds one by itself.
+    """
+    file: int | None = None
+    if isinstance(store, int):
+        # The store writes to its path once more when it is destroyed: until then, the number must
+        # not become that of another file. After a failure it stays open, as the error may keep the
+        # store.
+        file = os.dup(store)
+        store = dist.FileStore(f"/dev/fd/{file}", size)
     store.set_timeout(TIMEOUT)
-    make: Callable[..., Any] = _nccl if device.type == "cuda" else _gloo
-    process_group = make(store, rank, size)
+    process_group = (
+        _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size, host)
+    )
     del store
     group = Group(process_group, rank, size, progress, file)
     del process_group
@@ -100,12 +112,12 @@ def connect(
     return group
 
 
-def _gloo(store: dist.Store, rank: int, size: int) -> Any:
+def _gloo(store: dist.Store, rank: int, size: int, host: str) -> Any:
     if not dist.is_gloo_available():
         raise ConfigError("tensor_parallel_size above 1 on a CPU needs a torch build with gloo")
     options = dist.ProcessGroupGloo._Options()
     options._timeout = TIMEOUT
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 

@@ -1,29 +1,30 @@
 """Starts the other ranks of a tensor-parallel group and sends them commands and plans.
 
-Rank 0 is this process. The others are children that are started with an interpreter of their own.
+Rank 0 is this process. The others are children that are started with an interpreter of their own,
+or processes on other machines.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 from weakref import finalize
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from headway.config import Config
 from headway.errors import ConfigError, ExecutorError
 from headway.model.config import ModelConfig
 from headway.model.sharding import Shard
 from headway.parallel.group import Group, connect
+from headway.parallel.launch import RankLauncher, start_rank
+from headway.parallel.link import launch
 from headway.parallel.progress import Progress, SharedState, anonymous_file
 from headway.parallel.spec import (
     CountBlocks,
@@ -36,18 +37,27 @@ from headway.parallel.spec import (
 )
 from headway.parallel.watch import INTERVAL, RankProcess, Watch
 
-ROOT = Path(__file__).parents[2]  # of this package, which may be in the working directory
 EXPLAIN_SECONDS = 0.5  # how long an error of a collective waits for its cause
 
 
 class Ranks:
     """The ranks from 1 on. ExecutorError from every method once one of them has ended."""
 
-    def __init__(self, spec: RankSpec) -> None:
+    def __init__(self, spec: RankSpec, launcher: RankLauncher | None = None) -> None:
+        """`launcher` starts the ranks, if they run on other machines."""
         self.spec = spec
         self._files = anonymous_file(), anonymous_file()  # to connect; shared memory
-        shared = SharedState(self._files[1], 0)
-        self._processes = [self._start(rank) for rank in range(1, spec.size)]
+        self._store: int | dist.Store = self._files[0]
+        shared, self._host = SharedState(self._files[1], 0), "127.0.0.1"
+        if launcher is None:
+            self._processes = [self._start(rank) for rank in range(1, spec.size)]
+        else:
+            self._store, self._host = dist.HashStore(), launcher.host()
+            ranks = launch(launcher, spec.size, spec.threads, self._files[1], self._store)
+            self._processes = [
+                RankProcess(each.rank, each, each.links[False], each.replies, each.host)
+                for each in ranks
+            ]
         self.progress = Progress()
         self.watch = Watch(self._processes, shared, self.progress)
         self.close = finalize(self, _close, self.watch, self._files, os.getpid())
@@ -55,16 +65,8 @@ class Ranks:
 
     def _start(self, rank: int) -> RankProcess:
         own, theirs = socket.socketpair()
-        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-        files = (theirs.fileno(), *self._files)
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "headway.parallel.worker",
-                 *map(str, (rank, os.getpid(), *files))],
-                stdin=subprocess.DEVNULL, pass_fds=files,
-                start_new_session=True,  # signals of the terminal are for rank 0
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.spec.threads)},
-            )  # fmt: skip
+            process = start_rank(self.spec.threads, rank, theirs.fileno(), *self._files)
         return RankProcess(rank, process, own, own.makefile("rb"))
 
     def connect(self, model: ModelConfig) -> Shard:
@@ -76,7 +78,9 @@ class Ranks:
             try:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)  # of this thread
-                found.append(connect(self._files[0], 0, self.spec.size, device, self.progress))
+                found.append(
+                    connect(self._store, 0, self.spec.size, device, self.progress, self._host)
+                )
             except Exception as error:
                 found.append(error)
 

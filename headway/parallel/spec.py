@@ -7,6 +7,7 @@ from typing import BinaryIO, NoReturn
 
 import msgspec
 
+from headway import __version__
 from headway.config import Config
 
 SIZES = (
@@ -19,7 +20,7 @@ LENGTH_BYTES = 4  # of a message, before it
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A tensor-parallel group, and how to load a part of the model.
 
-    Rank r uses device `first_device` + r.
+    Rank r uses device `first_device` + r, unless each rank is on a machine of its own.
     """
 
     size: int
@@ -31,9 +32,12 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     attention: str
     first_device: int | None  # number of a GPU; None: the CPU
     threads: int  # of each rank
+    is_remote: bool = False
+    version: str = __version__
 
     def device(self, rank: int) -> str:
-        return "cpu" if self.first_device is None else f"cuda:{self.first_device + rank}"
+        number = 0 if self.is_remote else rank
+        return "cpu" if self.first_device is None else f"cuda:{self.first_device + number}"
 
 
 class CountBlocks(msgspec.Struct, tag=True):
@@ -50,15 +54,50 @@ class Start(msgspec.Struct, tag=True):
     enforce_eager: bool
 
 
-class Reply(msgspec.Struct):
+class Reply(msgspec.Struct, tag=True):
     """The result of a command, or why it failed."""
 
     value: int | None = None
     error: str | None = None
 
 
+class Join(msgspec.Struct, tag=True):
+    """The first message of a rank on another machine; `is_out`: it sends on this connection."""
+
+    rank: int
+    is_out: bool
+
+
+class Beat(msgspec.Struct, tag=True):
+    """This rank runs, and has reached a position."""
+
+    position: int
+
+
+class Report(msgspec.Struct, tag=True):
+    """Why this rank ends."""
+
+    text: str
+
+
+class SetKey(msgspec.Struct, tag=True):
+    """Set a value in the store of rank 0."""
+
+    key: str
+    value: bytes
+
+
+class GetKey(msgspec.Struct, tag=True):
+    """Send the value of a key, as bytes, once it is set."""
+
+    key: str
+
+
+FromRank = Reply | Beat | Report | SetKey | GetKey
 decode_command = msgspec.msgpack.Decoder(RankSpec | CountBlocks | Start).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_join = msgspec.msgpack.Decoder(Join).decode
+decode_from_rank = msgspec.msgpack.Decoder[FromRank](FromRank).decode
 
 
 def framed(message: bytes) -> bytes:

@@ -21,6 +21,7 @@ from pathlib import Path
 from time import monotonic
 from typing import BinaryIO, NamedTuple
 
+from headway.parallel.link import RemoteRank
 from headway.parallel.progress import Progress, SharedState
 
 # All in seconds, except MAX_SLOWER.
@@ -29,6 +30,7 @@ MAX_COUNTED = 0.2  # of the time between two looks
 MAX_STOPPED = 0.25  # without progress in a process that the system reports as stopped
 MAX_SILENT = 0.5  # without progress while plans run
 MAX_SILENT_LOADING = 30.0  # while weights are loaded: importing and packing hold Python's lock
+MAX_SILENT_REMOTE = 2.0  # on another machine: a lost packet is sent again after up to 0.6 s
 MAX_LATE = 0.6  # behind rank 0; longer than MAX_SILENT, so that a frozen rank is named as such
 MAX_SLOWER = 4  # times what rank 0 needed, if that is more than MAX_LATE
 
@@ -40,9 +42,10 @@ class RankProcess(NamedTuple):
     """A process of this group, and the socket to it."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | RemoteRank
     control: socket.socket
     replies: BinaryIO  # what the rank sends
+    host: str = ""  # of a rank on another machine
 
 
 class Watch:
@@ -133,6 +136,8 @@ class Watch:
         if code < 0:
             return 0, f"rank {each.rank} was killed by {signal.Signals(-code).name}"
         report = self._shared.report_of(each.rank)
+        if each.host and not report:
+            return 0, f"rank {each.rank} at {each.host} closed its connection"
         how = f"failed: {report}" if report else f"ended with exit code {code}"
         return 1 if report else 2, f"rank {each.rank} {how}"
 
@@ -140,13 +145,15 @@ class Watch:
         beats, (before, seconds) = self._shared.beats(each.rank), self._beats[each.rank]
         seconds = seconds + passed if beats == before else 0.0
         self._beats[each.rank] = beats, seconds
-        if seconds < MAX_STOPPED:
+        limit = MAX_SILENT_REMOTE if each.host else MAX_SILENT
+        if self.is_loading:
+            limit = MAX_SILENT_LOADING
+        if seconds < min(limit, MAX_STOPPED):
             return None
         states = _thread_states(each.process.pid)
-        if not states & {"T", "t"}:  # stopped by a signal or by a debugger
-            limit = MAX_SILENT_LOADING if self.is_loading else MAX_SILENT
-            if seconds < limit or ("R" in states and not self.is_loading):
-                return None
+        is_stopped = states & {"T", "t"}  # by a signal or by a debugger
+        if not is_stopped and (seconds < limit or ("R" in states and not self.is_loading)):
+            return None
         return 0, f"rank {each.rank} did not run for {seconds:.1f} s"
 
     def _lateness(self, passed: float) -> Reason | None:
@@ -158,7 +165,9 @@ class Watch:
         is_late = own.is_waiting and not self.is_loading and where[1] < where[0]
         seconds = seconds + passed if is_late and where == (*before,) else 0.0
         self._late = *where, seconds
-        if seconds < max(MAX_LATE, MAX_SLOWER * own.seconds):
+        # What a silent rank on another machine has reached is not known.
+        silent = MAX_SILENT_REMOTE if any(each.host for each in self._ranks) else 0.0
+        if seconds < max(MAX_LATE + silent, MAX_SLOWER * own.seconds):
             return None
         return 0, f"rank {last} made no progress for {seconds:.1f} s while rank 0 waited for it"
 

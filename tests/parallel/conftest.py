@@ -16,7 +16,7 @@ from tests.support.waiting import LIMIT
 def patient_watch() -> Iterator[None]:
     """No rank of a group counts as stopped or late, however busy the machine is."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MAX_STOPPED", "MAX_SILENT", "MAX_LATE"):
+        for name in ("MAX_STOPPED", "MAX_SILENT", "MAX_SILENT_REMOTE", "MAX_LATE"):
             patch.setattr(watch, name, 10 * LIMIT)
         patch.setattr(parallel_group, "TIMEOUT", timedelta(seconds=LIMIT))
         patch.setattr(ranks, "EXPLAIN_SECONDS", LIMIT)

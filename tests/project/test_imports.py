@@ -44,7 +44,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "executor.simulated": TYPES,
     "observe": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "record"),
     "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "engine", "record"),
-    "parallel": (*TYPES, "executor", "model", "parallel"),
+    "parallel": (*TYPES, "executor", "model", "parallel", "remote.tls"),
     "options": ("errors", "checks", "parallel.progress"),
     "loading": (*TYPES, "kv", "scheduler", "model", "text", "engine", "parallel", "options"),
     "llm": (
@@ -52,6 +52,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         "parallel", "options",
     ),
     "remote": (*TYPES, "executor.simulated", "engine", "remote"),
+    "remote.tls": ("errors",),
     "fleet": (*TYPES, "kv", "scheduler", "engine", "remote", "fleet"),
     "fleet.routing": (*TYPES, "scheduler"),
     "fleet.prefix_tracker": (*TYPES, "kv"),
@@ -62,6 +63,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     ),
     "lab.real": (*TYPES, "engine", "scheduler", "executor", "record", "lab", "llm"),
     "on_ray": (*TYPES, "engine", "remote", "fleet", "server", "on_ray"),
+    "on_ray.ranks": ("parallel.launch", "on_ray.options"),
     "server": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "remote", "observe",
         "record", "lab", "server",
@@ -78,7 +80,8 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 TORCH = (
     "executor.cpu", "executor.row_table", "executor.pooling", "executor.factory",
-    "executor.gpu", "executor.sampling", "model", "parallel.group", "parallel.ranks",
+    "executor.gpu", "executor.sampling", "model", "parallel.group", "parallel.link",
+    "parallel.ranks",
 )  # fmt: skip
 # Packages, and the only parts that may import them.
 ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -86,7 +89,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "triton": TORCH,
     "fastapi": ("server",),
     "starlette": ("server",),
-    "ray": ("on_ray.serve", "on_ray.cluster", "on_ray.directory", "lab.planner"),
+    "ray": ("on_ray.serve", "on_ray.cluster", "on_ray.directory", "on_ray.ranks", "lab.planner"),
     "uvicorn": ("server", "cli"),
     "matplotlib": ("lab.plots",),
     "typer": ("cli",),

@@ -71,7 +71,7 @@ LLM_NAMES = [
     "attention", "deterministic", "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed",
     "tensor_parallel_size", "tensor_parallel_sums", "trust_remote_code", "threads", "trace_out",
     "trace_blocks", "trace_redact", "async_scheduling", "preset", *POLICIES, *NUMBER_NAMES,
-    "progress", "observers",
+    "progress", "observers", "rank_launcher",
 ]  # fmt: skip
 ERRORS = {
     "HeadwayError": ["Exception"],
