@@ -50,6 +50,8 @@ class FleetOptions:
     address: str | None = None  # host:port of an existing Ray, or auto; None: start one
     num_cpus: float = 1.0  # of one replica
     num_gpus: float = 0.0  # of one replica
+    num_ranks: int = 1  # bundles of a replica's placement group, for tensor parallelism
+    rank_strategy: str = "PACK"  # of the placement group; STRICT_SPREAD: on different machines
     route: str = "prefix_load"
     settings: FleetSettings = field(default_factory=FleetSettings)  # of the gateways
     name: str = ""  # of the application; empty: one that no other has

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,7 @@ from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.routing import parse_route
 from headway.on_ray.directory import RayDirectory
 from headway.on_ray.options import FleetOptions
+from headway.on_ray.ranks import placement
 from headway.on_ray.scaling import ScalingLoad, replicas_needed
 from headway.remote.auth import Address, Identity
 from headway.remote.service import EngineService
@@ -78,7 +80,12 @@ class Replica:
             await asyncio.sleep(ANNOUNCE_SECONDS)
 
     async def check_health(self) -> None:
-        """Raise if the engine has stopped or makes no progress; Ray then replaces the replica."""
+        """Raise if the engine makes no progress; Ray then replaces the replica. It cannot go on
+        after it has stopped, for example with a rank: Ray replaces a process that ends at once.
+        """
+        if self._loop.ended is not None:
+            log.error("the replica ends: %s", self._loop.ended)
+            os._exit(1)
         if problem := self._loop.reply(GetProblem()).value:
             raise ExecutorError(problem)
 
@@ -128,7 +135,7 @@ def replica_deployment(factory: ServerFactory, options: FleetOptions) -> Any:
         count = {"autoscaling_config": scaling}
     deployment = serve.deployment(
         Replica, name="Replica", **count,
-        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+        **placement(options),
         health_check_period_s=2.0, health_check_timeout_s=5.0, graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=10.0, max_constructor_retry_count=3, logging_config=QUIET,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headway.cli.commands.serve import MODEL
 from headway.cli.options.common import option, stderr
 from headway.cli.options.fleet import FleetFlags, anywhere
-from headway.cli.options.model import ServedFlags, load_model
+from headway.cli.options.model import ServedFlags
 from headway.cli.options.packages import check_extras
 from headway.cli.options.serve import ServeOptions
 from headway.errors import ConfigError
@@ -114,7 +114,7 @@ def _server(
     options = fleet.options(model, name=name)
     assert options is not None, "--replicas has a value"
     model = replace(model, threads=fleet.threads(model))
-    return server_factory(serving.options(model), load_model), options
+    return server_factory(serving.options(model), fleet.loader(model)), options
 
 
 PARTS: tuple[Any, ...] = (ServeOptions, FleetFlags, EngineOptions)

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from headway.cli.options.common import argument, stderr
 from headway.cli.options.fleet import FleetFlags, anywhere, run_fleet
-from headway.cli.options.model import MODEL_HELP, ServedFlags, load_model
+from headway.cli.options.model import MODEL_HELP, ServedFlags
 from headway.cli.options.packages import check_extras
 from headway.cli.options.serve import ServeOptions
 
@@ -43,7 +43,7 @@ def serve_command(
     if options is not None:
         fleet.check(serving)
         model = anywhere(replace(model, threads=fleet.threads(model)))
-    factory = server_factory(serving.options(model), load_model)
+    factory = server_factory(serving.options(model), fleet.loader(model))
     bound = bind(serving.host, serving.port)
     host, port = bound.getsockname()[:2]
     ready = partial(announce, f"http://{f'[{host}]' if ':' in host else host}:{port}")

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.options.common import option, stderr
-from headway.cli.options.model import uses_gpu
+from headway.cli.options.model import load_model, uses_gpu
 from headway.cli.options.packages import check_extras
 from headway.errors import ConfigError
 from headway.fleet.settings import FleetSettings
 
 if TYPE_CHECKING:
     from headway.cli.options.serve import ServeOptions
+    from headway.llm import LLM
     from headway.on_ray.options import FleetOptions
     from headway.options import EngineOptions
     from headway.server.process.serve import ServerFactory
@@ -97,6 +98,7 @@ class FleetFlags:
             replicas=self.replicas, max_replicas=self.max_replicas, address=self.ray_address,
             num_cpus=1.0 if on_gpu else self._num_cpus(model),
             num_gpus=float(model.tensor_parallel_size) if on_gpu else 0.0,
+            num_ranks=self._num_machines(model),
             route=self.route, name=name, settings=settings,
         )  # fmt: skip
 
@@ -114,12 +116,27 @@ class FleetFlags:
         num_processes = (self.max_replicas or self.replicas or 1) * model.tensor_parallel_size
         return model.threads or max(1, (os.cpu_count() or 1) // num_processes)
 
+    def _num_machines(self, model: EngineOptions) -> int:
+        """Those of a cluster that a replica may need: one for each rank."""
+        return 1 if self.ray_address is None else model.tensor_parallel_size
+
+    def loader(self, model: EngineOptions) -> Callable[[EngineOptions], LLM]:
+        """What loads the model in a replica."""
+        return load_model if self._num_machines(model) == 1 else load_on_machines
+
     def _num_cpus(self, model: EngineOptions) -> float:
         """What Ray reserves: the threads; less if the replicas share this machine's cores."""
         threads = self.threads(model) * model.tensor_parallel_size
         if self.ray_address is not None or model.threads is not None:
             return threads
         return min(threads, (os.cpu_count() or 1) / (self.max_replicas or self.replicas or 1))
+
+
+def load_on_machines(model: EngineOptions) -> LLM:
+    """Load the model in a replica whose ranks are in the bundles of its placement group."""
+    from headway.on_ray.ranks import LAUNCHER
+
+    return load_model(model, rank_launcher=LAUNCHER)
 
 
 def anywhere(model: EngineOptions) -> EngineOptions:
