@@ -62,7 +62,8 @@ def unpack_tokens(packed: Iterable[Any]) -> array[int]:
             tokens.append(item)
         else:
             first, count, stride = item
-            tokens.extend(range(first, first + count) if stride else [first] * count)
+            run = range(first, first + count) if stride else array("i", [first]) * count
+            tokens.extend(run)  # an array is copied at once
     return tokens
 
 

@@ -137,8 +137,10 @@ class EventReader:
         for request in deferred:
             self._batch.leave(request)
         plan.preempted = self._preempt(line.preempted)
-        self._admit(plan, line)
-        self._decode(plan, line)
+        if line.admitted or line.copied_out or line.copied_in:
+            self._admit(plan, line)
+        if line.decodes:
+            self._decode(plan, line)
         for request in deferred:
             if not any(request is each.request for each in plan.preempted):
                 self._batch.join(request)
@@ -170,8 +172,6 @@ class EventReader:
 
     def _decode(self, plan: Plan, line: PlannedLine) -> None:
         """Advance the requests that decode; those that reach their limit leave."""
-        if not line.decodes:
-            return
         batch = self._batch
         plan.decodes = batch.batch.requests
         if self._is_partial:  # some of them may have begun before
@@ -180,7 +180,8 @@ class EventReader:
             raise ValueError(f"{len(plan.decodes)} requests decode, not {line.decodes}")
         numbers = iter(line.blocks.new if line.blocks is not None else ())
         for _ in range(line.num_steps):
-            plan.new_blocks += [(request, next(numbers, NO_BLOCK)) for request in batch.due()]
+            if due := batch.due():
+                plan.new_blocks += [(request, next(numbers, NO_BLOCK)) for request in due]
             plan.reaching_limit.append(batch.advance())
 
     def _compute(self, plan: Plan, chunk: Chunk) -> None:
@@ -223,7 +224,7 @@ class EventReader:
         for end in line.finished:
             if end.kept or plan.num_steps == 1:
                 plan.tokens_kept[self.open[end.id]] = end.kept or 1
-        finished = [self._end(end) for end in line.finished]
+        finished = [self._end(end) for end in line.finished] if line.finished else []
         self._batch.left_in_flight.clear()
         result = StepResult(
             started=line.start, ended=line.end, swap_in=line.swap_in, num_builds=line.builds,

@@ -104,9 +104,8 @@ class RecordingBuilder:
 
     def _add_results(self) -> None:
         state, gains = self.state, self._in_flight.popleft()
-        targets = {
-            r: state.generated(r) + n for r, n in gains.others.items() if r in state.requests
-        }
+        others = gains.others.items()
+        targets = {r: state.generated(r) + n for r, n in others if r in state.requests}
         if state.joined and gains.num_steps:
             self._emit(Op.RESULT, gains.num_steps)
         for r, target in targets.items():

@@ -97,9 +97,8 @@ class RecordedState:
         self.num_swapped -= request.status is Status.SWAPPED
         request.status, request.computed, request.cached = Status.PREFILL, computed, cached
         request.blocked, request.host, request.blocks = None, [], list(blocks[1:])
-        self.refs.update(request.blocks[:num_hits])
-        for block in request.blocks[num_hits:]:
-            self._take(block)
+        self.refs.update(request.blocks)  # the new ones had no holder
+        self.published.difference_update(request.blocks[num_hits:])
         self.published.update(request.blocks[num_hits:published])
 
     def _chunk(self, r: int, start: int, end: int) -> None:
@@ -134,7 +133,8 @@ class RecordedState:
 
     def _block(self, r: int, block: int) -> None:
         self.requests[r].blocks.append(block)
-        self._take(block)
+        self.refs[block] = 1
+        self.published.discard(block)
 
     def _preempt(self, r: int, is_swap: int, published: int, *host: int) -> None:
         request = self.requests[r]
@@ -165,20 +165,17 @@ class RecordedState:
         for request in self.requests.values() if is_all else ():
             request.host = []
 
-    def _take(self, block: int) -> None:
-        self.refs[block] = 1
-        self.published.discard(block)
-
     def _release(self, r: int, published: int) -> None:
         request = self.requests[r]
         if r in self.joined:
             self._leave(r)
         self.published.update(request.blocks[:published])
-        for block in request.blocks:
-            self.refs[block] -= 1
-            if not self.refs[block]:
-                del self.refs[block]
-        request.blocks = []
+        refs, request.blocks, blocks = self.refs, [], request.blocks
+        for block in blocks:
+            if refs[block] > 1:
+                refs[block] -= 1
+            else:
+                refs.pop(block)  # quicker than del
 
     # Keyframes.
 
