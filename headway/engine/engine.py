@@ -243,7 +243,7 @@ class Engine:
         errors: list[Exception] = []
         while self._events:
             event = self._events.popleft()
-            self._last_progress = self.clock.now()
+            self._last_progress = event.time
             if isinstance(event, Completed):
                 self.fault, self._num_faults = None, 0
             for observe in tuple(self.observers):

@@ -70,12 +70,12 @@ class RunStats:
         totals = self.totals
         if isinstance(event, Completed):
             self._count_step(event, stats)
-        elif isinstance(event, Added):
-            self.requests += [timeline.open[request] for request in event.requests]
         elif preempted := preempted_by(event):
             for preemption in preempted:
                 totals["swaps" if preemption.is_swap else "recomputes"] += 1
                 totals["priority_preemptions"] += preemption.is_priority
+        elif isinstance(event, Added):
+            self.requests += [timeline.open[request] for request in event.requests]
         if stats.finished:
             self._count_finished(stats)
 
