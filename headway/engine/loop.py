@@ -28,6 +28,7 @@ from headway.engine.messages import (
     refusal_of,
 )
 from headway.engine.queries import (
+    CountRequests,
     EngineLoad,
     ExplainQueue,
     GetLoad,
@@ -147,6 +148,7 @@ class EngineLoop:
         self.handle(ExplainQueue, lambda _: why.get()[0])
         self.handle(GetTime, lambda _: engine.clock.now())
         self.handle(GetLoad, lambda _: self._load())
+        self.handle(CountRequests, lambda _: len(engine.scheduler.requests) + engine.num_in_flight)
         self.handle(ResetPrefixCache, lambda _: engine.scheduler.reset_cache())
         self.handle(ReportCache, lambda _: self._start_cache_report())
         self._report_load = report_load

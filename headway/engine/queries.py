@@ -38,6 +38,12 @@ class GetProblem(Query[str | None]):
     """Why the engine is unhealthy; None if it is healthy."""
 
 
+class CountRequests(Query[int]):
+    """Requests that the engine has left between two steps."""
+
+    between_steps = True
+
+
 class ExplainQueue(Query[str]):
     """Why requests wait, in sentences."""
 

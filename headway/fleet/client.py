@@ -119,17 +119,19 @@ class FleetClient:
     async def drain(self, name: str) -> None:
         """Move the requests of a replica elsewhere at once; then close its client.
 
-        Returns when the replica reports no work, or after DRAIN_SECONDS. Nothing happens if there
-        is no replica of this name.
+        Without another replica they end where they are, for at most `drain_seconds`. Returns when
+        the replica reports no work, or after DRAIN_SECONDS. Nothing happens if there is no replica
+        of this name.
         """
         replica = self.dispatcher.replicas.get(name)
         if replica is None:
             return
         self.dispatcher.drain(replica)
         self._send_and_deliver()
-        before = replica.num_reports
-        for _ in range(int(DRAIN_SECONDS / 0.01)):
-            is_idle = not (replica.load.num_running or replica.load.num_waiting)
+        before, loop = replica.num_reports, asyncio.get_running_loop()
+        began, limit = loop.time(), self.dispatcher.settings.drain_seconds
+        while loop.time() - began < (limit if replica.open else DRAIN_SECONDS):
+            is_idle = not (replica.open or replica.load.num_running or replica.load.num_waiting)
             if replica.is_gone or (is_idle and replica.num_reports > before):
                 break
             await asyncio.sleep(0.01)

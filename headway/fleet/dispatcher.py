@@ -29,15 +29,16 @@ from headway.engine.messages import (
     TokenBatch,
     refusal_of,
 )
-from headway.errors import PolicyError, RequestError
+from headway.errors import RequestError
 from headway.fleet.open_requests import OpenRequest, RequestTable
+from headway.fleet.placement import Placement
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.settings import FleetCounters, FleetSettings
-from headway.kv.prompt_keys import PromptKeys
 
 OnReplica = Callable[[Replica], None]
+DRAINED = "replica {} was drained"
 log = logging.getLogger(__name__)
 
 
@@ -65,8 +66,9 @@ class Dispatcher:
         self.table = RequestTable(clock, self.counters, emit)
         self.requests = self.table.open
         self.queries = FleetQueries(self.replicas, self.counters, emit)
+        self.placement = Placement(router, settings, clock, self.counters, self.table, self.queries)
         self._emit, self._on_gone = emit, on_gone
-        self._changed: dict[str, None] = {}  # replicas whose load the router does not know yet
+        self._failed_steps: dict[OpenRequest, str] = {}  # of one batch, with the errors
         self._on_message: dict[type[FromLoop], Callable[[Replica, Any], None]] = {
             TokenBatch: self._take_tokens,
             SampleUpdate: self._take_update,
@@ -89,7 +91,7 @@ class Dispatcher:
             self._emit(refusal_of(message.id, error))
             return
         self.requests[message.id] = request
-        self._place(request)
+        self.placement.place(request)
 
     def cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.id)
@@ -105,10 +107,14 @@ class Dispatcher:
             self.replicas[request.replica].post(Cancel(request.replica_id, message.sample))
 
     def flush(self) -> None:
-        """Send what was queued for the replicas, one batch for each."""
+        """Move what can move, and send what was queued for the replicas, one batch for each."""
+        self.placement.settle()
         while ready := [each for each in self.replicas.values() if each.outgoing]:
             for replica in ready:
+                if replica.is_unconfirmed:
+                    self.placement.ping(replica)
                 replica.flush()
+            self.placement.settle()  # an engine of this process has answered already
 
     # From replicas.
 
@@ -117,19 +123,24 @@ class Dispatcher:
         if (before := self.replicas.get(replica.name)) is not None:
             self.lose(before, "it has connected again")
         self.replicas[replica.name] = replica
-        self._changed[replica.name] = None
-        for request in list(self.table.waiting):
-            self._place(request)
+        self.placement.changed[replica] = None
+        replica.answered = self.queries.next_number - 1  # it has just connected
+        for leaving in self.replicas.values():
+            if leaving.is_draining:
+                self.placement.move_all(leaving, DRAINED.format(leaving.name))
+        self.placement.is_changed = True
 
     def receive(self, replica: Replica, messages: list[FromLoop]) -> None:
         """Process a batch of a replica; ignored if the replica is gone."""
         replica.quiet_ticks = 0
-        self._changed[replica.name] = None
+        self.placement.changed[replica] = None
         self.counters.num_frames += not replica.is_gone
         for message in messages:
             if replica.is_gone:
-                return
+                break
             self._on_message[type(message)](replica, message)
+        if self._failed_steps:
+            self._end_step(replica)
 
     def lose(self, replica: Replica, reason: str) -> None:
         """A replica has ended or hangs: its requests continue elsewhere."""
@@ -139,26 +150,29 @@ class Dispatcher:
         log.warning(
             "replica %s was lost with %d requests: %s", replica.name, len(replica.open), reason
         )
-        for request in self._release(replica, reason):
-            self._move(request, reason, is_loss=True)
+        text = f"replica {replica.name} was lost: {reason}"
+        self.placement.lose(self._release(replica, reason), replica, text)
 
     def drain(self, replica: Replica) -> None:
-        """Move the requests of a replica elsewhere. It gets no new ones."""
+        """Move the requests of a replica elsewhere; without another one they stay and end there.
+
+        It gets no new ones.
+        """
         if not replica.takes_requests:
             return
         replica.is_draining = True
-        self._changed[replica.name] = None
+        self.placement.changed[replica] = None
         self.counters.num_drains += 1
-        requests, replica.open = list(replica.open.values()), {}
-        log.info("replica %s is drained; %d requests move", replica.name, len(requests))
-        for request in requests:
-            replica.post(Cancel(request.replica_id))
-        for request in requests:
-            self._move(request, "its replica was drained")
+        can_move = bool(self.placement.ready())
+        what = "move" if can_move else "end there: no other replica can continue them"
+        log.info("replica %s is drained; %d requests %s", replica.name, len(replica.open), what)
+        if can_move:
+            self.placement.move_all(replica, DRAINED.format(replica.name))
 
     def remove(self, replica: Replica) -> None:
         """A replica leaves as planned."""
         self.drain(replica)
+        self.placement.move_all(replica, DRAINED.format(replica.name))
         if not replica.is_gone:
             replica.flush()
             self._release(replica, "the replica was removed")
@@ -168,60 +182,20 @@ class Dispatcher:
         for replica in list(self.replicas.values()):
             if problem := replica.tick(self.settings):
                 self.lose(replica, problem)
-        if any(each.takes_requests for each in self.replicas.values()) or self.num_starting:
+        self.placement.tick()
+        if self.num_starting or self.placement.ready():
             self._had_hope = self.clock.now()
         self.table.expire(self.settings.no_replica_seconds, since=self._had_hope)
 
     # One request.
 
-    def _place(self, request: OpenRequest) -> None:
-        """Send a request to the replica that the rule chooses; without any, it waits."""
-        self._tell_router()
-        known = request.known()
-        keys = PromptKeys(known, self.router.block_size) if known.params.reads_cache else ()
-        try:
-            choice = self.router.choose(
-                request.id, known.num_known, keys, known.params.client, request.avoids
-            )
-        except PolicyError as error:
-            self.table.refuse(request, refusal_of(request.id, error))
-            return
-        if choice is None:
-            self.table.wait(request, self.settings.max_waiting)
-            return
-        self.table.waiting.pop(request, None)
-        request.num_sent += 1
-        request.sent_at = now = self.clock.now()
-        replica = self.replicas[choice.replica]
-        replica.assign(request, choice.num_new)
-        replica.post(request.message(now))
-        self._changed[replica.name] = None
-
-    def _tell_router(self) -> None:
-        """Tell the router what has changed, so that placing a request does not read all replicas."""
-        for name in self._changed:
-            replica = self.replicas.get(name)
-            if replica is not None and replica.takes_requests:
-                self.router.update(replica.router_load())
-            else:
-                self.router.remove(name)
-        self._changed.clear()
-
-    def _move(self, request: OpenRequest, reason: str, *, is_loss: bool = False) -> None:
-        """Continue a request elsewhere; it fails if it has reached a limit."""
-        request.avoids = {request.replica or ""}
-        request.replica = None
-        self.table.end_requested(request)
-        if request.is_ended:
-            return
-        request.num_losses += is_loss
-        if problem := request.move_problem(self.settings, reason):
-            self.table.fail(request, problem, "replicas_failed")
-            return
-        request.num_moves += 1
-        self.counters.num_moves += 1
-        self.counters.num_resumed_tokens += request.num_tokens
-        self._place(request)
+    def _end_step(self, replica: Replica) -> None:
+        """Requests were ended by a failed step, or aborted: they move, and all others with them."""
+        failed, self._failed_steps = self._failed_steps, {}
+        reason = f"replica {replica.name}: {next(iter(failed.values()))}"
+        self.placement.lose(failed, replica, reason)
+        if replica.problem is not None and len(self.placement.ready()) > 1:
+            self.placement.move_all(replica, reason)
 
     def _take_tokens(self, replica: Replica, batch: TokenBatch) -> None:
         ids, tokens, now = list[str](), list[list[int]](), self.clock.now()
@@ -229,18 +203,23 @@ class Dispatcher:
             request = replica.open.get(id)
             if request is not None:
                 request.samples[0].tokens += gained
-                if request.sent_at is not None:
-                    self._first_token(request, now - request.sent_at)
+                if request.num_unproved:
+                    self._prove(request, len(gained), now)
                 ids.append(request.id)
                 tokens.append(gained)
         if ids:
             self._emit(TokenBatch(ids, tokens))
 
-    def _first_token(self, request: OpenRequest, seconds: float) -> None:
-        """The first token from a replica arrives, `seconds` after the request was sent to it."""
-        request.sent_at = None
+    def _prove(self, request: OpenRequest, num_tokens: int, now: float) -> None:
+        """The first tokens from a replica arrive."""
+        request.num_unproved = max(0, request.num_unproved - num_tokens)
+        if not request.num_unproved:
+            request.num_in_row, request.lost_on = 0, None
+        if request.sent_at is None:
+            return
+        seconds, request.sent_at = now - request.sent_at, None
         if request.first_token is None:
-            request.first_token = self.clock.now()
+            request.first_token = now
         if request.num_moves:
             self.counters.resume_seconds += seconds
             text = "request %s continues on replica %s after %.3f s"
@@ -256,8 +235,8 @@ class Dispatcher:
         is_dropped = end is not None and end.reason == "abort" and not request.is_cancelled
         if has_failed or is_dropped:
             update = replace(update, end=None)
-        if update.tokens and request.sent_at is not None:
-            self._first_token(request, self.clock.now() - request.sent_at)
+        if update.tokens and request.num_unproved:
+            self._prove(request, len(update.tokens), self.clock.now())
         if update.end or update.tokens or update.prompt_logprobs:
             passed = request.apply(update)
             if passed is not None:
@@ -265,8 +244,10 @@ class Dispatcher:
         if has_failed or is_dropped:
             del replica.open[request.replica_id]
             replica.post(Cancel(request.replica_id))  # its other samples
-            reason = (end and end.error) or "the replica aborted it"
-            self._move(request, reason, is_loss=has_failed)
+            error = (end and end.error) or "the replica aborted it"
+            if has_failed:
+                replica.fail_step(error)
+            self._failed_steps[request] = error
         elif request.is_ended:
             del replica.open[request.replica_id]
             self.table.forget(request)
@@ -282,9 +263,8 @@ class Dispatcher:
         request.replica = None
         if message.kind == "Overloaded":
             request.avoids.add(replica.name)
-            ready = [each.name for each in self.replicas.values() if each.takes_requests]
-            if not request.avoids.issuperset(ready):
-                self._place(request)
+            if not request.avoids.issuperset(each.name for each in self.placement.ready()):
+                self.placement.place(request)
                 return
         text = message.message.replace(message.id, request.id)
         self.table.refuse(request, replace(message, id=request.id, message=text))
@@ -297,6 +277,7 @@ class Dispatcher:
             del self.replicas[replica.name]
             self.router.forget(replica.name)
         self.queries.fail(replica, reason)
+        self.placement.is_changed = True
         if requests:  # it may hang and come back
             replica.client.send([Cancel(request.replica_id) for request in requests])
         self._on_gone(replica)

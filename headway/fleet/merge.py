@@ -30,6 +30,7 @@ FLEET_TEXTS = {
     "drains": "Replicas whose requests were moved before they stopped.",
     "resumed_tokens": "Tokens that moved requests had already generated.",
     "resume_seconds": "Seconds from sending moved requests to their next tokens, added up.",
+    "isolated": "Requests that ran alone on a replica after several losses.",
     "failed": "Requests that no replica could continue.",
     "frames": "Messages received from replicas, each with the tokens of all requests of a step.",
 }

@@ -43,8 +43,14 @@ class OpenRequest:
     replica: str | None = None  # None: it waits for a replica
     num_sent: int = 0  # replicas that it was sent to
     sent_at: float | None = None  # to its replica; None once that has sent a token
+    num_unproved: int = 0  # tokens that its replica must send until earlier losses do not count
     num_moves: int = 0
-    num_losses: int = 0  # replicas that were lost while this request ran on them
+    num_losses: int = 0  # replicas that were lost while this request was there, or a step failed
+    num_in_row: int = 0  # those that count against it, since its latest token
+    lost_on: object = field(default=None, repr=False)  # the replica of the latest loss
+    min_answer: int = 0  # a replica that has answered no query with this number may be lost, too
+    sent_before: int = 0  # the next query's number when it was sent to its replica
+    reason: str = ""  # why it left its latest replica
     first_token: float | None = None
     num_scored: int = 0  # prompt positions whose log probabilities were passed on
     is_cancelled: bool = False
@@ -85,18 +91,16 @@ class OpenRequest:
     def open_samples(self) -> Iterator[tuple[int, OpenSample]]:
         return ((i, each) for i, each in enumerate(self.samples) if not each.is_ended)
 
-    def move_problem(self, settings: FleetSettings, reason: str) -> str | None:
-        """Why it cannot move once more; None if it can. `reason` is why it cannot stay."""
-        if self.num_losses >= settings.max_replica_losses:
-            return (
-                f"its replicas failed {self.num_losses} times (limit "
-                f"{settings.max_replica_losses}: the request may be the cause); the latest failure: "
-                f"{reason}"
-            )
-        if self.num_moves >= settings.max_moves:
-            limit = f"limit {settings.max_moves}"
-            return f"it has moved {self.num_moves} times ({limit}) and cannot stay: {reason}"
-        return None
+    def is_suspect(self, settings: FleetSettings) -> bool:
+        """Whether it may be the cause of losses, and must be alone on a replica."""
+        in_row, total = settings.max_replica_losses, settings.max_total_losses
+        return self.num_in_row >= in_row or self.num_losses >= total
+
+    def loss_problem(self) -> str:
+        return (
+            f"{self.num_losses} replicas failed while it was there, the latest while it was there "
+            f"alone, so it is probably the cause; the latest failure: {self.reason}"
+        )
 
     def known(self) -> Request:
         """Its first open sample, with the tokens so far; RequestError if it is malformed."""
@@ -173,7 +177,10 @@ class RequestTable:
         """
         for request, began in list(self.waiting.items()):
             if self._clock.now() - max(began, since) >= limit:
-                self.fail(request, f"no replica was available for {limit:g} s", NO_REPLICA)
+                after = f" after it had to leave another one: {request.reason}" * bool(
+                    request.reason
+                )
+                self.fail(request, f"no replica was available for {limit:g} s{after}", NO_REPLICA)
 
     def refuse(self, request: OpenRequest, refusal: Refusal) -> None:
         """Refuse a new request; one that has begun ends with the same text as its error."""

@@ -64,7 +64,7 @@ class FleetQueries:
 
     def __init__(
         self,
-        replicas: Mapping[str, Replica],
+        replicas: dict[str, Replica],
         counters: FleetCounters,
         emit: Callable[[FromLoop], None],
     ) -> None:
@@ -80,16 +80,16 @@ class FleetQueries:
             GetSnapshot: _combine_snapshots,
             ResetPrefixCache: lambda answers: all(answers.values()),
         }
-        self._replicas, self._counters, self._emit = replicas, counters, emit
+        self.replicas, self._counters, self._emit = replicas, counters, emit
         self.gauges: dict[str, float] = {"starting": 0, "directory_ok": 1}
-        self._num_asked = 0
+        self.next_number = 1  # of a query to a replica; numbers only grow
 
     def ask(self, query: Query[Any]) -> None:
         kind = type(query)
         if kind in self.local:
             self._emit(QueryResult(query.number, self.local[kind]()))
             return
-        targets = [self._replicas[name] for name in sorted(self._replicas)]
+        targets = [self.replicas[name] for name in sorted(self.replicas)]
         combine = self._combine.get(kind)
         if isinstance(query, GetMetrics):
             combine = partial(self._combine_metrics, query.prefix)
@@ -107,26 +107,38 @@ class FleetQueries:
         asked = query.query if isinstance(query, AskEach) else query
         pending = PendingQuery(query.number, combine, len(targets), kind is not GetMetrics)
         for replica in targets:
-            self._num_asked += 1
-            replica.queries[self._num_asked] = pending
-            replica.post(replace(asked, number=self._num_asked))
+            number = self.take_number()
+            replica.queries[number] = pending
+            replica.post(replace(asked, number=number))
+
+    def take_number(self) -> int:
+        self.next_number += 1
+        return self.next_number - 1
 
     def receive(self, replica: Replica, message: QueryResult) -> None:
         """Use the answer of a replica; one that nothing waits for is dropped."""
+        # All that was sent before the query has arrived, too.
+        replica.answered = max(replica.answered, message.number)
+        if (use := replica.own_queries.pop(message.number, None)) is not None:
+            use(message.value)
+        self._finish(replica, message)
+
+    def _finish(self, replica: Replica, message: QueryResult) -> None:
         pending = replica.queries.pop(message.number, None)
         if pending is not None and (result := pending.answer(replica.name, message)) is not None:
             self._emit(result)
 
     def fail(self, replica: Replica, reason: str) -> None:
         """A replica is gone: it answers no query any more."""
+        replica.own_queries.clear()
         for number in list(replica.queries):
-            self.receive(replica, QueryResult(number, None, reason))
+            self._finish(replica, QueryResult(number, None, reason))
 
     def _combine_metrics(self, prefix: str, answers: Answers) -> str:
         from headway.fleet.merge import merge_metrics
 
         counts = {name.removeprefix("num_"): n for name, n in asdict(self._counters).items()}
-        more = {"deaths": self._counters.num_losses, "replicas": len(self._replicas)}
+        more = {"deaths": self._counters.num_losses, "replicas": len(self.replicas)}
         return merge_metrics(answers, counts | more | self.gauges, prefix)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from headway.fleet.queries import PendingQuery
 
 TICK_SECONDS = 0.25
+PROBE_TICKS = 4  # from a failed step to the next request
 NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0)
 REPORTS_TO_COUNT = 2  # a report may have been sent before the replica read the latest request
 
@@ -36,6 +38,11 @@ class Replica:
     is_gone: bool = False  # lost, or its client was closed; later messages are ignored
     open: dict[str, OpenRequest] = field(default_factory=dict)  # by their ids at the replica
     queries: dict[int, PendingQuery] = field(default_factory=dict)  # by number
+    own_queries: dict[int, Callable[[Any], None]] = field(default_factory=dict)  # of the fleet
+    answered: int = 0  # the largest number of a query that it has answered
+    problem: str | None = None  # of its engine, such as a failed step
+    probe_ticks: int = 0  # until it gets one request although it has a problem
+    is_unconfirmed: bool = False  # a request was queued without a query after it
     num_reports: int = 0
     quiet_ticks: int = 0  # in a row without any message
     idle_ticks: int = 0  # in a row without a step, with requests assigned
@@ -46,6 +53,14 @@ class Replica:
     @property
     def takes_requests(self) -> bool:
         return not (self.is_gone or self.is_draining)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether new requests should go there; with a problem, one at a time from time to time."""
+        return self.problem is None or not (self.open or self.probe_ticks)
+
+    def fail_step(self, reason: str) -> None:
+        self.problem, self.probe_ticks = reason, PROBE_TICKS
 
     def post(self, message: ToLoop) -> None:
         """Queue a message for the next `flush`."""
@@ -61,7 +76,7 @@ class Replica:
         """Assign a request, with `num_new` tokens to compute first."""
         self.open[request.replica_id] = request
         self._unreported[request.replica_id] = num_new, self.num_reports
-        request.replica = self.name
+        request.replica, self.is_unconfirmed = self.name, True
 
     def report(self, load: LoadReport) -> None:
         """Use a newer load; a heartbeat may repeat an old one."""
@@ -81,6 +96,7 @@ class Replica:
         Counts ticks and not seconds: if this process itself was stopped, no replica is to blame.
         """
         self.quiet_ticks += 1
+        self.probe_ticks = max(0, self.probe_ticks - 1)
         self.idle_ticks = self.idle_ticks + 1 if self.open else 0
         if self.quiet_ticks * TICK_SECONDS >= settings.hang_seconds:
             return f"it sent nothing for {settings.hang_seconds:g} s"
@@ -97,6 +113,8 @@ class Replica:
         )  # fmt: skip
 
     def describe(self) -> Document:
-        return {"name": self.name, "is_draining": self.is_draining, "num_open": len(self.open)} | {
-            key: value for key, value in structs.asdict(self.load).items() if key != "step"
-        }
+        load = {key: value for key, value in structs.asdict(self.load).items() if key != "step"}
+        return {
+            "name": self.name, "is_draining": self.is_draining, "problem": self.problem,
+            "num_open": len(self.open), **load,
+        }  # fmt: skip

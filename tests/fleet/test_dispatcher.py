@@ -10,7 +10,7 @@ import pytest
 from headway.engine.messages import Cancel, FromLoop, Refusal, SampleUpdate, Submit
 from headway.errors import ConfigError
 from headway.fleet.client import next_tick
-from headway.fleet.replica import TICK_SECONDS
+from headway.fleet.replica import PROBE_TICKS, TICK_SECONDS
 from headway.fleet.settings import FleetSettings
 from headway.request import RequestParams
 from tests.support.scripted_fleet import SETTINGS, World, end_of, expected_tokens
@@ -24,8 +24,7 @@ def world() -> World:
 
 
 def lost(world: World, name: str) -> None:
-    world.fleet.lose(world.fleet.replicas[name], "killed")
-    world.fleet.flush()
+    world.lose(name)
 
 
 def finish(world: World, num_steps: int = 12) -> None:
@@ -34,46 +33,167 @@ def finish(world: World, num_steps: int = 12) -> None:
     assert not world.fleet.requests
 
 
-def test_three_drains_move_a_request_and_the_fourth_ends_it(world: World) -> None:
+def test_drains_move_a_request_however_many_they_are(world: World) -> None:
     id = world.submit(length=9)
-    for name, after in zip("abcd", "bcde", strict=True):
+    for name, after in zip("abcde", "bcdef", strict=True):
         world.step()
         world.add(after)
         world.fleet.drain(world.fleet.replicas[name])
         world.fleet.flush()
-        if name != "d":
-            assert world.where(id) == after
-    assert world.tokens[id][0] == expected_tokens(id, 0, 4)
-    (end,) = world.ends[id].values()
-    assert end.reason == "error" and end.error and "3 times (limit 3)" in end.error
-    counters = world.fleet.counters
-    assert (counters.num_drains, counters.num_moves, counters.num_failed) == (4, 3, 1)
-    assert counters.num_resumed_tokens == 1 + 2 + 3 and counters.num_losses == 0
-
-
-def test_a_request_that_loses_two_replicas_fails_alone(world: World) -> None:
-    """The second request joins later: it loses one."""
-    poison = world.submit()
-    world.add("b")
-    lost(world, "a")
-    innocent = world.submit()
-    world.add("c")
-    lost(world, "b")
-    (end,) = world.ends[poison].values()
-    assert end.reason == "error" and end.error
-    assert "2 times (limit 2" in end.error and "killed" in end.error
+        assert world.where(id) == after
     finish(world)
-    assert world.ends[innocent][0].reason == "length"
+    assert world.tokens[id][0] == expected_tokens(id, 0, 9) and world.ends[id][0].error is None
+    counters = world.fleet.counters
+    assert (counters.num_drains, counters.num_moves, counters.num_failed) == (5, 5, 0)
+    assert counters.num_resumed_tokens == 1 + 2 + 3 + 4 + 5 and counters.num_losses == 0
 
 
-def test_the_first_death_ends_a_request_if_the_settings_say_so(world: World) -> None:
-    world.fleet.settings = FleetSettings(max_replica_losses=1)
-    begun = world.submit()
+def test_a_request_without_another_replica_ends_where_it_is(world: World) -> None:
+    id = world.submit()
+    world.fleet.drain(world.fleet.replicas["a"])
+    world.fleet.flush()
+    late = world.submit()
+    assert world.where(id) == "a" and world.where(late) is None
+    for _ in range(4):
+        world.step()
+    assert world.ends[id][0].reason == "length" and world.where(late) is None
+
+
+def test_a_replica_that_joins_takes_the_requests_of_one_that_leaves(world: World) -> None:
+    id = world.submit()
     world.step()
+    world.fleet.drain(world.fleet.replicas["a"])
+    world.add("b")
+    assert world.where(id) == "b"
+    finish(world)
+
+
+def test_a_suspect_ends_with_the_replica_on_which_it_is_alone(world: World) -> None:
+    """The other request loses as many replicas, and is isolated, too; then it gains a token."""
+    poison, innocent = world.submit(), world.submit()
+    world.step()
+    for name, after in zip("ab", "bc", strict=True):
+        world.add(after)
+        lost(world, name)
+    assert not world.ends[poison] and not world.ends[innocent]
+    assert world.where(poison) is None, "it waits until no other loss belongs to the latest"
+    world.add("d")
+    world.wait(SETTINGS.verdict_seconds)
+    replica = world.fleet.placement.isolation.replica
+    assert replica is not None and not replica.open, "the engine must say that it is empty"
+    alone = replica.name
+    world.step(alone)
+    world.settle()
+    assert (world.where(poison), world.where(innocent)) == (alone, None)
     new = world.submit()
+    assert world.where(new) not in (None, alone)
+    lost(world, alone)
+    (end,) = world.ends[poison].values()
+    assert end.reason == "error" and end.error_code == "replicas_failed"
+    assert end.error and "3 replicas" in end.error and "killed" in end.error
+    world.wait(SETTINGS.verdict_seconds)
+    finish(world, 20)
+    assert world.ends[innocent][0].reason == world.ends[new][0].reason == "length"
+    assert world.fleet.counters.num_failed == 1 and world.fleet.counters.num_isolated == 2
+
+
+def test_the_second_token_ends_the_isolation(world: World) -> None:
+    id, other = world.submit(length=20), world.submit(length=20)
+    world.settle()
+    for name, after in zip("ab", "bc", strict=True):
+        world.add(after)
+        lost(world, name)
+    world.wait(SETTINGS.verdict_seconds)
+    world.step()
+    assert (world.where(id), world.where(other)) == ("c", None)
+    world.step()  # the first token, the second, and the engine says what it has left
+    world.step()
+    world.step()
+    assert (world.where(id), world.where(other)) == (None, "c")
+    world.step()
+    world.step()
+    assert (world.where(id), world.where(other)) == ("c", "c")
+    lost(world, "c")
+    world.add("d")
+    finish(world, 24)
+    assert world.ends[id][0].reason == world.ends[other][0].reason == "length"
+
+
+def test_a_loss_before_the_replica_had_the_request_does_not_count(world: World) -> None:
+    id = world.submit()
+    for name, after in zip("abcd", "bcde", strict=True):
+        world.fleet.lose(world.fleet.replicas[name], "killed")
+        world.fleet.flush()
+        world.add(after)  # it answers nothing
+        assert world.where(id) == after
+    request = world.fleet.requests[id]
+    assert (request.num_losses, request.num_in_row) == (4, 0)
+
+
+def test_requests_move_only_to_replicas_that_have_answered_since_the_loss(world: World) -> None:
+    """B and C are dead, too, which is not known yet; all three losses count as one."""
+    ids = [world.submit() for _ in range(4)]
+    world.settle()
+    links = {name: world.add(name) for name in "bcd"}
+    world.settle()
+    links["b"].is_frozen = links["c"].is_frozen = True
     lost(world, "a")
-    assert world.ends[begun][0].reason == "error" and world.tokens[begun] != [[]]
-    assert world.refused[new].kind == "ExecutorError" and "limit 1" in world.refused[new].message
+    assert {world.where(id) for id in ids} == {None}
+    lost(world, "b")
+    lost(world, "c")
+    assert {world.where(id) for id in ids} == {"d"}
+    assert {world.fleet.requests[id].num_in_row for id in ids} == {0}
+    finish(world)
+
+
+def test_a_replica_that_is_late_with_its_answer_delays_moves_for_a_limited_time(
+    world: World,
+) -> None:
+    id = world.submit()
+    world.add("b").is_frozen = True
+    world.add("c")
+    lost(world, "a")
+    assert world.where(id) is None
+    world.wait(SETTINGS.verdict_seconds)
+    assert world.where(id) == "c" and "b" in world.fleet.replicas
+
+
+def test_requests_wait_as_long_as_a_replica_is_being_started(world: World) -> None:
+    id = world.submit()
+    world.step()
+    lost(world, "a")
+    world.fleet.num_starting = 1
+    world.wait(3 * SETTINGS.no_replica_seconds)
+    assert not world.ends[id]
+    world.fleet.num_starting = 0
+    world.wait(SETTINGS.no_replica_seconds)
+    (end,) = world.ends[id].values()
+    assert end.error_code == "no_replica" and end.error and "a was lost: killed" in end.error
+
+
+def test_a_replica_with_a_failed_step_gets_one_request_at_a_time(world: World) -> None:
+    world.add("b")
+    failed = world.submit()
+    name = str(world.where(failed))
+    link = world.scripted(world.fleet.replicas[name])
+    waiting = [id for id in (world.submit() for _ in range(4)) if world.where(id) == name]
+    world.step()
+    link.problem = "the latest step failed"
+    link.assigned.clear()
+    world.fleet.receive(
+        world.fleet.replicas[name],
+        [SampleUpdate(failed, 0, [], end=end_of("error", "a rank has ended"))],
+    )
+    world.settle()
+    assert waiting and name not in {world.where(id) for id in (failed, *waiting)}
+    assert world.fleet.requests[waiting[0]].num_losses == 0
+    assert name not in {world.where(world.submit()) for _ in range(4)}
+    world.wait(PROBE_TICKS * TICK_SECONDS)
+    probes = [id for id in (world.submit() for _ in range(6)) if world.where(id) == name]
+    assert len(probes) == 1
+    link.problem = None
+    world.wait(TICK_SECONDS)
+    assert name in {world.where(world.submit()) for _ in range(4)}
 
 
 def test_what_was_requested_before_a_death_happens(world: World) -> None:
@@ -110,12 +230,14 @@ def test_a_failed_step_moves_all_samples_and_stops_those_that_still_run(world: W
     link = world.scripted(world.fleet.replicas["a"])
     update = SampleUpdate(id, 0, [], end=end_of("error", "out of memory"))
     world.fleet.receive(world.fleet.replicas["a"], [update])
-    world.fleet.flush()
+    world.settle()
     world.step("a")
-    assert not link.assigned and world.where(id) is not None and not world.ends[id]
-    world.fleet.lose(world.fleet.replicas[str(world.where(id))], "killed")
-    assert all(end.reason == "error" for end in world.ends[id].values())
-    assert not other.is_closed
+    assert not link.assigned and world.where(id) == "b" and not world.ends[id]
+    lost(world, str(world.where(id)))
+    world.add("c")
+    world.wait(SETTINGS.verdict_seconds)
+    finish(world)
+    assert {end.reason for end in world.ends[id].values()} == {"length"} and not other.is_closed
 
 
 def test_a_moved_request_keeps_its_arrival_and_the_rest_of_its_deadline(world: World) -> None:
@@ -195,6 +317,7 @@ def test_an_engine_that_has_given_up_is_lost(world: World) -> None:
     world.add("b")
     refusal = Refusal(id, "ExecutorError", "the engine has stopped", {})
     world.fleet.receive(world.fleet.replicas["a"], [refusal])
+    world.settle()
     assert "a" not in world.fleet.replicas and world.where(id) == "b" and not world.refused
 
 
@@ -237,7 +360,7 @@ def test_a_gateway_that_was_stopped_makes_up_for_no_tick() -> None:
     assert due == 13.0 and next_tick(due, 13.01) == 13.0 + TICK_SECONDS
 
 
-@pytest.mark.parametrize("field", ["hang_seconds", "max_moves", "max_replica_losses"])
+@pytest.mark.parametrize("field", ["hang_seconds", "max_waiting", "max_replica_losses"])
 def test_wrong_settings_are_named(field: str) -> None:
     wrong: Any = {field: -1}
     with pytest.raises(ConfigError, match=rf"{field} .*-1"):

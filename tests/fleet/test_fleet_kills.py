@@ -124,16 +124,16 @@ def test_ten_kills_lose_and_change_no_token(llm: LLM, replicas: ForkedReplicas) 
     assert gateway.counters.num_losses == NUM_KILLS and gateway.counters.num_failed == 0
 
 
-def test_a_request_that_kills_its_replica_ends_at_the_second_death_and_alone(
+def test_a_request_that_kills_its_replica_ends_at_the_third_loss_and_alone(
     llm: LLM, replicas: ForkedReplicas
 ) -> None:
     gateway, fields = Gateway(llm, replicas), {"seed": 4, "max_tokens": 90, "ignore_eos": True}
     alone = shown(llm.generate(PROMPT, SamplingParams(**fields), use_tqdm=False)[0])
 
     async def run() -> list[RequestOutput]:
-        replicas.start("0", "1", "2")
+        replicas.start("0", "1", "2", "3")
         await gateway.engine.start()
-        await gateway.until_linked(3)
+        await gateway.until_linked(4)
         clients = ("a", "b", "c", POISON)
         found = await asyncio.gather(
             *(gateway.complete(each, SamplingParams(**fields, client=each)) for each in clients)
@@ -146,5 +146,5 @@ def test_a_request_that_kills_its_replica_ends_at_the_second_death_and_alone(
     *others, poison = asyncio.run(asyncio.wait_for(run(), LIMIT))
     assert [shown(each) for each in others] == [alone] * 3
     (sample,) = poison.outputs
-    assert sample.finish_reason == "error" and "failed 2 times (limit 2" in str(sample.error)
-    assert gateway.counters.num_losses == 2 and gateway.counters.num_failed == 1
+    assert sample.finish_reason == "error" and "3 replicas failed" in str(sample.error)
+    assert gateway.counters.num_losses == 3 and gateway.counters.num_failed == 1

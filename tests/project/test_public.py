@@ -115,7 +115,8 @@ SAMPLING_FLAGS = {
 }  # fmt: skip
 FLEET_FLAGS = {
     "--fleet-hang-seconds", "--fleet-stall-seconds", "--fleet-no-replica-seconds",
-    "--fleet-max-waiting", "--fleet-max-moves", "--fleet-max-replica-losses",
+    "--fleet-max-waiting", "--fleet-verdict-seconds", "--fleet-drain-seconds",
+    "--fleet-max-replica-losses", "--fleet-max-total-losses",
 }  # fmt: skip
 SERVE_FLAGS = {
     "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",

@@ -22,6 +22,7 @@ from typing import Any
 
 from headway import LLM, Plan
 from headway.engine.thread_client import ThreadClient
+from headway.fleet.discovery import Announced
 from headway.remote.auth import Identity
 from headway.remote.service import EngineService
 from tests.support.held import Held, Hold
@@ -93,8 +94,8 @@ class ForkedReplicas:
         self.pids.clear()
         self.found.clear()
 
-    def addresses(self) -> dict[str, tuple[str, int]]:
-        return dict(self.found)
+    def read(self) -> Announced:
+        return Announced(replicas=dict(self.found))
 
     def forget(self, name: str) -> None:
         self.found.pop(name, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 from zlib import crc32
 
 from xxhash import xxh3_128_digest
@@ -28,9 +29,9 @@ from headway.engine.messages import (
     TokenBatch,
     ToLoop,
 )
-from headway.engine.queries import EngineLoad
+from headway.engine.queries import CountRequests, EngineLoad, GetProblem
 from headway.fleet.dispatcher import Dispatcher
-from headway.fleet.replica import Replica
+from headway.fleet.replica import TICK_SECONDS, Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
@@ -59,9 +60,15 @@ class ScriptedReplica:
     keys: set[bytes] = field(default_factory=set)  # of its cache
     reported_keys: set[bytes] = field(default_factory=set)  # those that it has reported
     num_steps: int = 0
+    problem: str | None = None
     is_full: bool = False
+    is_frozen: bool = False  # as a process that is stopped, or has ended: nothing is answered
+    num_prefill_steps: Callable[[], int] = lambda: 0  # of a request, before its first token
     is_closed: bool = False
     _inbox: list[ToLoop] = field(default_factory=list)
+    _answers: list[FromLoop] = field(default_factory=list)  # of the next step
+    _unanswered: list[GetProblem] = field(default_factory=list)
+    _prefill: dict[str, int] = field(default_factory=dict)  # steps left
 
     async def open(self, on_messages: OnMessages) -> None: ...
 
@@ -73,6 +80,14 @@ class ScriptedReplica:
             if isinstance(message, Submit):
                 self._check(message)
         self._inbox += messages
+        # Answered by the process, also while a step runs.
+        self._unanswered += [each for each in messages if isinstance(each, GetProblem)]
+        self.answer()
+
+    def answer(self) -> None:
+        if not self.is_frozen:
+            self.outbox += [[QueryResult(each.number, self.problem)] for each in self._unanswered]
+            self._unanswered.clear()
 
     def _check(self, message: Submit) -> None:
         """A continued request has all tokens that the caller has, and no more."""
@@ -85,10 +100,7 @@ class ScriptedReplica:
 
     def step(self, num_tokens: int = 1) -> None:
         """Read all messages, advance every sample, and queue one batch."""
-        batch: list[FromLoop] = []
-        for message in self._inbox:
-            batch += self._read(message)
-        self._inbox.clear()
+        batch, self._answers = self.read(), []
         for wire_id in list(self.assigned):
             batch += self._advance(wire_id, num_tokens)
         self.num_steps += 1
@@ -96,6 +108,13 @@ class ScriptedReplica:
         self.reported_keys = set(self.keys)
         batch.append(CacheDelta(sorted(added), sorted(removed), False))
         self.outbox.append([*batch, self.load()])
+
+    def read(self) -> list[FromLoop]:
+        """Read all messages without a step; what refers to them is sent with the next one."""
+        for message in self._inbox:
+            self._answers += self._read(message)
+        self._inbox.clear()
+        return self._answers
 
     def load(self) -> LoadReport:
         return LoadReport(self.num_steps, len(self.assigned), 0, 0, 10, 10)
@@ -110,6 +129,10 @@ class ScriptedReplica:
         self.outbox.append(ends)
 
     def _read(self, message: ToLoop) -> list[FromLoop]:
+        if isinstance(message, GetProblem):
+            return []
+        if isinstance(message, CountRequests):
+            return [QueryResult(message.number, len(self.assigned))]
         if isinstance(message, Query):
             return [QueryResult(message.number, EngineLoad(1, 0, 0.0))]
         if isinstance(message, Cancel):
@@ -122,6 +145,7 @@ class ScriptedReplica:
         self.assigned[message.id] = {
             sample: list(output) for sample, output in enumerate(outputs) if output is not None
         }
+        self._prefill[message.id] = self.num_prefill_steps()
         self.keys.add(xxh3_128_digest(message.id.partition("~")[0].encode()))
         return []
 
@@ -140,6 +164,9 @@ class ScriptedReplica:
     def _advance(self, wire_id: str, num_tokens: int) -> list[FromLoop]:
         id, updates = wire_id.partition("~")[0], list[FromLoop]()
         params, samples = self.submits[wire_id].params, self.assigned[wire_id]
+        if self._prefill[wire_id]:
+            self._prefill[wire_id] -= 1
+            return []
         assert params.max_tokens is not None
         for sample, tokens in list(samples.items()):
             length = params.max_tokens + sample
@@ -160,7 +187,7 @@ class ScriptedReplica:
 class World:
     """A dispatcher, scripted replicas, and a caller that checks all it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: FleetSettings = SETTINGS) -> None:
         self.clock = VirtualClock()
         self.tokens: dict[str, list[list[int]]] = {}  # by request and sample
         self.ends: dict[str, dict[int, FinishInfo]] = {}
@@ -169,7 +196,7 @@ class World:
         self.late: list[Replica] = []  # replicas that are gone, with batches on their way
         router = Router(round_robin, 4)
         self.fleet = Dispatcher(
-            router, SETTINGS, self.clock, self.take, self.late.append, lambda _: None
+            router, settings, self.clock, self.take, self.late.append, lambda _: None
         )
 
     def scripted(self, replica: Replica) -> ScriptedReplica:
@@ -218,6 +245,27 @@ class World:
         for _ in range(min(num_batches, len(outbox))):
             self.fleet.receive(replica, outbox.pop(0))
         self.fleet.flush()
+
+    def lose(self, name: str) -> None:
+        """A replica is lost, and the others answer the fleet's questions."""
+        self.fleet.lose(self.fleet.replicas[name], "killed")
+        self.settle()
+
+    def settle(self) -> None:
+        """Deliver what is on its way until all has an answer."""
+        self.fleet.flush()
+        while any(self.scripted(each).outbox for each in self.fleet.replicas.values()):
+            for name in tuple(self.fleet.replicas):
+                self.deliver(name)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and all replicas send heartbeats."""
+        for _ in range(ceil(seconds / TICK_SECONDS)):
+            self.clock.advance_to(self.clock.now() + TICK_SECONDS)
+            for replica in self.fleet.replicas.values():
+                replica.quiet_ticks = 0
+            self.fleet.tick()
+            self.settle()
 
     def step(self, *names: str) -> None:
         for name in names or tuple(self.fleet.replicas):

@@ -56,6 +56,13 @@ class FleetFlags:
     fleet_stall_seconds: float = _fleet(
         DEFAULTS.stall_seconds, "A replica with work that makes no step for this long is lost."
     )
+    fleet_verdict_seconds: float = _fleet(
+        DEFAULTS.verdict_seconds, "After a loss, wait this long for signs of life of the others."
+    )
+    fleet_drain_seconds: float = _fleet(
+        DEFAULTS.drain_seconds,
+        "A replica that leaves has this long to end requests that no other one can continue.",
+    )
     fleet_no_replica_seconds: float = _fleet(
         DEFAULTS.no_replica_seconds, "Requests wait this long for a replica, then fail."
     )
@@ -63,9 +70,12 @@ class FleetFlags:
         DEFAULTS.max_waiting,
         "Maximum number of requests that wait for a replica; further requests get a 503.",
     )
-    fleet_max_moves: int = _fleet(DEFAULTS.max_moves, "Maximum number of moves of one request.")
     fleet_max_replica_losses: int = _fleet(
-        DEFAULTS.max_replica_losses, "A request fails after losing this many replicas."
+        DEFAULTS.max_replica_losses,
+        "After losing this many replicas in a row a request runs alone on one.",
+    )
+    fleet_max_total_losses: int = _fleet(
+        DEFAULTS.max_total_losses, "After losing this many replicas in all, too."
     )
 
     @property
