@@ -145,14 +145,13 @@ class Placement:
 
     def _choose(self, request: OpenRequest) -> Choice | None:
         """The replica for a request; None if it must wait, PolicyError if the rule fails."""
-        known = request.known()
         if request.is_suspect(self.settings):
             name = self._isolated(request)
-            return Choice(name, known.num_known) if name else None
+            return Choice(name, request.known().num_known) if name else None
         self._tell_router()
-        avoids = self._avoided(request)
-        if avoids is None:
+        if not self.router.num_ready or (avoids := self._avoided(request)) is None:
             return None
+        known = request.known()
         keys = PromptKeys(known, self.router.block_size) if known.params.reads_cache else ()
         return self.router.choose(request.id, known.num_known, keys, known.params.client, avoids)
 

@@ -46,6 +46,11 @@ class Router:
         self._loads = np.zeros((len(ReplicaLoad._fields) - 1, 8), np.int64)  # by slot
         self._ready: _Ready | None = None  # of all of them; None after one has come or gone
 
+    @property
+    def num_ready(self) -> int:
+        """Replicas that take requests."""
+        return len(self._slots)
+
     def update(self, load: ReplicaLoad) -> None:
         """A replica takes requests from now on, and has this load."""
         name, *numbers = load

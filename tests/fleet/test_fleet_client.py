@@ -167,6 +167,41 @@ async def test_a_drained_replica_is_free_at_once_and_streams_go_on(
 
 
 @on_loop
+async def test_a_replica_that_leaves_ends_requests_that_no_other_can_continue(
+    tmp_path: Path,
+) -> None:
+    """As in an update to another model: replicas of the new one are of another fleet."""
+    engine, hold = held_engine(tmp_path / "hold")
+    async with Fleet(replica(engine), drain_seconds=LIMIT) as fleet:
+        run = asyncio.create_task(fleet.run("0"))
+        await until(lambda: fleet.generates("a", 1))
+        draining = asyncio.create_task(fleet.client.drain("a"))
+        await until(lambda: fleet.counters.num_drains)
+        late = asyncio.create_task(fleet.run("1"))
+        await until(lambda: fleet.client.dispatcher.table.waiting)
+        assert fleet.generates("a", 1) and not draining.done()
+        hold.release()
+        assert await run == WANTED
+        await draining
+        assert not fleet.counters.num_moves and not fleet.client.dispatcher.replicas
+        await fleet.client.add("b", replica(make_engine()))
+        assert await late == WANTED
+
+
+@on_loop
+async def test_a_replica_leaves_at_the_limit_and_its_requests_wait(tmp_path: Path) -> None:
+    engine, hold = held_engine(tmp_path / "hold")
+    async with Fleet(replica(engine), drain_seconds=0.0) as fleet:
+        run = asyncio.create_task(fleet.run("0"))
+        await until(lambda: fleet.generates("a", 1))
+        await fleet.client.drain("a")
+        assert not fleet.client.dispatcher.replicas and fleet.counters.num_moves == 1
+        hold.release()
+        await fleet.client.add("b", replica(make_engine()))
+        assert await run == WANTED
+
+
+@on_loop
 async def test_queries_reach_the_right_replicas() -> None:
     engines = [make_engine(0.02, **LARGE) for _ in range(2)]
     replicas, steps = [replica(engine) for engine in engines], b"recording"
