@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct, json
+from msgspec.structs import replace as replace_fields
 
 from headway.engine.async_engine import OnMessages
 from headway.errors import ExecutorError
@@ -22,7 +24,7 @@ from headway.remote.auth import Identity
 from headway.remote.client import SocketClient
 
 INTERVAL = 0.5  # seconds between two looks
-MAX_FAILURES = 8  # failed connections in a row until an address is dropped
+SILENT_SECONDS = 10.0  # a file is written every half second
 log = logging.getLogger(__name__)
 
 
@@ -35,14 +37,10 @@ class Announced(Struct, frozen=True, kw_only=True):
 
 
 class Directory(Protocol):
-    """The announced replicas. Calls may block and come from any thread."""
+    """The announced replicas; one that ends leaves it after a while. Calls may block."""
 
     def read(self) -> Announced:
         """All that is known now. Any exception means that the directory cannot be read."""
-        ...
-
-    def forget(self, name: str) -> None:
-        """Drop an entry whose replica is gone. A live replica announces itself again."""
         ...
 
 
@@ -53,16 +51,23 @@ class FileDirectory:
         self._path = path
 
     def read(self) -> Announced:
-        return json.decode(self._path.read_bytes(), type=Announced)
-
-    def forget(self, name: str) -> None:
-        """Nothing: the process that writes the file drops the entry."""
+        """The list; a problem if it was not written for SILENT_SECONDS."""
+        found = json.decode(self._path.read_bytes(), type=Announced)
+        if found.problem is None and time.time() - self._path.stat().st_mtime > SILENT_SECONDS:
+            problem = "the process that keeps the list of replicas does not answer"
+            return replace_fields(found, problem=problem)
+        return found
 
 
 def write_announced(path: Path, announced: Announced) -> None:
-    """Replace the file at once: a reader gets the old list or the new one."""
+    """Replace the list of a FileDirectory."""
+    replace_file(path, json.encode(announced))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file at once: a reader gets the old content or the new one."""
     new = path.with_suffix(".new")
-    new.write_bytes(json.encode(announced))
+    new.write_bytes(content)
     new.replace(path)
 
 
@@ -81,8 +86,8 @@ class DiscoveredFleet(FleetClient):
         """All replicas have the identity `model`, except for the name, and the same key."""
         super().__init__(block_size=model.block_size, route=route, settings=settings)
         self._directory, self._model, self._key = directory, model, key
-        self._failures: dict[str, int] = {}
         self._connecting: set[str] = set()
+        self._failed: set[str] = set()  # replicas that could not be connected the last time
 
     async def open(self, on_messages: OnMessages) -> None:
         """Open the fleet, and connect to every replica that is announced now."""
@@ -105,6 +110,7 @@ class DiscoveredFleet(FleetClient):
         announced = await asyncio.to_thread(self._directory.read)
         self.announce(announced.num_starting, announced.problem)
         found = announced.replicas
+        self._failed &= found.keys()
         for name in found.keys() - self.dispatcher.replicas.keys() - self._connecting:
             self._connecting.add(name)
             self._start(self._connect(name, found[name]), self._watching)
@@ -113,14 +119,11 @@ class DiscoveredFleet(FleetClient):
         try:
             await self.add(name, SocketClient(address, replace(self._model, name=name), self._key))
         except ExecutorError as error:
-            failures = self._failures[name] = self._failures.get(name, 0) + 1
-            if failures == 1:
+            if name not in self._failed:
                 log.warning("%s", error)
-            if failures >= MAX_FAILURES:
-                del self._failures[name]
-                await asyncio.to_thread(self._directory.forget, name)
+            self._failed.add(name)
         else:
-            self._failures.pop(name, None)
+            self._failed.discard(name)
             log.info("replica %s joined at %s:%d", name, *address)
         finally:
             self._connecting.discard(name)

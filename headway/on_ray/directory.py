@@ -1,85 +1,111 @@
-"""Where replicas announce themselves: Ray's key-value store, which outlives replicas and gateways."""
+"""Where replicas announce themselves: a named actor, which outlives replicas and gateways."""
 
 from __future__ import annotations
 
-import json
-import pickle
-from dataclasses import dataclass
-from typing import Any, cast
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from ray.experimental import internal_kv
+import ray
 
-from headway.fleet.discovery import Announced
+from headway.on_ray.gateway import Published
 from headway.on_ray.options import FleetOptions
-from headway.remote.auth import Address, Identity
+from headway.remote.auth import Address
 
 NAMESPACE = "headway"
+LEASE_SECONDS = 20.0  # after which a replica that does not announce itself again is dropped
+START_SECONDS = 120.0  # for the actor
+CALL_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class DirectoryActor:
+    """The replicas of one application.
+
+    Deployments of the same application share it, so that requests move from old replicas to new
+    ones. Model info and errors are those of one deployment. If the actor's process ends, Ray starts
+    it again with the same key, and the replicas announce themselves again.
+    """
+
+    key: bytes  # of all deployments; the first one sets it
+    now: Callable[[], float] = time.monotonic
+    # By name: end of the lease, and the address; None while the replica starts.
+    announced: dict[str, tuple[float, tuple[str, int] | None]] = field(default_factory=dict)
+    models: dict[str, bytes] = field(default_factory=dict)  # by deployment, see RayDirectory.model
+    errors: dict[str, str] = field(default_factory=dict)  # by deployment
+
+    def shared_key(self) -> bytes:
+        return self.key
+
+    def announce(self, name: str, address: tuple[str, int] | None) -> int:
+        """Add a replica for LEASE_SECONDS; returns how many are starting."""
+        self.announced[name] = self.now() + LEASE_SECONDS, address
+        return self.read("").num_starting
+
+    def forget(self, name: str) -> None:
+        self.announced.pop(name, None)
+
+    def put_model(self, deployment: str, model: bytes) -> None:
+        self.models[deployment] = model
+
+    def model(self, deployment: str) -> bytes | None:
+        return self.models.get(deployment)
+
+    def fail(self, deployment: str, error: str) -> None:
+        self.errors[deployment] = error
+
+    def read(self, deployment: str) -> Published:
+        now = self.now()
+        valid = {name: address for name, (end, address) in self.announced.items() if end > now}
+        found = {name: address for name, address in valid.items() if address is not None}
+        return Published(
+            replicas=found, num_starting=len(valid) - len(found), error=self.errors.get(deployment)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class RayDirectory:
-    """The replicas of one application, in Ray's key-value store.
+    """The directory of one application as one of its deployments uses it. Calls block."""
 
-    Deployments of the same application share it, so that requests move from old replicas to new
-    ones. Model info and errors are those of one deployment.
-    """
-
-    app: str  # name
     deployment: str  # id
+    actor: Any
+    key: bytes  # of all deployments of the application
 
     @classmethod
     def of(cls, options: FleetOptions) -> RayDirectory:
-        return cls(options.name, options.id)
+        """The directory, which is started if there is none."""
+        kind = ray.remote(DirectoryActor).options(
+            name=f"{options.name}-directory", namespace=NAMESPACE, lifetime="detached",
+            get_if_exists=True, num_cpus=0, max_restarts=-1,
+        )  # fmt: skip
+        actor = kind.remote(options.key)
+        key = ray.get(actor.shared_key.remote(), timeout=START_SECONDS)
+        return cls(options.id, actor, key)
 
-    def read(self) -> Announced:
-        prefix = f"{self.app}/replica/"
-        found: dict[str, tuple[str, int]] = {}
-        for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE):
-            value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
-            if value is not None:
-                host, port = json.loads(value)
-                found[key.decode().removeprefix(prefix)] = (host, port)
-        return Announced(replicas=found)
+    def read(self) -> Published:
+        found: Published = self._call("read", self.deployment)
+        return found
 
-    def num_announced(self) -> int:
-        return len(self.read().replicas)
+    def announce(self, name: str, address: Address | None) -> int:
+        return int(self._call("announce", name, address))
 
     def forget(self, name: str) -> None:
-        internal_kv._internal_kv_del(f"{self.app}/replica/{name}", namespace=NAMESPACE)
+        self._call("forget", name)
 
-    def announce(self, name: str, address: Address) -> None:
-        self._put(f"replica/{name}", json.dumps(address).encode())
+    def fail(self, error: str) -> None:
+        self._call("fail", self.deployment, error)
 
-    def shared_key(self, new: bytes) -> bytes:
-        """The key of all deployments of the application; the first one sets it."""
-        self._put("key", new, overwrite=False)
-        return self._get("key") or new
+    def put_model(self, model: bytes) -> None:
+        self._call("put_model", self.deployment, model)
 
-    @property
-    def info(self) -> tuple[Any, Identity] | None:
-        """Model info and identity of the replicas; None before one is ready."""
-        stored = self._get(f"info/{self.deployment}")
-        return None if stored is None else pickle.loads(stored)
+    def model(self) -> bytes | None:
+        """Pickled: model info, which contains a tokenizer, and identity. None before one is ready."""
+        found: bytes | None = self._call("model", self.deployment)
+        return found
 
-    def put_info(self, info: Any, identity: Identity) -> None:
-        self._put(f"info/{self.deployment}", pickle.dumps((info, identity)))
+    def end(self) -> None:
+        ray.kill(self.actor)
 
-    @property
-    def error(self) -> str | None:
-        """Why a replica could not start."""
-        stored = self._get(f"error/{self.deployment}")
-        return None if stored is None else stored.decode()
-
-    def put_error(self, text: str) -> None:
-        self._put(f"error/{self.deployment}", text.encode())
-
-    def clear(self) -> None:
-        internal_kv._internal_kv_del(f"{self.app}/", del_by_prefix=True, namespace=NAMESPACE)
-
-    def _put(self, key: str, value: bytes, overwrite: bool = True) -> None:
-        name = f"{self.app}/{key}"
-        internal_kv._internal_kv_put(name, value, overwrite, namespace=NAMESPACE)
-
-    def _get(self, key: str) -> bytes | None:
-        value = internal_kv._internal_kv_get(f"{self.app}/{key}", namespace=NAMESPACE)
-        return cast("bytes | None", value)
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return ray.get(getattr(self.actor, method).remote(*arguments), timeout=CALL_SECONDS)

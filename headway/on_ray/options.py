@@ -21,6 +21,8 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = {
     "RAY_enable_metrics_collection": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill replicas when other programs use memory
     "RAY_worker_niceness": "0",  # by default 15: any other program would delay the replicas
+    # The GCS may end, and is started again; raylet and replicas wait for it. By default for 60 s.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
@@ -34,6 +36,7 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = {
 CLUSTER_ENVIRONMENT: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_gcs_server_port_wait_time_s": "1",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # of this process, not of the cluster
 }
 CONNECT_SECONDS = 3.0  # for a name to be resolved and a connection to be made
 HTTP2_SETTINGS = b"\4"  # the type of the first frame in both directions

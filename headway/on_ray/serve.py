@@ -2,8 +2,8 @@
 
 Ray places, starts, restarts and scales replicas, checks their health, and keeps the list of them.
 Requests and tokens do not go through Ray: a gateway and a replica have one TCP connection, because
-a Serve call costs milliseconds. Replicas announce their address in Ray's key-value store, where any
-number of gateways read it; an entry outlives a restart of either side.
+a Serve call costs milliseconds. Replicas announce their address to an actor, the directory, where
+any number of gateways read it; an entry outlives a restart of either side.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,13 +23,11 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
-from headway.engine.async_engine import AsyncEngine
 from headway.engine.queries import GetProblem
 from headway.engine.thread_client import ThreadClient
 from headway.errors import ExecutorError, HeadwayError
-from headway.fleet.discovery import DiscoveredFleet
-from headway.fleet.routing import parse_route
 from headway.on_ray.directory import RayDirectory
+from headway.on_ray.gateway import gateway_engine
 from headway.on_ray.options import FleetOptions
 from headway.on_ray.ranks import placement
 from headway.on_ray.scaling import ScalingLoad, replicas_needed
@@ -36,7 +35,7 @@ from headway.remote.auth import Address, Identity
 from headway.remote.service import EngineService
 from headway.server.process.serve import ServerFactory
 
-ANNOUNCE_SECONDS = 5.0  # an entry that was dropped by mistake comes back after this time
+ANNOUNCE_SECONDS = 5.0  # well below the directory's LEASE_SECONDS
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 log = logging.getLogger(__name__)
 
@@ -47,13 +46,17 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, factory: ServerFactory, options: FleetOptions
     ) -> None:
-        self._directory = RayDirectory.of(options)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._address: Address | None = None  # once it is ready
+        self._num_starting = 0  # replicas of the application
         self._service: EngineService | None = None
+        self._directory = await asyncio.to_thread(RayDirectory.of, options)
+        self._announcing = asyncio.create_task(self._announce())
         try:
             await self._start(factory, options.key)
         except Exception as error:  # the process that waits for the replicas reports it
             kind = "" if isinstance(error, HeadwayError) else f"{type(error).__name__}: "
-            self._directory.put_error(f"{kind}{error}")
+            await asyncio.to_thread(self._directory.fail, f"{kind}{error}")
             raise
 
     async def _start(self, factory: ServerFactory, key: bytes) -> None:
@@ -63,20 +66,23 @@ class Replica:
         served.prepare(client.loop)
         self._loop = client.loop
         identity = Identity(
-            name=serve.get_replica_context().replica_id.unique_id,
-            model=served.model_info.identity,
+            name=self._name, model=served.model_info.identity,
             block_size=served.engine.scheduler.config.block_size,
-        )
-        self._directory.put_info(served.model_info, identity)
+        )  # fmt: skip
+        model = pickle.dumps((served.model_info, identity))
+        await asyncio.to_thread(self._directory.put_model, model)
         service = EngineService(client, identity, key)
-        address = await service.start((ray.util.get_node_ip_address(), 0))
-        self._announcing = asyncio.create_task(self._announce(identity.name, address))
+        self._address = await service.start((ray.util.get_node_ip_address(), 0))
         self._service = service
+        await asyncio.to_thread(self._directory.announce, self._name, self._address)
 
-    async def _announce(self, name: str, address: Address) -> None:
+    async def _announce(self) -> None:
+        """Announce this replica, also while it starts, as long as it runs."""
         while True:
-            with suppress(Exception):  # Ray's store may be away for a while
-                await asyncio.to_thread(self._directory.announce, name, address)
+            with suppress(Exception):  # the directory may be away for a while
+                self._num_starting = await asyncio.to_thread(
+                    self._directory.announce, self._name, self._address
+                )
             await asyncio.sleep(ANNOUNCE_SECONDS)
 
     async def check_health(self) -> None:
@@ -97,14 +103,14 @@ class Replica:
         load = ScalingLoad(
             waiting, config.max_num_batched_tokens, scheduler.num_free, config.num_blocks
         )
-        return load._asdict()
+        return {**load._asdict(), "num_starting": self._num_starting}
 
     async def __del__(self) -> None:
         """Move all requests elsewhere, then stop. Serve calls it before it ends the process."""
+        self._announcing.cancel()
+        await asyncio.to_thread(self._directory.forget, self._name)
         if (service := self._service) is None:  # it did not start
             return
-        self._announcing.cancel()
-        await asyncio.to_thread(self._directory.forget, service.identity.name)
         await service.drain("the replica is stopping")
         await service.close()
         self._served.close()
@@ -147,21 +153,21 @@ def wait_until_ready(
     options: FleetOptions,
     num_ready: Callable[[], int],
     on_ready: Callable[[int], None] = lambda _: None,
-) -> tuple[Any, Identity]:
-    """Model info and identity once `num_ready` replicas are all; ExecutorError if one fails."""
+) -> bytes:
+    """The pickled model once `num_ready` replicas are all; ExecutorError if one cannot start."""
     ends_at, known = time.monotonic() + options.start_seconds, -1
     while True:
         if (now_ready := num_ready()) != known:
             known = now_ready
             on_ready(known)
-        if known >= options.replicas and (found := directory.info) is not None:
-            return found
-        if (error := directory.error) is not None:
+        if known >= options.replicas and (model := directory.model()) is not None:
+            return model
+        if (error := directory.read().error) is not None:
             raise ExecutorError(f"a replica cannot start: {error}")
         if time.monotonic() > ends_at:
             raise ExecutorError(
                 f"{known} of {options.replicas} replicas became ready within "
-                f"{options.start_seconds:g} s; {_status(options.name)}"
+                f"{options.start_seconds:g} s; {status(options.name)}"
             )
         time.sleep(0.1)
 
@@ -170,33 +176,19 @@ def num_running(options: FleetOptions) -> int:
     """Replicas of an application that Serve has started; all once the gateways run, too."""
     found = serve.status().applications.get(options.name)
     if found is None or found.status == "DEPLOY_FAILED":
-        raise ExecutorError(f"{options.name!r} could not be deployed: {_status(options.name)}")
+        raise ExecutorError(f"{options.name!r} could not be deployed: {status(options.name)}")
     if found.status == "RUNNING":
         return options.replicas
     states = found.deployments["Replica"].replica_states if found.deployments else {}
     return min(int(states.get("RUNNING", 0)), options.replicas - 1)
 
 
-def _status(app: str) -> str:
+def status(app: str) -> str:
     """What Serve says about the replicas, in one line."""
     found = serve.status().applications.get(app)
     deployment = found.deployments.get("Replica") if found is not None else None
     said = deployment.message if deployment is not None else "Serve does not know the application"
     return " ".join(said.split())[:500]
-
-
-def gateway_engine(
-    directory: RayDirectory, identity: Identity, options: FleetOptions
-) -> AsyncEngine:
-    """The engine of a gateway: all replicas behind one client."""
-    fleet = DiscoveredFleet(
-        directory,
-        identity,
-        options.key,
-        route=parse_route(options.route),
-        settings=options.settings,
-    )
-    return AsyncEngine(fleet)
 
 
 class Gateway:
@@ -206,11 +198,11 @@ class Gateway:
         self, factory: ServerFactory, options: FleetOptions, replicas: Any
     ) -> None:
         """`replicas` is unused; it makes Serve start the replicas with the gateway."""
-        directory = RayDirectory.of(options)
+        directory = await asyncio.to_thread(RayDirectory.of, options)
         async with asyncio.timeout(options.start_seconds):
-            while (found := await asyncio.to_thread(lambda: directory.info)) is None:
+            while (model := await asyncio.to_thread(directory.model)) is None:
                 await asyncio.sleep(0.1)
-        info, identity = found
+        info, identity = pickle.loads(model)
         self._engine = gateway_engine(directory, identity, options)
         await self._engine.start()
         self._app = factory.make_app(self._engine, info)
@@ -228,7 +220,7 @@ def shared(options: FleetOptions) -> FleetOptions:
 
     The gateways of one deployment can then use the replicas of another.
     """
-    return replace(options, key=RayDirectory.of(options).shared_key(options.key))
+    return replace(options, key=RayDirectory.of(options).key)
 
 
 def application(factory: ServerFactory, options: FleetOptions, num_gateways: int = 1) -> Any:

@@ -20,6 +20,7 @@ from headway.cli.main import app
 from headway.cli.options import fleet
 from headway.errors import ConfigError, ExecutorError
 from headway.model import devices
+from headway.on_ray.gateway import Published
 from headway.on_ray.options import HTTP2_SETTINGS, FleetOptions, check_reachable
 from headway.options import EngineOptions
 from tests.support.waiting import LIMIT
@@ -138,12 +139,14 @@ class NoReplicas:
     """A directory in which no replica is announced."""
 
     error: str | None = None
-    info: None = None
+
+    def read(self) -> Published:
+        return Published(replicas={}, error=self.error)
 
 
 def test_replicas_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_serve = pytest.importorskip("headway.on_ray.serve")
-    monkeypatch.setattr(ray_serve, "_status", lambda app: "waiting for 2 CPUs")
+    monkeypatch.setattr(ray_serve, "status", lambda app: "waiting for 2 CPUs")
     options = FleetOptions(replicas=2, start_seconds=0.01)
     with pytest.raises(ExecutorError, match="1 of 2 replicas.*0.01 s; waiting for 2 CPUs"):
         ray_serve.wait_until_ready(NoReplicas(), options, lambda: 1)
@@ -198,7 +201,7 @@ def test_auto_names_the_address_of_a_ray_that_has_ended(monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with (
         pytest.raises(ConfigError, match="--ray-address auto: .*ray start"),
-        ray_cluster.connected(FleetOptions(replicas=1, address="auto")),
+        ray_cluster.connected("auto"),
     ):
         pass
 
@@ -222,7 +225,7 @@ def test_too_few_cpus_or_gpus_are_named(
         monkeypatch.setattr(ray_cluster.ray, name, lambda found=found: found)
     monkeypatch.setattr(ray_cluster.serve, "status", lambda: SimpleNamespace(applications={}))
     with pytest.raises(ConfigError) as refused:
-        ray_cluster._check_resources(FleetOptions(replicas=3, **asked))
+        ray_cluster.check_resources(FleetOptions(replicas=3, **asked))
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -235,7 +238,7 @@ def test_another_application_in_the_same_place_is_named(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ray_cluster.serve, "run_many", refuse)
     with pytest.raises(ConfigError, match=r'^--name new .*application "old"\. .*--delete$'):
-        ray_cluster._run(None, FleetOptions(replicas=1, name="new"), "/")
+        ray_cluster.run(None, FleetOptions(replicas=1, name="new"), "/")
 
 
 @pytest.mark.parametrize(
@@ -245,8 +248,7 @@ def test_proxies_that_are_off_or_elsewhere_are_reported(
     proxies: dict[str, int], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray_cluster = pytest.importorskip("headway.on_ray.cluster")
-    http = SimpleNamespace(host="127.0.0.1", port=9000)
-    monkeypatch.setattr(ray_cluster, "get_client", lambda: SimpleNamespace(http_config=http))
+    monkeypatch.setattr(ray_cluster.private, "proxy_address", lambda: ("127.0.0.1", 9000))
     status = SimpleNamespace(proxies=proxies)
     monkeypatch.setattr(ray_cluster.serve, "status", lambda: status)
     with pytest.raises(ConfigError) as refused:
@@ -256,23 +258,29 @@ def test_proxies_that_are_off_or_elsewhere_are_reported(
     assert ray_cluster._proxy_url("127.0.0.1", 9000) == "http://127.0.0.1:9000"
 
 
-def test_a_ray_that_starts_too_slowly_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_cluster = pytest.importorskip("headway.on_ray.cluster")
+def test_a_ray_that_starts_too_slowly_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = pytest.importorskip("headway.on_ray.keeper")
+    private = pytest.importorskip("headway.on_ray.private")
     slow = Exception("The current node timed out during startup. This could happen because ...")
     problems: list[Exception | None] = []
-    stopped: list[int] = []
+    ended: list[int] = []
 
-    def start(**_: object) -> None:
+    def start(folder: str) -> object:
         if problem := problems.pop(0):
             raise problem
+        return private.PrivateRay(address="::1:1", gcs=1, raylet=1, command=[], folder=folder)
 
-    monkeypatch.setattr(ray_cluster.ray, "init", start)
-    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: stopped.append(len(problems)))
-    problems += [slow, slow, None]
-    ray_cluster._start("folder")
-    assert not problems and stopped == [2, 1]  # what had begun is ended before the next attempt
+    monkeypatch.setattr(keeper, "start", start)
+    monkeypatch.setattr(keeper, "end_all", lambda *_: ended.append(len(problems)))
+    kept = keeper.Keeper(tmp_path, None, FleetOptions(replicas=1))
     for given in ([slow] * 9, [ValueError("no folder"), None]):
         problems[:] = given
         with pytest.raises(type(given[0])):
-            ray_cluster._start("folder")
+            kept._address()
         assert len(problems) == (5 if given[0] is slow else 1)
+    ended.clear()
+    problems[:] = [slow, slow, None]
+    assert kept._address() == "::1:1"
+    assert not problems and ended == [2, 1]  # what had begun is ended before the next attempt

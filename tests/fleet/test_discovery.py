@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -52,14 +53,13 @@ class Listed:
 
     problem: str | None = None
     is_away: bool = False  # it cannot be read
+    num_reads: int = 0
 
     def read(self) -> Announced:
+        self.num_reads += 1
         if self.is_away:
             raise OSError("the directory is away")
         return Announced(replicas=dict(self.found), num_starting=2, problem=self.problem)
-
-    def forget(self, name: str) -> None:
-        self.found.pop(name, None)
 
 
 async def start(name: str, directory: Listed, executor: Capitals | None = None) -> EngineService:
@@ -124,7 +124,7 @@ async def test_a_request_continues_when_its_replica_stops_and_another_is_announc
         assert one.num_open == 1
         two = await start("two", directory)
         await until(lambda: len(fleet.dispatcher.replicas) == 2)
-        directory.forget("one")
+        del directory.found["one"]
         draining = asyncio.create_task(one.drain("scaled down"))
         await until(lambda: fleet.dispatcher.counters.num_drains)
         executor.gate.set()
@@ -138,12 +138,16 @@ async def test_a_request_continues_when_its_replica_stops_and_another_is_announc
 
 
 @on_loop
-async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
+async def test_a_stale_entry_is_reported_once_and_a_lost_link_is_made_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     silent = bind("127.0.0.1", 0)  # it does not listen
     directory = Listed({"gone": silent.getsockname()})
     one = await start("one", directory)
     async with gateway(directory) as (engine, fleet):
-        await until(lambda: "gone" not in directory.found)
+        reads = directory.num_reads
+        await until(lambda: directory.num_reads > reads + 20)
+        assert caplog.text.count("cannot connect to replica gone") == 1
         for connection in one.clients.values():
             connection.writer.transport.abort()
         await until(lambda: fleet.dispatcher.counters.num_losses == 1)
@@ -189,6 +193,17 @@ def test_a_reader_of_a_file_gets_all_that_was_written(tmp_path: Path) -> None:
         write_announced(path, announced)
         assert FileDirectory(path).read() == announced
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_is_not_written_any_more_is_a_problem(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    for problem in (None, "the raylet has ended"):
+        write_announced(path, Announced(replicas={"a": ("::1", 1)}, problem=problem))
+        assert FileDirectory(path).read().problem == problem
+        os.utime(path, (0, 0))
+        found = FileDirectory(path).read()
+        assert found.problem == problem if problem else "does not answer" in str(found.problem)
+        assert found.replicas == {"a": ("::1", 1)}
 
 
 @on_loop

@@ -11,6 +11,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -56,6 +58,13 @@ PATIENT = tuple(  # the gateway waits longer for messages and steps of a replica
     for name in ("hang_seconds", "stall_seconds", "no_replica_seconds")
 )
 NUM_KILLS = 3  # the last one after a replacement; test_fleet_kills.py kills ten without Ray
+METHODS = (
+    "/ray.serve.ASGIService/HandleRequestWithRejection",
+    "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+    "/ray.rpc.NodeManagerService/GetNodeStats",
+)
+REFUSALS = {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}  # the last: it is no gRPC server
 NUM_HELD = 10  # tokens that a request gets before a replica is killed or replaced
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
@@ -281,6 +290,119 @@ def processes(server: FleetServer) -> None:
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in server.replica_pids()} == {usual}
 
 
+def held_streams(server: FleetServer, hold: Hold, work: Callable[[], object]) -> None:
+    """Streams that have tokens before `work`, which runs while they wait, and get the rest later."""
+
+    def act() -> None:
+        try:
+            wait_until(lambda: len(placed(server, 30)) > 24)
+            work()
+        finally:
+            hold.release()
+
+    hold.set(NUM_HELD)
+    run_with(server, letter_bodies(), act)
+
+
+def is_replaced(server: FleetServer) -> None:
+    """A replica is killed, and another one takes its place: Ray works."""
+    pids = server.replica_pids()
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until(lambda: len(set(server.replica_pids()) - set(pids)) == 1)
+    wait_for_replicas(server, NUM_REPLICAS)
+
+
+def outages(server: FleetServer, hold: Hold) -> None:
+    """Parts of Ray and the process that keeps it are killed; streams go on, and placement resumes."""
+    state = Path(said(server, "folder")) / "ray.json"
+
+    def pid(name: str) -> int:
+        return int(json.loads(state.read_text())[name])
+
+    def kill(name: str) -> None:
+        known, killed = len(server.lines), pid(name)
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: pid(name) != killed)
+        wait_until(lambda: logged(server, known, "GCS" if name == "gcs" else "raylet"))
+
+    def kill_keeper() -> None:
+        known = len(server.lines)
+        os.kill(keepers(server)[0], signal.SIGKILL)
+        wait_until(lambda: logged(server, known, "is started again"))
+
+    failed = server.metric("headway_fleet:failed_total")
+    for work in (partial(kill, "gcs"), kill_keeper, partial(kill, "gcs")):
+        replicas = server.replica_pids()
+        held_streams(server, hold, work)
+        assert server.replica_pids() == replicas, "no replica ends with the GCS or the keeper"
+        is_replaced(server)
+    kill("raylet")  # its replicas end with it
+    wait_for_replicas(server, NUM_REPLICAS)
+    check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
+    is_replaced(server)
+    wait_until(lambda: server.client.get("/health").json() == {"status": "ok"})
+    assert server.metric("headway_fleet:failed_total") == failed
+
+
+def keepers(server: FleetServer) -> list[int]:
+    """The process that keeps Ray; empty while it is started again."""
+    folder = said(server, "folder")
+    return [
+        pid for pid in descendants(server.process.pid)
+        if command(pid).rstrip().endswith(folder) and "reaper" not in command(pid)
+    ]  # fmt: skip
+
+
+def listeners(server: FleetServer) -> dict[tuple[str, int], str]:
+    """The command of every process of the fleet that listens, by address and port."""
+    found: dict[tuple[str, int], str] = {}
+    sockets = {
+        row.split()[9]: row.split()[1]
+        for name in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        if row.split()[3] == "0A"  # it listens
+    }
+    for pid in descendants(server.process.pid):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                address = sockets.get(os.readlink(file).removeprefix("socket:[").rstrip("]"), "")
+                host, _, port = address.partition(":")
+                if host:
+                    found[(address_of(host), int(port, 16))] = command(pid)
+    return found
+
+
+def address_of(text: str) -> str:
+    """The address that /proc/net/tcp or tcp6 shows as hexadecimal words of this machine."""
+    words = [struct.pack("=I", int(text[i : i + 8], 16)) for i in range(0, len(text), 8)]
+    kind = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return socket.inet_ntop(kind, b"".join(words)).removeprefix("::ffff:")
+
+
+def ports(server: FleetServer) -> None:
+    """All ports are on the loopback address but one of each replica; none serves without a token."""
+    found = listeners(server)
+    outside = [each for (host, _), each in found.items() if host not in ("127.0.0.1", "::1")]
+    assert len(outside) == NUM_REPLICAS and all("ServeReplica" in each for each in outside)
+    for (host, port), each in found.items():
+        answers = {without_token("127.0.0.1" if host == "::" else host, port, m) for m in METHODS}
+        assert answers <= REFUSALS, (each, port, answers)
+        if host == "::" or "gcs_server" in each:  # the others do not know all methods
+            assert "UNAUTHENTICATED" in answers, (each, port, answers)
+
+
+def without_token(host: str, port: int, method: str) -> str:
+    """The status of a gRPC call without a token."""
+    import grpc
+
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
+        try:
+            channel.unary_unary(method)(b"", timeout=LIMIT)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    return "OK"
+
+
 def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Path) -> None:
     """`headway serve --ray-address`: a killed replica, then a signal that ends only its own app."""
     # In turn, so that the replica that is killed has streams.
@@ -392,8 +514,10 @@ def test_a_fleet_on_ray(tmp_path: Path) -> None:
         monitoring(server)
         client_errors(server)
         processes(server)
+        ports(server)
         kills(server, hold)
         hang(server, hold)
+        outages(server, hold)
         model_on_the_same_ray(server, given, model)
         autoscaling(server, hold, redeploy(server, hold))
         if os.environ.get("HEADWAY_TEST_DEPLOY"):  # half a minute; see `make test-deploy`

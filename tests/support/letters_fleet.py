@@ -8,14 +8,20 @@ with which the replicas are replaced. The file holds them: see held.py.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import pickle
 import signal
 import socket
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
@@ -26,6 +32,7 @@ from headway.engine.loop import EngineLoop
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.settings import FleetSettings
 from headway.observe.server_metrics import ServerMetrics
+from headway.on_ray import gateway
 from headway.on_ray.options import FleetOptions
 from headway.server import live
 from headway.server.app import create_app
@@ -37,6 +44,7 @@ from tests.support.held import Held, Hold
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 from tests.support.waiting import LIMIT
 
+PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 STEP_SECONDS = 0.005
 MAX_MODEL_LEN = 2048
 NUM_REPLICAS = 3  # so that several can be starting while a test goes on
@@ -98,13 +106,33 @@ def make_app(engine: AsyncEngine, info: Info) -> Any:
     return create_app(context, [live.router(context), routes])
 
 
-def main() -> None:
-    import ray
+def update(given: bytes) -> None:
+    """Replace the replicas: `given` has the address of Ray, the factory and the new options."""
+    from headway.on_ray.cluster import connected, run
+    from headway.on_ray.serve import replica_deployment
+
+    address, factory, options = pickle.loads(given)
+    with connected(address):
+        run(replica_deployment(factory, options), options, route_prefix=None)
+
+
+def keep() -> None:
+    """The process that keeps Ray, with proxies of Serve at a port of the environment."""
     from ray import serve
 
-    from headway.on_ray.cluster import connected, serve_fleet
-    from headway.on_ray.serve import QUIET, replica_deployment
+    from headway.on_ray import keeper
 
+    def start(**given: Any) -> None:
+        own = {"host": "127.0.0.1", "port": int(os.environ["HEADWAY_TEST_PROXIES"])}
+        started(**{**given, "proxy_location": "HeadOnly", "http_options": own})
+
+    started, serve.start = serve.start, start
+    keeper.main()
+
+
+def main() -> None:
+    # The processes of Ray stay descendants of this one if the one that has started them ends.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     make = partial(make_engine, Hold(sys.argv[1]))
     factory = ServerFactory(make_engine=make, make_app=make_app, setup=setup, grace=0.0)
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
@@ -113,30 +141,40 @@ def main() -> None:
     )
     bound, stop_logs = bind("127.0.0.1", 0), setup()
     port = bound.getsockname()[1]
-    kept = socket.socket()  # no other program gets the port of the proxies, which share it
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    kept.bind(("127.0.0.1", 0))
-    proxies = kept.getsockname()[1]
+    kept_socket = socket.socket()  # no other program gets the port of the proxies, which share it
+    kept_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    kept_socket.bind(("127.0.0.1", 0))
+    proxies = str(kept_socket.getsockname()[1])
+    if os.environ.get("HEADWAY_TEST_DEPLOY"):
+        os.environ["HEADWAY_TEST_PROXIES"] = proxies
+        gateway.KEEPER = ("-c", "from tests.support.letters_fleet import keep; keep()")
+    kept, folders = gateway.kept, list[Path]()
 
-    def update() -> None:
+    @contextmanager
+    def noted(*given: Any) -> Iterator[Path]:
+        with kept(*given) as folder:
+            folders.append(folder)
+            yield folder
+
+    def updates(address: str) -> None:
+        program = "import sys; from tests.support.letters_fleet import update; update("
         for line in sys.stdin:
-            app = replica_deployment(factory, replace(options, **json.loads(line)))
-            target = serve.RunTarget(app, name=options.name, route_prefix=None)
-            serve.run_many([target], wait_for_applications_running=False)
+            given = pickle.dumps((address, factory, replace(options, **json.loads(line))))
+            code = program + "sys.stdin.buffer.read())"
+            subprocess.run([sys.executable, "-c", code], input=given, check=True)
         os.kill(os.getpid(), signal.SIGINT)  # the test has ended without stopping this server
 
     def ready(_: object) -> None:
-        print(f"ray {ray.get_runtime_context().gcs_address}", file=sys.stderr)
+        address = json.loads((folders[0] / "ray.json").read_text())["address"]
+        print(f"folder {folders[0]}", file=sys.stderr)
+        print(f"ray {address}", file=sys.stderr)
         print(f"proxies {proxies}", file=sys.stderr)
         print(f"{MODEL} at http://127.0.0.1:{port};", file=sys.stderr)
-        threading.Thread(target=update, daemon=True).start()
+        threading.Thread(target=updates, args=(address,), daemon=True).start()
 
+    gateway.kept = noted
     try:
-        with connected(options):
-            if os.environ.get("HEADWAY_TEST_DEPLOY"):
-                http = {"host": "127.0.0.1", "port": proxies}
-                serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
-            serve_fleet(factory, bound, ready, options, lambda _: None)
+        gateway.serve_fleet(factory, bound, ready, options, lambda _: None)
     finally:
         stop_logs()
-        kept.close()
+        kept_socket.close()

@@ -183,7 +183,6 @@ def run_fleet(
             status.stop()
             ready(info)
 
-        from headway.on_ray.cluster import connected, serve_fleet
+        from headway.on_ray.gateway import serve_fleet
 
-        with connected(options):
-            return serve_fleet(factory, bound, is_ready, options, show)
+        return serve_fleet(factory, bound, is_ready, options, show)
