@@ -30,7 +30,7 @@ from headway.on_ray.directory import RayDirectory
 from headway.on_ray.gateway import gateway_engine
 from headway.on_ray.options import FleetOptions
 from headway.on_ray.ranks import placement
-from headway.on_ray.scaling import ScalingLoad, replicas_needed
+from headway.on_ray.scaling import ScalingLoad, placed, replicas_needed
 from headway.remote.auth import Address, Identity
 from headway.remote.service import EngineService
 from headway.server.process.serve import ServerFactory
@@ -117,15 +117,19 @@ class Replica:
         self._teardown()
 
 
-def scale(context: Any) -> tuple[int, dict[str, object]]:
-    """Serve's autoscaling policy: see `replicas_needed`."""
-    metrics = context.aggregated_metrics or {}
+def scale(context: Any) -> tuple[int, dict[str, float]]:
+    """Serve's autoscaling policy: see `replicas_needed` and `placed`."""
+    metrics, target = context.aggregated_metrics or {}, context.target_num_replicas
     columns = [metrics.get(name, {}) for name in ScalingLoad._fields]
-    known = [id for id in context.running_replicas if all(id in column for column in columns)]
-    if len(known) < context.target_num_replicas:  # some are starting
-        return context.target_num_replicas, {}
-    loads = [ScalingLoad(*(column[id] for column in columns)) for id in known]
-    return replicas_needed(loads), {}
+    running = context.running_replicas
+    known = [id for id in running if all(id in column for column in columns)]
+    needed, state = target, context.policy_state
+    if len(known) == len(running) > 0:
+        found = replicas_needed([ScalingLoad(*(c[id] for c in columns)) for id in known])
+        needed = found if found != len(running) else target  # the load asks for no change
+    num_starting = max(metrics.get("num_starting", {}).values(), default=0)
+    num_placed = len(running) + int(num_starting)
+    return placed(needed, target, num_placed, state, context.current_time)
 
 
 def replica_deployment(factory: ServerFactory, options: FleetOptions) -> Any:
