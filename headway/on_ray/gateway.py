@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -27,7 +28,13 @@ from msgspec import json
 
 from headway.engine.async_engine import AsyncEngine
 from headway.errors import ConfigError, ExecutorError
-from headway.fleet.discovery import Announced, Directory, DiscoveredFleet, FileDirectory
+from headway.fleet.discovery import (
+    Announced,
+    Directory,
+    DiscoveredFleet,
+    FileDirectory,
+    write_announced,
+)
 from headway.fleet.routing import parse_route
 from headway.on_ray.options import FleetOptions
 from headway.on_ray.reaper import reaper
@@ -43,6 +50,7 @@ from headway.server.process.serve import (
 
 KEEPER = ("-m", "headway.on_ray.keeper")
 LIST, MODEL = "fleet.json", "model"  # files of the keeper: a `Published`, and a pickle
+MAX_STARTS = 3  # of a keeper that ends without a report before the replicas are ready
 PAUSE = 1.0  # seconds until a keeper that has ended is started again
 END_SECONDS = 60.0  # for a keeper to remove the replicas from a cluster
 log = logging.getLogger(__name__)
@@ -101,7 +109,7 @@ def _running(folder: Path, given: bytes, end_seconds: float) -> Iterator[None]:
     ended = threading.Event()
 
     def run() -> None:
-        while True:
+        for attempt in count(1):
             with subprocess.Popen(
                 [sys.executable, *KEEPER, folder], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for this process
@@ -116,6 +124,10 @@ def _running(folder: Path, given: bytes, end_seconds: float) -> Iterator[None]:
                     process.wait(end_seconds)
                 process.kill()
             if ended.is_set():
+                return
+            if attempt >= MAX_STARTS and not (folder / MODEL).exists():
+                error = f"the process that keeps Ray ended with status {process.returncode}"
+                write_announced(folder / LIST, Published(replicas={}, error=error))
                 return
             log.warning("the process that keeps Ray has ended; it is started again")
             ended.wait(PAUSE)

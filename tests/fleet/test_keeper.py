@@ -74,6 +74,14 @@ def test_a_keeper_that_is_killed_is_started_again_and_its_list_stays(tmp_path: P
     assert (tmp_path / "end").read_text() == "ended" and not folder.exists()
 
 
+def test_a_keeper_that_cannot_run_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "KEEPER", ("-c", "raise SystemExit(7)"))
+    with keeper(tmp_path / "end") as folder, pytest.raises(ExecutorError, match="status 7"):
+        wait_for_model(folder, lambda _: None)
+
+
 @pytest.mark.parametrize("kind", [ConfigError, ExecutorError])
 def test_what_a_keeper_reports_at_the_start_is_raised(
     tmp_path: Path, kind: type[Exception]

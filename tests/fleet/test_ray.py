@@ -314,10 +314,9 @@ def is_replaced(server: FleetServer) -> None:
 
 def outages(server: FleetServer, hold: Hold) -> None:
     """Parts of Ray and the process that keeps it are killed; streams go on, and placement resumes."""
-    state = Path(said(server, "folder")) / "ray.json"
 
     def pid(name: str) -> int:
-        return int(json.loads(state.read_text())[name])
+        return int(ray_state(server)[name])
 
     def kill(name: str) -> None:
         known, killed = len(server.lines), pid(name)
@@ -342,6 +341,12 @@ def outages(server: FleetServer, hold: Hold) -> None:
     is_replaced(server)
     wait_until(lambda: server.client.get("/health").json() == {"status": "ok"})
     assert server.metric("headway_fleet:failed_total") == failed
+
+
+def ray_state(server: FleetServer) -> dict[str, Any]:
+    """What is known of the private Ray, which may have been replaced."""
+    found: dict[str, Any] = json.loads((Path(said(server, "folder")) / "ray.json").read_text())
+    return found
 
 
 def keepers(server: FleetServer) -> list[int]:
@@ -408,7 +413,7 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
     # In turn, so that the replica that is killed has streams.
     flags = (
         "--replicas", "2", "--threads", "1", "--device", "cpu", "--route", "round_robin",
-        "--ray-address", said(server, "ray"),
+        "--ray-address", ray_state(server)["address"],
     )  # fmt: skip
     # By application: a replica of the first one that was killed may only start now.
     before = {"", *map(application, server.replica_pids())}
@@ -474,7 +479,7 @@ def run(*arguments: str, environment: dict[str, str]) -> str:
 
 def deployments(server: FleetServer, given: dict[str, str], model: Path) -> None:
     """An application from a config file is updated by `headway deploy` while it answers."""
-    ray, port = ("--ray-address", said(server, "ray")), ("--port", said(server, "proxies"))
+    ray, port = ("--ray-address", ray_state(server)["address"]), ("--port", said(server, "proxies"))
     flags = (str(model), "--device", "cpu", "--threads", "1", *port)
     config = CliRunner().invoke(app, ["deploy", *flags, "--print-config"])
     (model / "app.json").write_text(config.output)

@@ -1,7 +1,7 @@
 """Replicas on Ray without a model: call `main`, with a file as the argument of the program.
 
 Starts a local Ray, several replicas and a server, whose outputs are the prompts in capitals. Prints
-the addresses of Ray and of the server. With the environment variable HEADWAY_TEST_DEPLOY, Serve has
+the folder of its files and the address of the server. With the environment variable HEADWAY_TEST_DEPLOY, Serve has
 a proxy, whose port it prints, too. A line on its standard input has fields of FleetOptions, as JSON,
 with which the replicas are replaced. The file holds them: see held.py.
 """
@@ -156,21 +156,20 @@ def main() -> None:
             folders.append(folder)
             yield folder
 
-    def updates(address: str) -> None:
+    def updates() -> None:
         program = "import sys; from tests.support.letters_fleet import update; update("
         for line in sys.stdin:
+            address = json.loads((folders[0] / "ray.json").read_text())["address"]
             given = pickle.dumps((address, factory, replace(options, **json.loads(line))))
             code = program + "sys.stdin.buffer.read())"
             subprocess.run([sys.executable, "-c", code], input=given, check=True)
         os.kill(os.getpid(), signal.SIGINT)  # the test has ended without stopping this server
 
     def ready(_: object) -> None:
-        address = json.loads((folders[0] / "ray.json").read_text())["address"]
         print(f"folder {folders[0]}", file=sys.stderr)
-        print(f"ray {address}", file=sys.stderr)
         print(f"proxies {proxies}", file=sys.stderr)
         print(f"{MODEL} at http://127.0.0.1:{port};", file=sys.stderr)
-        threading.Thread(target=updates, args=(address,), daemon=True).start()
+        threading.Thread(target=updates, daemon=True).start()
 
     gateway.kept = noted
     try:
