@@ -18,6 +18,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from shutil import rmtree
 
 import ray
 from msgspec import json
@@ -68,12 +69,18 @@ class Keeper:
                     while True:
                         self._publish(self._ray_problem())
                         time.sleep(INTERVAL)
-                except KeyboardInterrupt:
-                    if self._options.address is not None:
-                        starts_serve = (self._folder / "serve").exists()
-                        remove(self._options.name, self._directory, stops_serve=starts_serve)
+                except BaseException as error:
+                    if isinstance(error, KeyboardInterrupt) or not (self._folder / MODEL).exists():
+                        self._remove()
+                    raise
         except Exception as error:
             self._fail(error)
+
+    def _remove(self) -> None:
+        """Leave an existing Ray as it was; a private one ends with the gateway."""
+        if self._options.address is not None:
+            starts_serve = (self._folder / "serve").exists()
+            remove(self._options.name, self._directory, stops_serve=starts_serve)
 
     def _address(self) -> str:
         """The address of the Ray to join, which is started unless it runs."""
@@ -186,13 +193,14 @@ def _end_with_gateway() -> None:
 
 
 def main() -> None:
+    folder = Path(sys.argv[1])
     factory, options = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_gateway, daemon=True).start()
     stop_logs = factory.setup()
     try:
-        Keeper(Path(sys.argv[1]), factory, options).run()
+        Keeper(folder, factory, options).run()
     except KeyboardInterrupt:
-        pass
+        rmtree(folder, ignore_errors=True)  # the gateway may have been killed
     finally:
         stop_logs()
 

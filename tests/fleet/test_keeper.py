@@ -122,6 +122,7 @@ def test_all_that_was_started_ends_with_the_gateway(
     process = subprocess.Popen(
         [sys.executable, "-c", GATEWAY, ray, KEEPER, str(end), str(10 * LIMIT)],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert process.stdout is not None
     keeper, folder, has_ray = process.stdout.readline().split()

@@ -1,9 +1,10 @@
 """Replicas on Ray without a model: call `main`, with a file as the argument of the program.
 
 Starts a local Ray, several replicas and a server, whose outputs are the prompts in capitals. Prints
-the folder of its files and the address of the server. With the environment variable HEADWAY_TEST_DEPLOY, Serve has
-a proxy, whose port it prints, too. A line on its standard input has fields of FleetOptions, as JSON,
-with which the replicas are replaced. The file holds them: see held.py.
+the folder of its files and the address of the server. With the environment variable
+HEADWAY_TEST_DEPLOY, Serve has a proxy, whose port it prints, too. A line on its standard input has
+fields of FleetOptions, as JSON, with which the replicas are replaced. The file holds them: see
+held.py.
 """
 
 from __future__ import annotations
