@@ -329,8 +329,14 @@ def outages(server: FleetServer, hold: Hold) -> None:
         os.kill(keepers(server)[0], signal.SIGKILL)
         wait_until(lambda: logged(server, known, "is started again"))
 
+    def stop_gcs() -> None:
+        os.kill(stopped := pid("gcs"), signal.SIGSTOP)
+        wait_until(lambda: server.client.get("/health").json()["status"] == "degraded")
+        assert server.metric("headway_fleet:directory_ok") == 0
+        os.kill(stopped, signal.SIGCONT)
+
     failed = server.metric("headway_fleet:failed_total")
-    for work in (partial(kill, "gcs"), kill_keeper, partial(kill, "gcs")):
+    for work in (partial(kill, "gcs"), kill_keeper, partial(kill, "gcs"), stop_gcs):
         replicas = server.replica_pids()
         held_streams(server, hold, work)
         assert server.replica_pids() == replicas, "no replica ends with the GCS or the keeper"
