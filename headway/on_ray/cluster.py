@@ -76,12 +76,10 @@ def remove(name: str, directory: RayDirectory, *, stops_serve: bool) -> None:
             serve.shutdown()
 
 
-def serve_is_running() -> bool:
-    try:
-        ray.get_actor(*private.SERVE_CONTROLLER)
-    except ValueError:
-        return False
-    return True
+def serve_is_used() -> bool:
+    """Whether Serve has applications or proxies. Without both it can be started again or stopped."""
+    found = serve.status()
+    return bool(found.applications or found.proxies)
 
 
 def deploy(
@@ -100,7 +98,7 @@ def deploy(
     """
     with connected(options.address or "auto"):
         check_resources(options)
-        was_running, is_new = serve_is_running(), options.name not in serve.status().applications
+        was_running, is_new = serve_is_used(), options.name not in serve.status().applications
         if not was_running:
             serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
         options = shared(options)

@@ -27,7 +27,7 @@ from ray import serve
 
 from headway.errors import ConfigError, ExecutorError, HeadwayError
 from headway.fleet.discovery import Announced, replace_file, write_announced
-from headway.on_ray.cluster import check_resources, connected, remove, run, serve_is_running
+from headway.on_ray.cluster import check_resources, connected, remove, run, serve_is_used
 from headway.on_ray.directory import RayDirectory
 from headway.on_ray.gateway import LIST, MODEL, Published
 from headway.on_ray.options import FleetOptions
@@ -116,7 +116,7 @@ class Keeper:
         options = self._options
         if options.name not in serve.status().applications:
             check_resources(options)
-            if not serve_is_running():
+            if not serve_is_used():
                 (self._folder / "serve").touch()
             serve.start(proxy_location="Disabled", logging_config=QUIET)
             run(replica_deployment(self._factory, options), options, route_prefix=None)

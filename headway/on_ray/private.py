@@ -17,7 +17,6 @@ from ray._private import node, parameter, services
 from ray.serve.context import _get_global_client
 
 OBJECT_STORE_BYTES = 80 << 20  # close to Ray's minimum; no tokens or weights go through it
-SERVE_CONTROLLER = ("SERVE_CONTROLLER_ACTOR", "serve")  # name and namespace
 PORT = "--gcs_server_port="
 
 
