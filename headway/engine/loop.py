@@ -28,6 +28,7 @@ from headway.engine.messages import (
     refusal_of,
 )
 from headway.engine.queries import (
+    CACHE_PARTS,
     CountRequests,
     EngineLoad,
     ExplainQueue,
@@ -150,7 +151,7 @@ class EngineLoop:
         self.handle(GetLoad, lambda _: self._load())
         self.handle(CountRequests, lambda _: len(engine.scheduler.requests) + engine.num_in_flight)
         self.handle(ResetPrefixCache, lambda _: engine.scheduler.reset_cache())
-        self.handle(ReportCache, lambda _: self._start_cache_report())
+        self.handle(ReportCache, self._report_cache)
         self._report_load = report_load
         self.report_cache = False  # send a CacheDelta with the updates of a step
         self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
@@ -290,16 +291,24 @@ class EngineLoop:
         scheduler, age = self.engine.scheduler, self.engine.step_seconds or 0.0
         return EngineLoad(len(scheduler.running), len(scheduler.queue) + self.num_unread, age)
 
-    def _start_cache_report(self) -> None:
-        self.engine.scheduler.kv.pool.index.start_journal()
-        self.report_cache = True
+    def _report_cache(self, query: ReportCache) -> list[bytes]:
+        """A part of the keys now. Changes before come first: later deltas start from this state."""
+        index = self.engine.scheduler.kv.pool.index
+        if not self.report_cache:
+            self.report_cache = True
+            index.start_journal().drain()  # the parts have what is there now
+        self._report_changes()
+        return [key for key in index.block_of if key[0] % CACHE_PARTS == query.part]
+
+    def _report_changes(self) -> None:
+        index = self.engine.scheduler.kv.pool.index
+        journal = index.journal or index.start_journal()  # a restarted engine has a new index
+        if journal.has_changes:
+            self._outbox.append(CacheDelta(*journal.drain()))
 
     def _flush(self) -> None:
         if self.report_cache:
-            index = self.engine.scheduler.kv.pool.index
-            journal = index.journal or index.start_journal()  # a restarted engine has a new index
-            if journal.has_changes:
-                self._outbox.append(CacheDelta(*journal.drain()))
+            self._report_changes()
         if self._outbox and self._failure is None:
             messages, self._outbox = self._outbox, []
             self._deliver(messages)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
+    Annotated,
     Any,
     ClassVar,
     Generic,
@@ -20,7 +21,7 @@ from typing import (
     dataclass_transform,
 )
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from headway.engine.clock import Clock
 from headway.errors import HeadwayError
@@ -143,15 +144,19 @@ class QueryResult(Message):
     error: str | None = None
 
 
+Key = Annotated[bytes, Meta(min_length=16, max_length=16)]  # a prefix key
+Number = Annotated[int, Meta(ge=0, lt=1 << 48)]  # sums of a fleet's numbers fit into 64 bits
+
+
 class LoadReport(Message):
     """The load of an engine after a step, or while it is idle or busy with a long step."""
 
-    step: int  # number of the next step
-    num_running: int
-    num_waiting: int
-    waiting_tokens: int  # tokens that admitted and waiting requests have left to prefill
-    num_free_blocks: int
-    num_blocks: int
+    step: Number  # number of the next step
+    num_running: Number
+    num_waiting: Number
+    waiting_tokens: Number  # tokens that admitted and waiting requests have left to prefill
+    num_free_blocks: Number
+    num_blocks: Number
 
 
 class CacheDelta(Message):
@@ -160,8 +165,8 @@ class CacheDelta(Message):
     If `cleared`, keys of earlier deltas are gone, and `added` has all that are present.
     """
 
-    added: list[bytes]
-    removed: list[bytes]
+    added: list[Key]
+    removed: list[Key]
     cleared: bool
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from headway.engine.messages import Query
+from headway.engine.messages import Key, Query
 from headway.record.lines import HeaderLine, Line, RequestLine
 
 Document = dict[str, Any]
@@ -54,9 +54,16 @@ class ResetPrefixCache(Query[bool]):
     between_steps = True
 
 
-class ReportCache(Query[None]):
-    """Send all keys of the prefix cache with the next messages, and changes from then on."""
+CACHE_PARTS = 16
 
+
+class ReportCache(Query[list[Key]]):
+    """The keys of the prefix cache in one of CACHE_PARTS parts; changes are sent from then on.
+
+    A part is chosen by the keys' first byte, so that no message is large. Changes go to all readers.
+    """
+
+    part: int = 0
     between_steps = True
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from headway.engine.async_engine import EngineClient, OnMessages
 from headway.engine.clock import Clock, RealClock
 from headway.engine.messages import Cancel, EngineStopped, FromLoop, Submit, ToLoop
-from headway.engine.queries import DescribeFleet, Document, GetTime, ReportCache
+from headway.engine.queries import DescribeFleet, Document, GetTime
 from headway.errors import ExecutorError
 from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.replica import TICK_SECONDS, Replica
@@ -112,7 +112,6 @@ class FleetClient:
         await client.open(partial(self._receive, replica))
         if replica.is_gone:
             raise ExecutorError(f"replica {name} was lost while it was added")
-        replica.post(ReportCache())
         self.dispatcher.add(replica)
         self._send_and_deliver()
 

@@ -125,6 +125,7 @@ class Dispatcher:
         self.replicas[replica.name] = replica
         self.placement.changed[replica] = None
         replica.answered = self.queries.next_number - 1  # it has just connected
+        self.placement.follow(replica)
         for leaving in self.replicas.values():
             if leaving.is_draining:
                 self.placement.move_all(leaving, DRAINED.format(leaving.name))

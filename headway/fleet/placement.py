@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from headway.engine.clock import Clock
 from headway.engine.messages import Cancel, Query, refusal_of
-from headway.engine.queries import CountRequests, GetProblem
+from headway.engine.queries import CACHE_PARTS, CountRequests, GetProblem, ReportCache
 from headway.errors import PolicyError
 from headway.fleet.isolation import Isolation
 from headway.fleet.losses import Loss, Losses
@@ -115,6 +115,16 @@ class Placement:
 
         replica.is_unconfirmed = False
         self._ask(replica, GetProblem(), partial(setattr, replica, "problem"))
+
+    def follow(self, replica: Replica, part: int = 0) -> None:
+        """Ask for the keys of a replica's cache, one part after the other."""
+
+        def use(keys: Any) -> None:
+            self.router.tracker.apply(replica.name, keys or [], [])
+            if part + 1 < CACHE_PARTS:
+                self.follow(replica, part + 1)
+
+        self._ask(replica, ReportCache(part), use)
 
     def tick(self) -> None:
         """Call it every TICK_SECONDS."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,19 @@ from msgspec.structs import astuple
 
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
-from headway.engine.messages import CacheDelta, FromLoop, Query, SampleUpdate, Submit
-from headway.engine.queries import ReportCache, ResetPrefixCache
+from headway.engine.messages import (
+    CacheDelta,
+    FromLoop,
+    LoadReport,
+    Query,
+    QueryResult,
+    SampleUpdate,
+    Submit,
+)
+from headway.engine.queries import CACHE_PARTS, ReportCache, ResetPrefixCache
+from headway.errors import ExecutorError
 from headway.fleet.prefix_tracker import PrefixTracker
+from headway.remote import codec
 from headway.request import RequestParams
 from tests.support.scripted import make_engine, script
 from tests.support.tracked import holds
@@ -30,7 +41,8 @@ class Follower:
         self.loop = EngineLoop(engine, self.deliver)
         self.loop.report_cache = True
         self.deltas: list[CacheDelta] = []
-        self.num_open = 0
+        self.parts = list[int]()  # their numbers of keys
+        self.num_open, self.is_following = 0, True
 
     def deliver(self, messages: list[FromLoop]) -> None:
         for message in messages:
@@ -39,13 +51,27 @@ class Follower:
                 self.tracker.apply("a", *astuple(message))
             elif isinstance(message, SampleUpdate) and message.end:
                 self.num_open -= 1
-                if not self.num_open:
-                    self.loop.stop()
-        assert holds(self.tracker, "a", self.held)
+            elif isinstance(message, QueryResult) and message.number < 0:
+                self.tracker.apply("a", message.value, [])
+                self.parts.append(len(message.value))
+                self.num_open -= 1
+        if not self.num_open:
+            self.loop.stop()
+        if self.is_following:
+            assert holds(self.tracker, "a", self.held)
 
     @property
     def held(self) -> set[bytes]:
         return set(self.engine.scheduler.kv.pool.index.block_of)
+
+    def follow(self, between: Callable[[int], list[Submit]] = lambda _: []) -> None:
+        """Ask for all parts of the keys, one after the other, and run requests in between."""
+        self.is_following = False
+        for part in range(CACHE_PARTS):
+            self.num_open += 1
+            self.run(ReportCache(part, number=~part), *between(part))
+        self.is_following = True
+        assert holds(self.tracker, "a", self.held)
 
     def run(self, *messages: Submit | Query[Any]) -> None:
         """Run until all requests have ended."""
@@ -84,8 +110,17 @@ def test_a_reader_that_connects_later_gets_all_keys() -> None:
     follower = Follower(make_engine())
     follower.run(submit(1))
     follower.tracker.clear("a")
-    follower.run(ReportCache(), submit(2))
-    assert follower.deltas[-1].cleared or any(delta.cleared for delta in follower.deltas[1:])
+    follower.deltas.clear()
+    follower.follow()
+    assert not any(delta.cleared for delta in follower.deltas)  # other readers keep their keys
+
+
+def test_the_parts_of_a_large_cache_are_small_and_changes_between_them_are_not_lost() -> None:
+    follower = Follower(make_engine(num_blocks=300))
+    follower.run(*map(submit, range(60)))
+    follower.tracker.clear("a")
+    follower.follow(between=lambda part: [submit(100 + part), submit(part)])
+    assert len(follower.held) > 100 and max(follower.parts) < len(follower.held) / 4
 
 
 def test_nothing_is_sent_unless_asked_for() -> None:
@@ -96,3 +131,18 @@ def test_nothing_is_sent_unless_asked_for() -> None:
     follower.run(submit(1))
     assert sent and not any(isinstance(message, CacheDelta) for message in sent)
     assert follower.engine.scheduler.kv.pool.index.journal is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CacheDelta([b"a key that is too long"], [], False),
+        CacheDelta([], [b"short"], False),
+        LoadReport(1, 0, 0, -1, 0, 0),
+        LoadReport(1, 1 << 63, 0, 0, 0, 0),
+    ],
+)
+def test_keys_and_numbers_that_the_router_cannot_store_are_refused(message: FromLoop) -> None:
+    """They would break the router's index for all replicas; as frames they end one connection."""
+    with pytest.raises(ExecutorError):
+        codec.from_engine().decode(codec.encode([message]))

@@ -79,6 +79,8 @@ DOCUMENTS = st.recursive(
 KNOWN: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(), bool: st.booleans(), int: st.integers(-(1 << 63), (1 << 64) - 1), Any: DOCUMENTS,
     float: st.floats(allow_nan=False), bytes: st.binary(), type(None): st.none(),
+    messages.Key: st.binary(min_size=16, max_size=16),
+    messages.Number: st.integers(0, (1 << 48) - 1),
     array: st.lists(TOKENS, max_size=9).map(lambda ids: array("i", ids)),
     messages.Embedding: st.lists(st.floats(width=32), max_size=9).map(np.float32),
     Grammar: st.sampled_from([Grammar.regex("a+"), Grammar.json_object()]),
@@ -106,7 +108,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(inner[0]), max_size=4).map(tuple)
     if origin is tuple:
         return st.tuples(*map(values, inner))
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     names = getattr(kind, "__struct_fields__", None) or getattr(kind, "_fields", None)
     names = names or [f.name for f in fields(kind)]
     return st.builds(kind, **{name: values(hints[name]) for name in names})

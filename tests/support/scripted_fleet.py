@@ -29,7 +29,7 @@ from headway.engine.messages import (
     TokenBatch,
     ToLoop,
 )
-from headway.engine.queries import CountRequests, EngineLoad, GetProblem
+from headway.engine.queries import CountRequests, EngineLoad, GetProblem, ReportCache
 from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.replica import TICK_SECONDS, Replica
 from headway.fleet.router import Router
@@ -134,7 +134,8 @@ class ScriptedReplica:
         if isinstance(message, CountRequests):
             return [QueryResult(message.number, len(self.assigned))]
         if isinstance(message, Query):
-            return [QueryResult(message.number, EngineLoad(1, 0, 0.0))]
+            value = [] if isinstance(message, ReportCache) else EngineLoad(1, 0, 0.0)
+            return [QueryResult(message.number, value)]
         if isinstance(message, Cancel):
             return self._cancel(message)
         if self.is_full and not message.outputs:
