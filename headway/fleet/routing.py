@@ -69,6 +69,10 @@ class ReplicaViews(Sequence[ReplicaView]):
     def _views(self) -> list[ReplicaView]:
         return list(map(ReplicaView, self.names, *[column.tolist() for column in self._columns]))
 
+    def part(self, start: int, end: int) -> ReplicaViews:
+        """The replicas [start, end)."""
+        return ReplicaViews(self.names[start:end], [each[start:end] for each in self._columns])
+
     def __len__(self) -> int:
         return len(self.names)
 
@@ -130,11 +134,24 @@ class chwbl(Checked):
         has_room = replicas.num_open + 1 <= max(1.0, limit)
         if not has_room.any():
             return least_loaded(request, replicas)
-        points, owners = _ring(replicas.names, self.replication)
-        key = request.keys[min(self.prefix_blocks, len(request.keys)) - 1]
-        first = bisect(points, int.from_bytes(key[:8], "big"))
-        order = (owners[(first + step) % len(owners)] for step in range(len(owners)))
-        return next(place for place in order if has_room[place])
+        return _first_on_ring(
+            request, self.prefix_blocks, replicas.names, self.replication, has_room
+        )
+
+
+def _first_on_ring(
+    request: RouteRequest,
+    prefix_blocks: int,
+    names: tuple[str, ...],
+    replication: int,
+    has_room: NDArray[np.bool_],
+) -> int:
+    """The index of the first name on the ring with room, from the hash of the first blocks on."""
+    points, owners = _ring(names, replication)
+    key = request.keys[min(prefix_blocks, len(request.keys)) - 1]
+    first = bisect(points, int.from_bytes(key[:8], "big"))
+    order = (owners[(first + step) % len(owners)] for step in range(len(owners)))
+    return next(place for place in order if has_room[place])
 
 
 @lru_cache(maxsize=64)
@@ -171,6 +188,32 @@ class sglang(Checked):
         return _least(request.tick, -replicas.num_cached, replicas.num_open)
 
 
+@dataclass(frozen=True)
+class cells(Checked):
+    """Consistent hashing of the first blocks of the prompt to a cell of replicas; there, prefix_load.
+
+    The replicas are divided, as they joined, into as few cells as possible of at most `size`. Cells
+    with more than `load_factor` times the mean of open requests are skipped, as in chwbl. A prompt
+    without a full block goes to the cell with the fewest.
+    """
+
+    size: int = count(64, 1)
+    load_factor: float = number(1.25, 1)
+    prefix_blocks: int = count(8, 1)
+
+    def __call__(self, request: RouteRequest, replicas: ReplicaViews) -> int:
+        number = -(-len(replicas) // self.size)
+        starts = [len(replicas) * cell // number for cell in range(number + 1)]
+        num_open = np.add.reduceat(replicas.num_open, starts[:-1])
+        has_room = num_open + 1 <= max(1.0, self.load_factor * (int(num_open.sum()) + 1) / number)
+        cell = int(num_open.argmin())
+        if request.keys and has_room.any():
+            names = tuple(map(str, range(number)))
+            cell = _first_on_ring(request, self.prefix_blocks, names, 256, has_room)
+        inside = replicas.part(starts[cell], starts[cell + 1])
+        return starts[cell] + prefix_load(request, inside)
+
+
 def _least(tick: int, first: NDArray[Any], second: NDArray[Any]) -> int:
     """The index with the least first number, then second; equal ones are taken in turn."""
     places = np.flatnonzero(first == first.min())
@@ -180,7 +223,7 @@ def _least(tick: int, first: NDArray[Any], second: NDArray[Any]) -> int:
     return int(places[tick % len(places)])
 
 
-ROUTES: tuple[Any, ...] = (prefix_load, least_loaded, round_robin, chwbl, sglang)
+ROUTES: tuple[Any, ...] = (prefix_load, least_loaded, round_robin, chwbl, sglang, cells)
 DEFAULT_ROUTE = "prefix_load"
 
 

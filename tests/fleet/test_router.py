@@ -17,7 +17,12 @@ from headway.request import Request, RequestParams
 from tests.support.plain_routing import PlainRouter
 
 BLOCK = 2
-RULES = [*(rule.__name__ for rule in ROUTES), "sglang(0.1, 2, 1.2)", "chwbl(1.0, 2, 16)"]
+RULES = [
+    *(rule.__name__ for rule in ROUTES),
+    "sglang(0.1, 2, 1.2)",
+    "chwbl(1.0, 2, 16)",
+    "cells(3, 1.1)",
+]
 
 
 class World:

@@ -21,6 +21,7 @@ from headway.fleet.routing import (
     ReplicaViews,
     RouteRequest,
     call_route,
+    cells,
     chwbl,
     format_route,
     parse_route,
@@ -130,6 +131,17 @@ def test_chwbl_sends_a_prefix_to_one_replica_within_its_bound_and_moves_few() ->
     assert moved == [home == 3 for home in homes]
     full = [each._replace(num_running=10 if each.name == "r3" else 5) for each in views]
     assert all(choose(rule, request(tick), full) != 3 for tick in range(200))
+
+
+def test_a_prefix_stays_in_its_cell_until_the_cell_is_busier_than_the_others() -> None:
+    rule, views = cells(size=4), [view(f"r{i}") for i in range(16)]
+    homes = [choose(rule, request(tick), views) // 4 for tick in range(200)]
+    assert set(homes) == set(range(4))
+    again = [choose(rule, request(tick)._replace(tick=0), views) // 4 for tick in range(200)]
+    assert homes == again
+    busy = [each._replace(num_running=10 if i < 4 else 5) for i, each in enumerate(views)]
+    assert all(choose(rule, request(tick), busy) >= 4 for tick in range(200))
+    assert choose(cells(16), request(5), busy) == choose(RULES["prefix_load"], request(5), busy)
 
 
 @pytest.mark.parametrize("text", ["prefix_load", "chwbl(load_factor=1.5)", "sglang(0.5, 10, 2.0)"])

@@ -12,6 +12,7 @@ from headway.fleet.router import Choice, ReplicaLoad
 from headway.fleet.routing import (
     ReplicaView,
     RouteRequest,
+    cells,
     chwbl,
     least_loaded,
     prefix_load,
@@ -30,6 +31,8 @@ def plain_choice(rule: Any, request: RouteRequest, views: Sequence[ReplicaView])
             (view.waiting_tokens + 8 * view.num_new + batch * view.num_open, view.num_open)
             for view in views
         ])  # fmt: skip
+    if isinstance(rule, cells):
+        return _cells(rule, request, views)
     if isinstance(rule, chwbl) and request.keys:
         return _chwbl(rule, request, views)
     if isinstance(rule, sglang):
@@ -57,6 +60,19 @@ def _chwbl(rule: chwbl, request: RouteRequest, views: Sequence[ReplicaView]) -> 
         if views[place].num_open + 1 <= max(1.0, limit):
             return place
     return plain_choice(least_loaded, request, views)
+
+
+def _cells(rule: cells, request: RouteRequest, views: Sequence[ReplicaView]) -> int:
+    number = -(-len(views) // rule.size)
+    starts = [len(views) * cell // number for cell in range(number + 1)]
+    parts = [views[starts[cell] : starts[cell + 1]] for cell in range(number)]
+    num_open = [sum(view.num_open for view in part) for part in parts]
+    as_views = [ReplicaView(str(cell), 0, 1, 0, num_open[cell], 0, 0, 0) for cell in range(number)]
+    limit = max(1.0, rule.load_factor * (sum(num_open) + 1) / number)
+    cell = num_open.index(min(num_open))
+    if request.keys and any(each + 1 <= limit for each in num_open):
+        cell = _chwbl(chwbl(rule.load_factor, rule.prefix_blocks, 256), request, as_views)
+    return starts[cell] + plain_choice(prefix_load, request, parts[cell])
 
 
 def _least(tick: int, keys: list[Any]) -> int:
