@@ -216,10 +216,10 @@ class cells(Checked):
 
 def _least(tick: int, first: NDArray[Any], second: NDArray[Any]) -> int:
     """The index with the least first number, then second; equal ones are taken in turn."""
-    places = np.flatnonzero(first == first.min())
+    (places,) = (first == np.minimum.reduce(first)).nonzero()
     if len(places) > 1:
         others = second[places]
-        places = places[others == others.min()]
+        places = places[others == np.minimum.reduce(others)]
     return int(places[tick % len(places)])
 
 
