@@ -29,6 +29,7 @@ from headway.fleet.replica import TICK_SECONDS, Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, prefix_load
 from headway.fleet.settings import FleetSettings
+from headway.fleet.shared_counters import Numbers, SharedCounters
 
 DRAIN_SECONDS = 2.0  # for a drained replica to report that it has no work
 CLOSE_SECONDS = 2.0  # for a client to close
@@ -56,6 +57,7 @@ class FleetClient:
             on_drain=lambda replica: self._start(self.drain(replica.name), self._ending),
         )  # fmt: skip
         self.dispatcher.queries.local = {GetTime: clock.now, DescribeFleet: self.describe}
+        self.shared: SharedCounters | None = None  # with other gateways
         self._initial = dict(replicas or {})
         self._outbox: list[FromLoop] = []
         self._on_messages: OnMessages = lambda _: None
@@ -154,11 +156,19 @@ class FleetClient:
         """Counters, and state and load of every replica; also the answer to DescribeFleet."""
         dispatcher = self.dispatcher
         return {
-            **asdict(dispatcher.counters), "num_open": len(dispatcher.requests),
-            "num_without_replica": len(dispatcher.table.waiting),
+            **self._numbers(),
             "num_starting": dispatcher.num_starting,
             "replicas": [each.describe() for each in dispatcher.replicas.values()],
         }  # fmt: skip
+
+    def _numbers(self) -> Numbers:
+        """Counters and numbers of requests, of all gateways if they share them."""
+        dispatcher = self.dispatcher
+        own = {
+            **asdict(dispatcher.counters), "num_open": len(dispatcher.requests),
+            "num_without_replica": len(dispatcher.table.waiting),
+        }  # fmt: skip
+        return own if self.shared is None else self.shared.sums(own)
 
     # On the event loop.
 
@@ -176,6 +186,7 @@ class FleetClient:
             try:
                 self.dispatcher.tick()
                 self._send_and_deliver()
+                self._numbers()  # for other gateways
             except Exception:  # the monitor must outlive a bug
                 log.exception("the fleet could not be checked")
 

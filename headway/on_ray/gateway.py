@@ -28,6 +28,7 @@ from msgspec import json
 
 from headway.engine.async_engine import AsyncEngine
 from headway.errors import ConfigError, ExecutorError
+from headway.fleet.client import FleetClient
 from headway.fleet.discovery import (
     Announced,
     Directory,
@@ -36,6 +37,7 @@ from headway.fleet.discovery import (
     write_announced,
 )
 from headway.fleet.routing import parse_route
+from headway.fleet.shared_counters import SharedCounters
 from headway.on_ray.options import FleetOptions
 from headway.on_ray.reaper import reaper
 from headway.remote.auth import Identity
@@ -47,9 +49,11 @@ from headway.server.process.serve import (
     restored_signal_handlers,
     serve_http,
 )
+from headway.server.process.workers import MakeClient, Supervisor
 
 KEEPER = ("-m", "headway.on_ray.keeper")
 LIST, MODEL = "fleet.json", "model"  # files of the keeper: a `Published`, and a pickle
+COUNTERS = "counters"  # file of the gateways
 MAX_STARTS = 3  # of a keeper that ends without a report before the replicas are ready
 PAUSE = 1.0  # seconds until a keeper that has ended is started again
 END_SECONDS = 60.0  # for a keeper to remove the replicas from a cluster
@@ -69,12 +73,17 @@ def serve_fleet(
     ready: Ready,
     options: FleetOptions,
     on_ready: Callable[[int], None],
+    num_gateways: int = 1,
 ) -> int:
     """Serve over replicas on Ray until a signal; return the exit status.
 
     `on_ready` gets the number of replicas that are ready, each time it changes.
     """
     with restored_signal_handlers(), kept(factory, options) as folder:
+        if num_gateways > 1:
+            SharedCounters.create(folder / COUNTERS, num_gateways)
+            backend = KeptFleet(folder, options, on_ready)
+            return Supervisor(factory, bound, num_gateways, lambda _: backend).run(ready)
         info, identity = wait_for_model(folder, on_ready)
         engine = gateway_engine(FileDirectory(folder / LIST), identity, options)
         serving = serve_http(
@@ -83,6 +92,32 @@ def serve_fleet(
         )  # fmt: skip
         asyncio.run(serving)
     return 0
+
+
+class KeptFleet:
+    """The replicas of a keeper, as the backend of several gateways. `kept` ends them."""
+
+    exit_status = None
+
+    def __init__(
+        self, folder: Path, options: FleetOptions, on_ready: Callable[[int], None]
+    ) -> None:
+        self._folder, self._options, self._on_ready = folder, options, on_ready
+
+    def start(self) -> tuple[MakeClient, Any]:
+        info, identity = wait_for_model(self._folder, self._on_ready)
+        return partial(_gateway_client, self._folder, identity, self._options), info
+
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+def _gateway_client(
+    folder: Path, identity: Identity, options: FleetOptions, number: int
+) -> FleetClient:
+    fleet = fleet_client(FileDirectory(folder / LIST), identity, options)
+    fleet.shared = SharedCounters(folder / COUNTERS, number)
+    return fleet
 
 
 @contextmanager
@@ -158,8 +193,11 @@ def wait_for_model(folder: Path, on_ready: Callable[[int], None]) -> tuple[Any, 
 
 def gateway_engine(directory: Directory, identity: Identity, options: FleetOptions) -> AsyncEngine:
     """The engine of a gateway: all replicas behind one client."""
-    fleet = DiscoveredFleet(
+    return AsyncEngine(fleet_client(directory, identity, options))
+
+
+def fleet_client(directory: Directory, identity: Identity, options: FleetOptions) -> FleetClient:
+    return DiscoveredFleet(
         directory, identity, options.key, route=parse_route(options.route),
         settings=options.settings,
     )  # fmt: skip
-    return AsyncEngine(fleet)

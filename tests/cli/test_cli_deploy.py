@@ -47,7 +47,6 @@ def problem(*arguments: str) -> str:
         (("--replicas", "2", "--route", "nearest"), ("nearest", "prefix_load", "round_robin")),
         (("--replicas", "2", "--ray-address", "ray://host:1"), ("ray://host:1", "host:port")),
         (("--replicas", "2", "--ray-address", "nowhere"), ("nowhere", "host:port")),
-        (("--replicas", "2", "--api-server-count", "2"), ("--api-server-count", "--replicas 2")),
         (("--replicas", "2", "--engine-process"), ("--engine-process", "--replicas 2")),
         (("--replicas", "2", "--trace-out", "t.jsonl"), ("--trace-out t.jsonl", "replicas")),
     ],

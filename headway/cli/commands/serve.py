@@ -51,7 +51,7 @@ def serve_command(
     try:
         with bound:
             if options is not None:
-                status = run_fleet(factory, bound, ready, options)
+                status = run_fleet(factory, bound, ready, options, serving.api_server_count)
             elif serving.has_engine_process(model.device):
                 status = Supervisor(factory, bound, serving.api_server_count).run(ready)
             else:

@@ -113,12 +113,11 @@ class FleetFlags:
         )  # fmt: skip
 
     def check(self, serving: ServeOptions) -> None:
-        """ConfigError for flags that have no meaning with replicas in one gateway process."""
-        if serving.api_server_count > 1 or serving.engine_process is not None:
-            flag = "--api-server-count" if serving.api_server_count > 1 else "--engine-process"
+        """ConfigError for a flag that has no meaning with replicas."""
+        if serving.engine_process is not None:
             raise ConfigError(
-                f"{flag} cannot be used with --replicas {self.replicas}: every replica is a process "
-                "of its own; `headway deploy` runs several gateways"
+                f"--engine-process cannot be used with --replicas {self.replicas}: every replica is "
+                "a process of its own"
             )
 
     def threads(self, model: EngineOptions) -> int:
@@ -169,6 +168,7 @@ def run_fleet(
     bound: socket.socket,
     ready: Callable[[Any], None],
     options: FleetOptions,
+    num_gateways: int,
 ) -> int:
     """Serve over replicas on Ray until a signal; return the exit status."""
     from headway.on_ray.options import prepare
@@ -185,4 +185,4 @@ def run_fleet(
 
         from headway.on_ray.gateway import serve_fleet
 
-        return serve_fleet(factory, bound, is_ready, options, show)
+        return serve_fleet(factory, bound, is_ready, options, show, num_gateways)

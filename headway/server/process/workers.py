@@ -1,7 +1,8 @@
-"""Runs a server in several processes: one engine, several API workers and a supervisor.
+"""Runs a server in several processes: a backend, several API workers and a supervisor.
 
-The workers share one listening socket. Child processes ignore signals: the supervisor stops them
-through a pipe. They exit when the pipe closes, so none outlives the supervisor and keeps the port.
+The backend is one engine in a process of its own, or the replicas of a fleet. The workers share one
+listening socket. Child processes ignore signals: the supervisor stops them through a pipe. They
+exit when the pipe closes, so none outlives the supervisor and keeps the port.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
-from headway.engine.async_engine import AsyncEngine
+from headway.engine.async_engine import AsyncEngine, EngineClient
 from headway.engine.gc_freeze import gc_freeze
 from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError, ExecutorError, HeadwayError
@@ -39,6 +41,7 @@ from headway.server.process.serve import (
 from headway.server.process.shutdown import DRAIN_TIMEOUT
 
 STOP = "stop"
+MakeClient = Callable[[int], EngineClient]  # of the worker with this number; must be picklable
 CONTEXT = get_context("spawn")
 log = logging.getLogger(__name__)
 
@@ -82,18 +85,18 @@ def run_engine(factory: ServerFactory, path: Path, control: Connection) -> None:
 
 
 def run_worker(
-    factory: ServerFactory, path: Path, bound: socket.socket, control: Connection
+    factory: ServerFactory, number: int, bound: socket.socket, control: Connection
 ) -> None:
-    """Main function of an API worker: serve HTTP once the supervisor sends the model info."""
+    """Main function of an API worker: serve HTTP once the supervisor sends what it needs."""
     _ignore_signals()
     teardown = factory.setup()
     try:
-        model_info = control.recv()
+        make_client, model_info = control.recv()
     except EOFError:  # the supervisor has exited
         return
     shared = SharedListener(fileno=bound.detach())
     serving = serve_http(
-        factory, AsyncEngine(SocketClient(path)), model_info, shared,
+        factory, AsyncEngine(make_client(number)), model_info, shared,
         ready=lambda _: control.send(None),
         on_start=lambda server: _listen_for_stop(control, server.stop),
     )  # fmt: skip
@@ -166,30 +169,74 @@ class ChildProcess:
             self.process.join()
 
 
+class Backend(Protocol):
+    """What the clients of the workers connect to."""
+
+    def start(self) -> tuple[MakeClient, Any]:
+        """Wait until it is ready; returns what makes a worker's client, and the model info."""
+        ...
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        ...
+
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class EngineProcess:
+    """An engine in a process of its own, behind a Unix socket in a folder of mode 0700."""
+
+    def __init__(self, factory: ServerFactory) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="headway-")
+        self._path = Path(self._folder.name) / "engine"
+        self._child = ChildProcess("engine", run_engine, factory, self._path)
+
+    def start(self) -> tuple[MakeClient, Any]:
+        model_info = self._child.wait_until_ready()
+        return partial(_engine_client, self._path), model_info
+
+    @property
+    def exit_status(self) -> int | None:
+        return self._child.process.exitcode
+
+    def stop(self) -> None:
+        self._child.send(STOP)
+        self._child.join_or_kill(DRAIN_TIMEOUT)
+
+    def kill(self) -> None:
+        self._child.process.kill()
+        self._folder.cleanup()
+
+
+def _engine_client(path: Path, _: int) -> SocketClient:
+    return SocketClient(path)
+
+
 class Supervisor:
-    """Starts the engine's process and the API workers, replaces workers, and stops all in order."""
+    """Starts the backend and the API workers, replaces workers, and stops all in order."""
 
-    engine: ChildProcess
-
-    def __init__(self, factory: ServerFactory, bound: socket.socket, num_workers: int) -> None:
-        self.workers: list[ChildProcess] = []
-        self._factory, self._bound, self._num_workers = factory, bound, num_workers
+    def __init__(
+        self,
+        factory: ServerFactory,
+        bound: socket.socket,
+        num_workers: int,
+        make_backend: Callable[[ServerFactory], Backend] = EngineProcess,
+    ) -> None:
+        self.workers: dict[int, ChildProcess] = {}  # by number
+        self._make_backend, self._num_workers = make_backend, num_workers
+        self._factory, self._bound = factory, bound
         self._signals: list[int] = []
 
     def run(self, ready: Ready) -> int:
         """Serve until a signal; return the exit status."""
-        with (
-            restored_signal_handlers(),
-            tempfile.TemporaryDirectory(prefix="headway-") as folder,  # of mode 0700
-        ):
-            path = Path(folder) / "engine"
-            self.engine = ChildProcess("engine", run_engine, self._factory, path)
+        with restored_signal_handlers():
+            self.backend = self._make_backend(self._factory)
             try:
-                model_info = self._start(path)
-                for number in SIGNALS:
-                    signal.signal(number, self._on_signal)
-                ready(model_info)
-                status = self._watch(path, model_info)
+                given = self._start()
+                ready(given[1])
+                status = self._watch(given)
                 if self._signals:
                     log_stop(self._signals[0], self._factory.grace)
                 self._stop()
@@ -197,50 +244,55 @@ class Supervisor:
                 self._kill()
         return status
 
-    def _start(self, path: Path) -> Any:
-        """Start the workers; return the model info once all processes are ready."""
-        self.workers = [self._new_worker(path) for _ in range(self._num_workers)]
-        model_info = self.engine.wait_until_ready()
-        for worker in self.workers:
-            worker.send(model_info)
-        for worker in self.workers:
+    def _start(self) -> tuple[MakeClient, Any]:
+        """Start the workers; return what they need once all processes are ready."""
+        self.workers = {number: self._new_worker(number) for number in range(self._num_workers)}
+        given = self.backend.start()
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        for worker in self.workers.values():
+            worker.send(given)
+        for worker in self.workers.values():
             worker.wait_until_ready()
-        return model_info
+        return given
 
-    def _new_worker(self, path: Path) -> ChildProcess:
-        return ChildProcess("API worker", run_worker, self._factory, path, self._bound)
+    def _new_worker(self, number: int) -> ChildProcess:
+        return ChildProcess("API worker", run_worker, self._factory, number, self._bound)
 
-    def _watch(self, path: Path, model_info: Any) -> int:
+    def _watch(self, given: tuple[MakeClient, Any]) -> int:
         """Replace workers that exit, until a signal arrives or no worker is left."""
         is_logged = False
         while self.workers and not self._signals:
-            if not is_logged and not self.engine.process.is_alive():
+            status = self.backend.exit_status
+            if not is_logged and status is not None:
                 # The workers continue: they answer with an error that says the engine has stopped.
-                log.error("the engine exited with status %s", self.engine.process.exitcode)
+                log.error("the engine exited with status %s", status)
                 is_logged = True
-            exited = wait([worker.process.sentinel for worker in self.workers], timeout=0.1)
-            for worker in [w for w in self.workers if w.process.sentinel in exited]:
+            exited = wait([each.process.sentinel for each in self.workers.values()], timeout=0.1)
+            for number, worker in list(self.workers.items()):
+                if worker.process.sentinel not in exited:
+                    continue
                 worker.process.join()
                 log.error("an API worker exited with status %s", worker.process.exitcode)
-                self.workers.remove(worker)
+                del self.workers[number]
                 # A worker that failed to start is not replaced: the next one would fail, too.
-                if worker.was_ready() and self.engine.process.is_alive():
-                    self.workers.append(self._new_worker(path))
-                    self.workers[-1].send(model_info)
-        return 0 if self.workers and self.engine.process.is_alive() else 1
+                if worker.was_ready() and self.backend.exit_status is None:
+                    self.workers[number] = self._new_worker(number)
+                    self.workers[number].send(given)
+        return 0 if self.workers and self.backend.exit_status is None else 1
 
     def _stop(self) -> None:
         self._bound.close()  # clients would connect and wait as long as any process has it open
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.send(STOP)
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.join_or_kill(self._factory.grace + 3 * DRAIN_TIMEOUT)
-        self.engine.send(STOP)
-        self.engine.join_or_kill(DRAIN_TIMEOUT)
+        self.backend.stop()
 
     def _kill(self) -> None:
-        for child in (*self.workers, self.engine):
-            child.process.kill()
+        for worker in self.workers.values():
+            worker.process.kill()
+        self.backend.kill()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._signals:  # a second signal exits at once
