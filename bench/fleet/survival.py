@@ -25,10 +25,14 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -45,7 +49,7 @@ from bench.fleet.streams import (
     fleet_server,
     stopped,
 )
-from bench.harness import Bench, Figures, log
+from bench.harness import ROOT, Bench, Figures, log
 
 bench = Bench(__doc__)
 bench.option("--streams", type=int, default=100, help="requests of a part, at least")
@@ -259,19 +263,30 @@ def under(
     asked: Namespace, num_replicas: int, fault: Fault, times: int, *flags: str, resume: bool = False
 ) -> Figures:
     """Streams through a server with these flags while a fault happens several times."""
-    all_jobs = jobs(asked.max_tokens)
     flags = ("--replicas", str(num_replicas), *FLAGS, *flags)
     with fleet_server(*flags) as server:
-        expected = all_jobs, asyncio.run(alone(server.url, all_jobs))
-        with Load(server.url, expected, can_resume=resume) as load:
-            for number in range(times):
-                load.wait_for(load.num_ended + 6)  # between the faults some requests end
-                server.wait_for_replicas(num_replicas)
-                log(f"fault {number + 1} of {times} after {load.num_ended} streams")
-                fault(server)
-                time.sleep(PAUSE)
-            load.wait_for(asked.streams)
-        return {**load.figures(), "faults": times}
+
+        def once() -> None:
+            server.wait_for_replicas(num_replicas)
+            fault(server)
+
+        return faults(asked, server.url, once, times, resume=resume)
+
+
+def faults(
+    asked: Namespace, url: str, fault: Callable[[], object], times: int, *, resume: bool = False
+) -> Figures:
+    """Streams to a URL while a fault happens several times."""
+    all_jobs = jobs(asked.max_tokens)
+    expected = all_jobs, asyncio.run(alone(url, all_jobs))
+    with Load(url, expected, can_resume=resume) as load:
+        for number in range(times):
+            load.wait_for(load.num_ended + 6)  # between the faults some requests end
+            log(f"fault {number + 1} of {times} after {load.num_ended} streams")
+            fault()
+            time.sleep(PAUSE)
+        load.wait_for(asked.streams)
+    return {**load.figures(), "faults": times}
 
 
 def killed(number: int) -> Fault:
@@ -350,6 +365,49 @@ def _inodes(pid: int) -> Iterator[str]:
             yield os.readlink(entry).removeprefix("socket:[").removesuffix("]")
     except OSError:  # it has ended, or a file was closed
         return
+
+
+@contextmanager
+def ray_cluster(num_nodes: int) -> Iterator[tuple[Any, list[Any]]]:
+    """A Ray with a head, which has no room for replicas, and nodes that have."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        yield cluster, [cluster.add_node(num_cpus=4) for _ in range(num_nodes)]
+    finally:
+        cluster.shutdown()
+
+
+@bench.part
+def node(asked: Namespace) -> Figures:
+    with ray_cluster(2) as (cluster, nodes):
+
+        def remove(_: FleetServer) -> None:
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+        return under(asked, 2, remove, 1, "--ray-address", cluster.address)
+
+
+@bench.part
+def update(asked: Namespace) -> Figures:
+    lengths = iter((2048, 1536, 1024))
+    with ray_cluster(1) as (cluster, _), socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        free.close()
+
+        def deploy() -> None:
+            flags = ("--replicas", "2", *FLAGS, "--max-model-len", str(next(lengths)))
+            at = ("--ray-address", cluster.address, "--port", port, "--name", "survival")
+            subprocess.run(
+                [sys.executable, "-m", "headway", "deploy", MODEL, *flags, *at],
+                check=True,
+                cwd=ROOT,
+            )
+
+        deploy()
+        return faults(asked, f"http://127.0.0.1:{port}", deploy, 2)
 
 
 if __name__ == "__main__":
