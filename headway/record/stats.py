@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from headway.events import Added, Completed, Event, preempted_by
+from headway.events import Added, Completed, Event, Planned, preempted_by
 from headway.record.lines import HeaderLine, Line
 from headway.record.reader import EventReader, split_header
 from headway.record.timeline import RequestTimeline, StepStats, Timeline
@@ -46,7 +46,9 @@ class RunStats:
         self._timeline = Timeline(started or 0.0)
 
     def __call__(self, event: Event) -> None:
-        self.count(event, self._timeline.follow(event), self._timeline)
+        stats = self._timeline.follow(event)
+        if type(event) is not Planned or event.plan.preempted:  # else there is nothing to count
+            self.count(event, stats, self._timeline)
 
     def merge(self, other: RunStats) -> None:
         """Add another part of the same run: later steps, or those of another replica."""

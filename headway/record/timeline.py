@@ -104,15 +104,14 @@ class Timeline:
 
     def follow(self, event: Event) -> StepStats:
         """Apply one event. Every event must be given, in order."""
-        match event:
-            case Completed():
-                return self._complete(event)
-            case Planned():
-                self._plan(event)
-            case Added(requests):
-                self.open.update((request, _times_of(request)) for request in requests)
-            case Aborted() | Failed() | Reset():
-                return self._interrupt(event)
+        if type(event) is Planned:  # first the two of every step, and faster than by `match`
+            self._plan(event)
+        elif type(event) is Completed:
+            return self._complete(event)
+        elif isinstance(event, Added):
+            self.open.update((request, _times_of(request)) for request in event.requests)
+        elif isinstance(event, Aborted | Failed | Reset):
+            return self._interrupt(event)
         return NOTHING
 
     def _plan(self, event: Planned) -> None:
