@@ -29,12 +29,15 @@ from headway.lab.simulate import config_for
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import zipf
 
+RULES = ("prefix_load", "cells", "chwbl", "least_loaded")
+
 bench = Bench(__doc__)
 bench.option("--replicas", type=int, default=1024)
-bench.option("--requests", type=int, default=20, help="of each replica")
+bench.option("--requests", type=int, default=10, help="of each replica")
+bench.option("--routes", nargs="+", default=RULES)
 PROFILE, RATE = "llama3.1-8b-a100-80gb", 5.0  # requests per second and replica
 PREFIX, PREFIXES_PER_REPLICA = 3000, 4  # tokens
-RULES = ("prefix_load", "cells", "cells(load_factor=2.0)", "chwbl", "least_loaded")
+NUM_BLOCKS = 4000  # of a replica: 21 prefixes
 
 
 def workload(num_replicas: int, per_replica: int) -> list[WorkloadRequest]:
@@ -80,7 +83,7 @@ class Timed:
 
 def measure(requests: list[WorkloadRequest], text: str, num_replicas: int) -> Figures:
     profile = load_profile(PROFILE)
-    config = config_for("headway", profile, {})
+    config = config_for("headway", profile, {"num_blocks": NUM_BLOCKS})
     with Timed(Router, "choose") as choose, Timed(PrefixTracker, "apply") as apply:
         result = simulate_replicas(requests, config, profile, num_replicas, route=parse_route(text))
     summary = result.summary()
@@ -101,7 +104,7 @@ def measure(requests: list[WorkloadRequest], text: str, num_replicas: int) -> Fi
 def cells(asked: Namespace) -> Figures:
     requests = workload(asked.replicas, asked.requests)
     found = {}
-    for text in RULES:
+    for text in asked.routes:
         found[text] = measure(requests, text, asked.replicas)
         log(f"{text}: {found[text]}")
     return {"replicas": asked.replicas, "requests": len(requests), "rules": found}

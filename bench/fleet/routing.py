@@ -9,7 +9,7 @@ all rules, and under an oracle that sends a request to the longest cached prefix
 hits           share of prompt tokens found in a cache, and as a share of the oracle's
 balance        largest busy time and largest number of computed tokens of a replica, by the mean
 decision_us    one decision for an 8,192-token prompt, of which all of 8, 256 or 1,024 full pools hold
-               the same part, or one of 16 parts each;
+               the same part, or one in 8 all of it, or each one of 16 parts;
                submit: all that the gateway does with a request, from a list of tokens to a message
 index          the router's index of 64 full pools
 Prints one JSON object. Times of requests are simulated seconds; decision_us is measured here.
@@ -136,7 +136,10 @@ def decisions(num_replicas: int, num_tokens: int = 8192, block_size: int = 16) -
         for replica in dispatcher.replicas:
             dispatcher.router.tracker.apply(replica, keys[:count], keys[count:])
         found[f"{name} cached"] = _decision_us(dispatcher, prompt)
-    for place, replica in enumerate(dispatcher.replicas):  # 16 different lengths
+    for place, replica in enumerate(dispatcher.replicas):
+        dispatcher.router.tracker.apply(replica, [], keys if place % 8 else [])
+    found["everything cached by one in 8"] = _decision_us(dispatcher, prompt)
+    for place, replica in enumerate(dispatcher.replicas):
         count = len(keys) * (place % 16) // 16
         dispatcher.router.tracker.apply(replica, keys[:count], keys[count:])
     return found | {"16 lengths cached": _decision_us(dispatcher, prompt)}

@@ -43,7 +43,7 @@ class Router:
         self.tracker = PrefixTracker()
         self._tick = 0
         self._slots: dict[str, int] = {}  # of the replicas that take requests, as they joined
-        self._loads = np.zeros((len(ReplicaLoad._fields) - 1, 8), np.int64)  # by slot
+        self._loads = np.zeros((len(ReplicaLoad._fields) - 1, 8))  # by slot
         self._ready: _Ready | None = None  # of all of them; None after one has come or gone
 
     @property
@@ -94,22 +94,23 @@ class Router:
         cached = self._num_cached(keys, ready)
         # The last token is computed even after a full hit.
         num_new = np.maximum(1, num_prompt - cached)
-        replicas = ReplicaViews(ready.names, [cached, num_new, *self._loads[:, ready.slots]])
+        replicas = ReplicaViews(ready.names, cached, num_new, self._loads[:, ready.slots])
         request = RouteRequest(id, num_prompt, keys, client, self._tick)
         place = call_route(self.rule, request, replicas)
         self._tick += 1
         return Choice(ready.names[place], int(num_new[place]))
 
-    def _num_cached(self, keys: Sequence[bytes], ready: _Ready) -> NDArray[np.int64]:
+    def _num_cached(self, keys: Sequence[bytes], ready: _Ready) -> NDArray[np.float64]:
         """Tokens in the leading blocks of a prompt that each replica holds."""
-        found = [pair for pair in self.tracker.leading(keys, ready.bits) if pair[0]]
+        found = list(self.tracker.leading(keys, ready.bits))
+        if len(found) == 1:  # all hold equally many
+            return np.full(len(ready.names), float(found[0][0] * self.block_size))
         width = (self._loads.shape[1] + 7) // 8
         packed = b"".join([bits.to_bytes(width, "little") for _, bits in found])
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
-        # A product of floats is faster than one of integers.
         num_tokens = np.array([number * self.block_size for number, _ in found], np.float64)
         cached: NDArray[np.float64] = num_tokens.dot(bits.reshape(len(found), width * 8))
-        return cached[ready.slots].astype(np.int64)
+        return cached[ready.slots]
 
 
 class _Ready:

@@ -52,26 +52,39 @@ class ReplicaView(NamedTuple):
         return self.num_running + self.num_waiting
 
 
+Column = NDArray[np.float64]
+
+
 class ReplicaViews(Sequence[ReplicaView]):
     """The views of all replicas that take requests; each field of them is also a column, an array.
 
-    `names` and the columns have one item for each replica.
+    `names` and the columns have one item for each replica. The numbers of columns are whole, but
+    floats, with which arrays are computed faster.
     """
 
-    def __init__(self, names: tuple[str, ...], columns: Sequence[NDArray[np.int64]]) -> None:
-        """`columns` are in the order of the fields of a ReplicaView after its name."""
-        self.names, self._columns = names, columns
-        self.num_cached, self.num_new, self.waiting_tokens = columns[:3]
-        self.num_running, self.num_waiting, self.num_free_blocks, self.num_blocks = columns[3:]
-        self.num_open = self.num_running + self.num_waiting
+    def __init__(
+        self, names: tuple[str, ...], num_cached: Column, num_new: Column, loads: Column
+    ) -> None:
+        """`loads` has a row for each other field of a ReplicaView, in their order."""
+        self.names, self.num_cached, self.num_new, self._loads = names, num_cached, num_new, loads
+        self.num_open: Column = loads[1] + loads[2]
+
+    waiting_tokens = property(lambda self: self._loads[0])
+    num_running = property(lambda self: self._loads[1])
+    num_waiting = property(lambda self: self._loads[2])
+    num_free_blocks = property(lambda self: self._loads[3])
+    num_blocks = property(lambda self: self._loads[4])
 
     @cached_property
     def _views(self) -> list[ReplicaView]:
-        return list(map(ReplicaView, self.names, *[column.tolist() for column in self._columns]))
+        columns = np.array([self.num_cached, self.num_new, *self._loads]).astype(np.int64).tolist()
+        return list(map(ReplicaView, self.names, *columns))
 
     def part(self, start: int, end: int) -> ReplicaViews:
         """The replicas [start, end)."""
-        return ReplicaViews(self.names[start:end], [each[start:end] for each in self._columns])
+        where = slice(start, end)
+        columns = self.num_cached[where], self.num_new[where], self._loads[:, where]
+        return ReplicaViews(self.names[where], *columns)
 
     def __len__(self) -> int:
         return len(self.names)

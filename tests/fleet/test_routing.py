@@ -42,7 +42,8 @@ def view(name: str, num_cached: int = 0, num_prompt: int = 1000, **more: int) ->
 def choose(rule: Any, request: RouteRequest, views: Sequence[ReplicaView]) -> int:
     """The index that a rule returns for these views."""
     names, *columns = zip(*views, strict=True)
-    return call_route(rule, request, ReplicaViews(names, [np.array(each) for each in columns]))
+    cached, new, *loads = np.array(columns, np.float64)
+    return call_route(rule, request, ReplicaViews(names, cached, new, np.array(loads)))
 
 
 def request(tick: int = 0, num_prompt: int = 1000) -> RouteRequest:
