@@ -10,10 +10,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
-
 from headway.engine.clock import Clock
-from headway.engine.messages import Cancel, Query, refusal_of
+from headway.engine.messages import Cancel, Query, QueryResult, refusal_of
 from headway.engine.queries import CACHE_PARTS, CountRequests, GetProblem, ReportCache
 from headway.errors import PolicyError
 from headway.fleet.isolation import Isolation
@@ -226,10 +224,9 @@ class Placement:
     def _ask(self, replica: Replica, query: Query[Any], use: Callable[[Any], None]) -> None:
         """Ask for the fleet itself; `use` gets the answer, None if the replica has none."""
 
-        def answer(value: Any) -> None:
+        def answer(result: QueryResult) -> None:
             self.is_changed = True
-            use(value)
+            if not replica.is_gone:
+                use(result.value)
 
-        number = self.queries.take_number()
-        replica.own_queries[number] = answer
-        replica.post(replace(query, number=number))
+        self.queries.ask_one(replica, query, answer)

@@ -24,11 +24,12 @@ from headway.engine.queries import (
     GetSnapshot,
     ResetPrefixCache,
 )
-from headway.fleet.replica import Replica
+from headway.fleet.replica import Replica, UseResult
 from headway.fleet.settings import FleetCounters
 
 Answers = Mapping[str, Any]  # by replica name
 Combine = Callable[[Answers], Any]
+NO_REPLICAS = "no replica is connected"
 
 
 @dataclass(slots=True, eq=False)
@@ -38,24 +39,15 @@ class PendingQuery:
     number: int  # of the caller
     combine: Combine
     num_left: int
-    needs_answers: bool = True  # False: it has a result even if all replicas fail
+    needs_answers: bool  # False: it has a result even without any
     answers: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
-    def answer(self, name: str, result: QueryResult) -> QueryResult | None:
-        """Add the answer of a replica; the result once all have answered.
-
-        Replicas that failed are left out, unless all have.
-        """
-        if result.error is None:
-            self.answers[name] = result.value
-        else:
-            self.errors[name] = result.error
-        self.num_left -= 1
-        if self.num_left:
-            return None
-        if not self.answers and self.needs_answers:
-            return QueryResult(self.number, None, _by_replica(self.errors, "replica", "; "))
+    def result(self) -> QueryResult:
+        """Replicas that failed are left out, unless all have."""
+        if self.needs_answers and not self.answers:
+            problem = _by_replica(self.errors, "replica", "; ") or NO_REPLICAS
+            return QueryResult(self.number, None, problem)
         return QueryResult(self.number, self.combine(dict(sorted(self.answers.items()))))
 
 
@@ -73,10 +65,7 @@ class FleetQueries:
             AskEach: dict,
             ExplainQueue: lambda answers: _by_replica(answers, "Replica", "\n\n"),
             GetLoad: _combine_loads,
-            # A fleet is healthy as long as one replica is.
-            GetProblem: lambda found: (
-                _by_replica(found, "replica") if all(found.values()) else None
-            ),
+            GetProblem: _combine_problems,
             GetSnapshot: _combine_snapshots,
             ResetPrefixCache: lambda answers: all(answers.values()),
         }
@@ -93,23 +82,21 @@ class FleetQueries:
         combine = self._combine.get(kind)
         if isinstance(query, GetMetrics):
             combine = partial(self._combine_metrics, query.prefix)
-        if not targets:
-            problem = "no replica is connected"
-            known: dict[type[Query[Any]], Callable[[], object]] = {
-                GetProblem: lambda: problem, GetLoad: lambda: EngineLoad(0, 0, 0.0),
-                GetMetrics: lambda: combine and combine({}),
-            }  # fmt: skip
-            answer, error = (known[kind](), None) if kind in known else (None, problem)
-            self._emit(QueryResult(query.number, answer, error))
-            return
         if combine is None:
             targets, combine = targets[:1], lambda answers: next(iter(answers.values()))
-        asked = query.query if isinstance(query, AskEach) else query
-        pending = PendingQuery(query.number, combine, len(targets), kind is not GetMetrics)
+        has_default = kind in (GetLoad, GetProblem) and not targets
+        needs_answers = kind is not GetMetrics and not has_default
+        pending = PendingQuery(query.number, combine, len(targets), needs_answers)
+        if not targets:
+            self._emit(pending.result())
         for replica in targets:
-            number = self.take_number()
-            replica.queries[number] = pending
-            replica.post(replace(asked, number=number))
+            asked = query.query if isinstance(query, AskEach) else query
+            self.ask_one(replica, asked, partial(self._add, pending, replica.name))
+
+    def ask_one(self, replica: Replica, query: Query[Any], use: UseResult) -> None:
+        number = self.take_number()
+        replica.asked[number] = use
+        replica.post(replace(query, number=number))
 
     def take_number(self) -> int:
         self.next_number += 1
@@ -119,20 +106,23 @@ class FleetQueries:
         """Use the answer of a replica; one that nothing waits for is dropped."""
         # All that was sent before the query has arrived, too.
         replica.answered = max(replica.answered, message.number)
-        if (use := replica.own_queries.pop(message.number, None)) is not None:
-            use(message.value)
-        self._finish(replica, message)
-
-    def _finish(self, replica: Replica, message: QueryResult) -> None:
-        pending = replica.queries.pop(message.number, None)
-        if pending is not None and (result := pending.answer(replica.name, message)) is not None:
-            self._emit(result)
+        if (use := replica.asked.pop(message.number, None)) is not None:
+            use(message)
 
     def fail(self, replica: Replica, reason: str) -> None:
         """A replica is gone: it answers no query any more."""
-        replica.own_queries.clear()
-        for number in list(replica.queries):
-            self._finish(replica, QueryResult(number, None, reason))
+        while replica.asked:
+            number, use = replica.asked.popitem()
+            use(QueryResult(number, None, reason))
+
+    def _add(self, pending: PendingQuery, name: str, answer: QueryResult) -> None:
+        if answer.error is None:
+            pending.answers[name] = answer.value
+        else:
+            pending.errors[name] = answer.error
+        pending.num_left -= 1
+        if not pending.num_left:
+            self._emit(pending.result())
 
     def _combine_metrics(self, prefix: str, answers: Answers) -> str:
         from headway.fleet.merge import merge_metrics
@@ -150,7 +140,12 @@ def _combine_loads(answers: Answers) -> EngineLoad:
     loads: list[EngineLoad] = [*answers.values()]
     num_running = sum(load.running for load in loads)
     num_waiting = sum(load.waiting for load in loads)
-    return EngineLoad(num_running, num_waiting, max(load.age for load in loads))
+    return EngineLoad(num_running, num_waiting, max((load.age for load in loads), default=0.0))
+
+
+def _combine_problems(answers: Answers) -> str | None:
+    """A fleet is healthy as long as one replica is."""
+    return (_by_replica(answers, "replica") or NO_REPLICAS) if all(answers.values()) else None
 
 
 def _combine_snapshots(answers: Answers) -> Any:

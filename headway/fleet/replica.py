@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
 from headway.engine.async_engine import EngineClient
-from headway.engine.messages import LoadReport, ToLoop
+from headway.engine.messages import LoadReport, QueryResult, ToLoop
 from headway.engine.queries import Document
 from headway.fleet.open_requests import OpenRequest
 from headway.fleet.router import ReplicaLoad
 from headway.fleet.settings import FleetSettings
 
-if TYPE_CHECKING:
-    from headway.fleet.queries import PendingQuery
-
+UseResult = Callable[[QueryResult], None]
 TICK_SECONDS = 0.25
 PROBE_TICKS = 4  # from a failed step to the next request
 NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0)
@@ -37,8 +34,7 @@ class Replica:
     is_draining: bool = False
     is_gone: bool = False  # lost, or its client was closed; later messages are ignored
     open: dict[str, OpenRequest] = field(default_factory=dict)  # by their ids at the replica
-    queries: dict[int, PendingQuery] = field(default_factory=dict)  # by number
-    own_queries: dict[int, Callable[[Any], None]] = field(default_factory=dict)  # of the fleet
+    asked: dict[int, UseResult] = field(default_factory=dict)  # queries, by number
     answered: int = 0  # the largest number of a query that it has answered
     problem: str | None = None  # of its engine, such as a failed step
     probe_ticks: int = 0  # until it gets one request although it has a problem
