@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 from headway.on_ray import private
 from headway.on_ray.directory import NAMESPACE, RayDirectory
 from headway.on_ray.options import FleetOptions, check_reachable, no_cluster
-from headway.on_ray.serve import QUIET, application, num_running, shared, wait_until_ready
+from headway.on_ray.serve import QUIET, application, num_running, wait_until_ready
 from headway.server.process.serve import ServerFactory
 
 
@@ -71,7 +71,7 @@ def remove(name: str, directory: RayDirectory, *, stops_serve: bool) -> None:
     with suppress(Exception):  # it may not be there yet
         serve.delete(name)
     with suppress(Exception):
-        directory.end()
+        ray.kill(directory.actor)
         if stops_serve and not serve.status().applications:
             serve.shutdown()
 
@@ -101,7 +101,6 @@ def deploy(
         was_running, is_new = serve_is_used(), options.name not in serve.status().applications
         if not was_running:
             serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
-        options = shared(options)
         directory = RayDirectory.of(options)
         try:
             url = _proxy_url(host, port)
@@ -137,4 +136,4 @@ def delete(options: FleetOptions) -> None:
             known = ", ".join(found) or "none"
             raise ConfigError(f"no application {options.name!r} is deployed; deployed: {known}")
         serve.delete(options.name)
-        RayDirectory.of(options).end()
+        ray.kill(RayDirectory.of(options).actor)

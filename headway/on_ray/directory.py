@@ -11,7 +11,6 @@ import ray
 
 from headway.on_ray.gateway import Published
 from headway.on_ray.options import FleetOptions
-from headway.remote.auth import Address
 
 NAMESPACE = "headway"
 LEASE_SECONDS = 20.0  # after which a replica that does not announce itself again is dropped
@@ -32,7 +31,8 @@ class DirectoryActor:
     now: Callable[[], float] = time.monotonic
     # By name: end of the lease, and the address; None while the replica starts.
     announced: dict[str, tuple[float, tuple[str, int] | None]] = field(default_factory=dict)
-    models: dict[str, bytes] = field(default_factory=dict)  # by deployment, see RayDirectory.model
+    # Pickled, by deployment: model info, which contains a tokenizer, and identity.
+    models: dict[str, bytes] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # by deployment
 
     def shared_key(self) -> bytes:
@@ -50,6 +50,7 @@ class DirectoryActor:
         self.models[deployment] = model
 
     def model(self, deployment: str) -> bytes | None:
+        """None before a replica is ready."""
         return self.models.get(deployment)
 
     def fail(self, deployment: str, error: str) -> None:
@@ -84,28 +85,13 @@ class RayDirectory:
         return cls(options.id, actor, key)
 
     def read(self) -> Published:
-        found: Published = self._call("read", self.deployment)
+        found: Published = self.call(self.actor.read, self.deployment)
         return found
-
-    def announce(self, name: str, address: Address | None) -> int:
-        return int(self._call("announce", name, address))
-
-    def forget(self, name: str) -> None:
-        self._call("forget", name)
-
-    def fail(self, error: str) -> None:
-        self._call("fail", self.deployment, error)
-
-    def put_model(self, model: bytes) -> None:
-        self._call("put_model", self.deployment, model)
 
     def model(self) -> bytes | None:
-        """Pickled: model info, which contains a tokenizer, and identity. None before one is ready."""
-        found: bytes | None = self._call("model", self.deployment)
+        found: bytes | None = self.call(self.actor.model, self.deployment)
         return found
 
-    def end(self) -> None:
-        ray.kill(self.actor)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        return ray.get(getattr(self.actor, method).remote(*arguments), timeout=CALL_SECONDS)
+    def call(self, method: Any, *arguments: Any) -> Any:
+        """The result of a method of the actor; an exception if it does not answer."""
+        return ray.get(method.remote(*arguments), timeout=CALL_SECONDS)

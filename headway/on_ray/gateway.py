@@ -21,8 +21,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from msgspec import json
 
@@ -123,17 +122,13 @@ def _gateway_client(
 @contextmanager
 def kept(factory: ServerFactory, options: FleetOptions) -> Iterator[Path]:
     """A keeper, and the private folder of its files. At the end all that it has started ends."""
-
-    def end(number: int, _: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
     with ExitStack() as stack:
-        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         files = TemporaryDirectory(prefix="headway-ray-", ignore_cleanup_errors=True)
         folder = Path(stack.enter_context(files))
         if options.address is None:
             stack.enter_context(reaper(str(folder)))
-        seconds = 0.0 if options.address is None else END_SECONDS
+        seconds = END_SECONDS if options.address else 0.0
         stack.enter_context(_running(folder, pickle.dumps((factory, options)), seconds))
         yield folder
 

@@ -96,20 +96,21 @@ class Keeper:
             self._known = Announced(replicas={}, num_starting=self._options.replicas)
             self._write(NO_RAYLET)
             end_all("", str(self._folder))  # what is left of it
-        for num_left in reversed(range(START_ATTEMPTS)):
+        num_left = START_ATTEMPTS
+        while True:
+            num_left -= 1
             try:  # a short name in a folder that was not used: there are sockets in it
-                self._ray = start(str(self._folder / str(len([*self._folder.iterdir()]))))
-                break
+                return self._use(start(str(self._folder / str(len([*self._folder.iterdir()])))))
             except Exception as error:
                 if not num_left or SLOW_START not in str(error):
                     raise
                 end_all("", str(self._folder))
-        return self._save().address
 
-    def _save(self) -> PrivateRay:
-        assert self._ray is not None
-        replace_file(self._folder / "ray.json", json.encode(self._ray))
-        return self._ray
+    def _use(self, ray: PrivateRay) -> str:
+        """Note a Ray for this keeper and the next ones; returns its address."""
+        self._ray = ray
+        replace_file(self._folder / "ray.json", json.encode(ray))
+        return ray.address
 
     def _deploy(self) -> None:
         """Deploy the replicas unless they are, and wait until all were ready once."""
@@ -164,8 +165,8 @@ class Keeper:
             log.warning("Ray's GCS has ended or does not answer; it is started again")
             with suppress(ProcessLookupError):
                 os.kill(own.gcs, signal.SIGKILL)
-            self._ray, self._answered_at = own.restart_gcs(), time.monotonic()
-            self._save()
+            self._use(own.restart_gcs())
+            self._answered_at = time.monotonic()
             return "Ray's GCS has ended and is started again"
         if silent > HUNG_SECONDS:
             raise ExecutorError(f"Ray's GCS has not answered for {silent:.0f} s")

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import socket
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,7 +28,6 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     # Less often than usual: on a small machine the replicas need the cores.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    "AUTOSCALER_UPDATE_INTERVAL_S": "600",
     "REPORTER_UPDATE_INTERVAL_MS": "600000",
 }
 # Of a Ray that exists. It answers at once, or is not there; by default Ray tries for 20 s.
@@ -38,7 +36,7 @@ CLUSTER_ENVIRONMENT: Mapping[str, str] = {
     "RAY_gcs_server_port_wait_time_s": "1",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # of this process, not of the cluster
 }
-CONNECT_SECONDS = 3.0  # for a name to be resolved and a connection to be made
+CONNECT_SECONDS = 3.0  # for a connection to be made, and for an answer
 HTTP2_SETTINGS = b"\4"  # the type of the first frame in both directions
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5
 ADDRESS = re.compile(r"auto|[^/]+:\d+")
@@ -83,9 +81,8 @@ class FleetOptions:
 
 def environment(address: str | None) -> dict[str, str]:
     """The variables for Ray: for one that this process starts, with a token of its own."""
-    if address is not None:
-        return dict(CLUSTER_ENVIRONMENT)
-    return {**LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    own = {**LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return own if address is None else dict(CLUSTER_ENVIRONMENT)
 
 
 def prepare(address: str | None) -> None:
@@ -99,34 +96,23 @@ def prepare(address: str | None) -> None:
 
 
 def check_reachable(address: str, given: str) -> None:
-    """ConfigError unless a gRPC server answers; `given` is the value of --ray-address."""
-    problems = [f"it did not answer within {CONNECT_SECONDS:g} s"]
+    """ConfigError unless a gRPC server answers; `given` is the value of --ray-address.
 
-    def attempt() -> None:
-        try:
-            problems[:] = _greet(address)
-        except TimeoutError:
-            pass  # the problem that is already there
-        except (OSError, OverflowError) as error:
-            problems[:] = [str(error)]
-
-    # On a thread, because looking up a name has no limit.
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(CONNECT_SECONDS)
-    if problems:
-        raise no_cluster(given, problems[0])
-
-
-def _greet(address: str) -> list[str]:
-    """Begin an HTTP/2 connection, as gRPC does; returns what is wrong with the answer."""
+    Begins an HTTP/2 connection, as gRPC does.
+    """
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
-        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-            return []  # it would not answer without TLS
-        connection.sendall(HTTP2_GREETING)
-        answer = connection.recv(9, socket.MSG_WAITALL)  # the header of a frame
-    return [] if answer[3:4] == HTTP2_SETTINGS else ["the server there does not speak gRPC"]
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return  # it would not answer without TLS
+            connection.sendall(HTTP2_GREETING)
+            answer = connection.recv(9, socket.MSG_WAITALL)  # the header of a frame
+    except TimeoutError:
+        raise no_cluster(given, f"it did not answer within {CONNECT_SECONDS:g} s") from None
+    except (OSError, OverflowError) as error:
+        raise no_cluster(given, str(error)) from None
+    if answer[3:4] != HTTP2_SETTINGS:
+        raise no_cluster(given, "the server there does not speak gRPC")
 
 
 def no_cluster(given: str, reason: str) -> ConfigError:

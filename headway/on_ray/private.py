@@ -41,14 +41,6 @@ class PrivateRay(Struct, frozen=True, kw_only=True):
 
 
 class _SmallNode(node.Node):  # type: ignore[misc]  # Ray has no types
-    """A Ray without three processes that do nothing here and that its start would wait for."""
-
-    def start_monitor(self) -> None:
-        """No autoscaler: there is one machine."""
-
-    def start_log_monitor(self) -> None:
-        """No copies of log lines: they are only read from the files."""
-
     def start_api_server(self, **_: Any) -> None:
         """No dashboard process: without its pages it only sends usage statistics."""
 
@@ -60,12 +52,13 @@ def _storage(folder: str) -> dict[str, str]:
 def start(folder: str) -> PrivateRay:
     """Start a Ray on the loopback address, which this process does not take with it.
 
-    Its GCS keeps its state in the folder. Ray makes the folder of its files writable for all users.
+    Its GCS keeps its state in the folder, which Ray makes writable for all users. It has no
+    autoscaler, and no process that copies log lines.
     """
     os.environ.update(_storage(folder))
     parameters = parameter.RayParams(
         node_ip_address="127.0.0.1", num_cpus=os.cpu_count() or 1, include_dashboard=False,
-        temp_dir=folder, object_store_memory=OBJECT_STORE_BYTES,
+        no_monitor=True, include_log_monitor=False, temp_dir=folder, object_store_memory=OBJECT_STORE_BYTES,
     )  # fmt: skip
     started = _SmallNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=False)
     gcs, raylet = (started.all_processes[kind][0].process for kind in ("gcs_server", "raylet"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -58,16 +59,11 @@ def _belongs(pid: int, token: str, folder: str) -> bool:
     with suppress(OSError):  # it has ended, or is not ours
         variables = (process / "environ").read_bytes().split(b"\0")
         return f"{TOKEN}={token}".encode() in variables or any(
-            os.readlink(file).startswith(f"{folder}/") and _is_written(process, file.name)
+            # The link of an open file is writable if the file is; others may read the logs of Ray.
+            os.readlink(file).startswith(f"{folder}/") and file.lstat().st_mode & stat.S_IWUSR
             for file in (process / "fd").iterdir()
         )
     return False
-
-
-def _is_written(process: Path, number: str) -> bool:
-    """Whether a process has opened a file to write; others may read the logs of Ray."""
-    flags = (process / "fdinfo" / number).read_text().partition("flags:")[2].split()[0]
-    return int(flags, 8) & (os.O_WRONLY | os.O_RDWR) != 0
 
 
 if __name__ == "__main__":

@@ -53,13 +53,16 @@ class Replica:
         self._directory = await asyncio.to_thread(RayDirectory.of, options)
         self._announcing = asyncio.create_task(self._announce())
         try:
-            await self._start(factory, options.key)
+            await self._start(factory, options)
         except Exception as error:  # the process that waits for the replicas reports it
             kind = "" if isinstance(error, HeadwayError) else f"{type(error).__name__}: "
-            await asyncio.to_thread(self._directory.fail, f"{kind}{error}")
+            await self._call(self._directory.actor.fail, options.id, f"{kind}{error}")
             raise
 
-    async def _start(self, factory: ServerFactory, key: bytes) -> None:
+    async def _call(self, method: Any, *arguments: Any) -> Any:
+        return await asyncio.to_thread(self._directory.call, method, *arguments)
+
+    async def _start(self, factory: ServerFactory, options: FleetOptions) -> None:
         self._teardown = factory.setup()
         self._served = served = await asyncio.to_thread(factory.make_engine)
         client = ThreadClient(served.engine, served.limits, report_load=True)
@@ -70,18 +73,18 @@ class Replica:
             block_size=served.engine.scheduler.config.block_size,
         )  # fmt: skip
         model = pickle.dumps((served.model_info, identity))
-        await asyncio.to_thread(self._directory.put_model, model)
-        service = EngineService(client, identity, key)
+        await self._call(self._directory.actor.put_model, options.id, model)
+        service = EngineService(client, identity, options.key)
         self._address = await service.start((ray.util.get_node_ip_address(), 0))
         self._service = service
-        await asyncio.to_thread(self._directory.announce, self._name, self._address)
+        await self._call(self._directory.actor.announce, self._name, self._address)
 
     async def _announce(self) -> None:
         """Announce this replica, also while it starts, as long as it runs."""
         while True:
             with suppress(Exception):  # the directory may be away for a while
-                self._num_starting = await asyncio.to_thread(
-                    self._directory.announce, self._name, self._address
+                self._num_starting = await self._call(
+                    self._directory.actor.announce, self._name, self._address
                 )
             await asyncio.sleep(ANNOUNCE_SECONDS)
 
@@ -108,7 +111,7 @@ class Replica:
     async def __del__(self) -> None:
         """Move all requests elsewhere, then stop. Serve calls it before it ends the process."""
         self._announcing.cancel()
-        await asyncio.to_thread(self._directory.forget, self._name)
+        await self._call(self._directory.actor.forget, self._name)
         if (service := self._service) is None:  # it did not start
             return
         await service.drain("the replica is stopping")
@@ -219,16 +222,13 @@ class Gateway:
             await engine.close()
 
 
-def shared(options: FleetOptions) -> FleetOptions:
-    """The options with the key that all deployments of the same application have.
-
-    The gateways of one deployment can then use the replicas of another.
-    """
-    return replace(options, key=RayDirectory.of(options).key)
-
-
 def application(factory: ServerFactory, options: FleetOptions, num_gateways: int = 1) -> Any:
-    """A Serve application with replicas and gateways, for `serve.run` or a config file."""
+    """A Serve application with replicas and gateways, for `serve.run` or a config file.
+
+    All deployments of the application have one key, so that the gateways of one can use the
+    replicas of another.
+    """
+    options = replace(options, key=RayDirectory.of(options).key)
     gateway = serve.deployment(
         serve.ingress()(Gateway), name="Gateway", num_replicas=num_gateways,
         ray_actor_options={"num_cpus": 0.0}, max_ongoing_requests=10_000,

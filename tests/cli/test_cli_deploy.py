@@ -115,7 +115,6 @@ def test_replicas_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert args["chat_template"] == str(tmp_path / "chat.jinja")
     (tmp_path / "keys").write_text("secret\n")
     ray_serve = pytest.importorskip("headway.on_ray.serve")
-    monkeypatch.setattr(ray_serve, "shared", lambda options: options)
     monkeypatch.setattr(ray_serve, "application", lambda factory, options, gateways: factory)
     assert deployed_app(args).settings.api_keys == ("secret",)
 

@@ -148,6 +148,8 @@ def main() -> None:
     proxies = str(kept_socket.getsockname()[1])
     if os.environ.get("HEADWAY_TEST_DEPLOY"):
         os.environ["HEADWAY_TEST_PROXIES"] = proxies
+        # Serve gives a proxy 5 s to start, and then replaces it.
+        os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = str(LIMIT)
         gateway.KEEPER = ("-c", "from tests.support.letters_fleet import keep; keep()")
     kept, folders = gateway.kept, list[Path]()
 

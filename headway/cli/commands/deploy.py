@@ -157,7 +157,7 @@ def app(args: dict[str, Any]) -> Any:
     if unknown:
         raise ConfigError(f"unknown args: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
 
-    from headway.on_ray.serve import application, shared
+    from headway.on_ray.serve import application
 
     def part(kind: type[Any]) -> Any:
         return kind(**{key: value for key, value in args.items() if known[key] is kind})
@@ -165,4 +165,4 @@ def app(args: dict[str, Any]) -> Any:
     serving, fleet, model = part(ServeOptions), part(FleetFlags), part(EngineOptions)
     fleet = replace(fleet, replicas=fleet.replicas or 1, ray_address="auto")
     factory, options = _server(name, serving, fleet, anywhere(model))
-    return application(factory, shared(options), serving.api_server_count)
+    return application(factory, options, serving.api_server_count)
