@@ -7,6 +7,7 @@ HeadwayError
 │   ├── InvalidRequest   malformed: empty prompt, max_tokens 0, an id that an open request has
 │   │   └── InvalidGrammar   its grammar cannot be compiled or followed
 │   ├── RequestTooLong   it can never run with these limits; has need and limit
+│   ├── NotResumable     no replica has it any more, or it differs; has differs
 │   └── Overloaded       the queue is full; it can be sent again later
 ├── ModelError           a model cannot be found, downloaded or loaded
 ├── FormatError          a workload, profile or trace file is invalid; names file and line
@@ -75,6 +76,14 @@ class Overloaded(RequestError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after  # seconds
+
+
+class NotResumable(RequestError):
+    """The request that a client wants to continue is not known any more, or differs."""
+
+    def __init__(self, message: str, *, differs: bool = False) -> None:
+        super().__init__(message)
+        self.differs = differs  # the request is known, but has another prompt or other params
 
 
 class FormatError(HeadwayError, ValueError):

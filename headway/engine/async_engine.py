@@ -31,6 +31,7 @@ from headway.engine.messages import (
     Query,
     QueryResult,
     Refusal,
+    Resume,
     SampleUpdate,
     Submit,
     TokenBatch,
@@ -225,10 +226,16 @@ class AsyncEngine:
 
     @contextmanager
     def submitted(
-        self, id: str, prompt: Sequence[int], params: RequestParams, traceparent: str = ""
+        self,
+        id: str,
+        prompt: Sequence[int],
+        params: RequestParams,
+        traceparent: str = "",
+        held: tuple[str, str] | None = None,
     ) -> Iterator[RequestStream]:
         """Submit a request. Leaving the context aborts the request unless it has ended.
 
+        `held`: the answer to FindRequest, to resume a request of a lost client from its first token.
         The prompt is read here, so that an exception of its own ends this request alone.
         """
         self._check_id(id)
@@ -237,7 +244,8 @@ class AsyncEngine:
         num_samples = params.n if isinstance(params.n, int) else 1
         stream = self._streams[id] = RequestStream(max(1, num_samples))
         try:
-            self.client.send([Submit(id, tokens, params, traceparent)])
+            submit = Submit(id, tokens, params, traceparent)
+            self.client.send([submit if held is None else Resume(submit, held[1], held[0])])
             yield stream
         finally:
             del self._streams[id]

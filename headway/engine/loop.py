@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from headway.engine.engine import Engine, Observer
 from headway.engine.messages import (
     CacheDelta,
+    Cancel,
     EngineStopped,
     FromLoop,
     LoadReport,
@@ -32,6 +33,7 @@ from headway.engine.queries import (
     CountRequests,
     EngineLoad,
     ExplainQueue,
+    FindRequest,
     GetLoad,
     GetTime,
     ReportCache,
@@ -150,6 +152,7 @@ class EngineLoop:
         self.handle(GetTime, lambda _: engine.clock.now())
         self.handle(GetLoad, lambda _: self._load())
         self.handle(CountRequests, lambda _: len(engine.scheduler.requests) + engine.num_in_flight)
+        self.handle(FindRequest, lambda _: None)  # a service of the engine may have a journal
         self.handle(ResetPrefixCache, lambda _: engine.scheduler.reset_cache())
         self.handle(ReportCache, self._report_cache)
         self._report_load = report_load
@@ -263,9 +266,9 @@ class EngineLoop:
                     self._submit(message)
                 elif isinstance(message, Query):
                     self._outbox.append(self.reply(message))
-                elif message.sample is None:
+                elif isinstance(message, Cancel) and message.sample is None:
                     self.engine.abort(message.id)
-                else:
+                elif isinstance(message, Cancel) and message.sample is not None:
                     self.engine.stop_sample(message.id, message.sample)
 
     def _submit(self, message: Submit) -> None:

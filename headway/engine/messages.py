@@ -58,6 +58,8 @@ class Submit(Message):
     outputs: tuple[tuple[int, ...] | None, ...] = ()
     age: float = 0.0  # seconds since the request arrived at the other engine
     deadline_in: float | None = None  # seconds; replaces params.deadline, which is absolute
+    # What the samples have gained besides `outputs`, for one that resumes the request.
+    history: tuple[SampleUpdate, ...] = ()
 
     @property
     def num_open(self) -> int:
@@ -72,6 +74,21 @@ class Cancel(Message):
 
     id: str
     sample: int | None = None  # None: abort all samples
+
+
+class Resume(Message):
+    """Take over a request of a client that was lost, from its first token; a loop never gets it.
+
+    The answer is one update of each sample with all so far, then what follows; or one refusal.
+    """
+
+    submit: Submit  # as the lost client had it
+    held_id: str  # of the request at its replica
+    replica: str = ""  # of a fleet
+
+
+class Goodbye(Message):
+    """The client disconnects as planned: cancel its requests. A loop never gets it."""
 
 
 class Query(Message, Generic[Value], kw_only=True):
@@ -182,7 +199,7 @@ class EngineStopped(Message):
     reason: str
 
 
-ToLoop = Submit | Cancel | Query[Any]
+ToLoop = Submit | Cancel | Query[Any] | Resume | Goodbye
 FromLoop = (
     TokenBatch
     | SampleUpdate

@@ -138,6 +138,12 @@ class EndTrial(Query[None]):
     between_steps = True
 
 
+class FindRequest(Query[tuple[str, str] | None]):
+    """Which replica holds a request, and its id there; None if it cannot be resumed."""
+
+    id: str
+
+
 class DescribeFleet(Query[Document]):
     """Counters of a fleet, and state and load of its replicas; a single engine has no answer."""
 

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from headway.engine.engine import Engine
 from headway.engine.loop import Deliver, EngineLoop
 from headway.engine.messages import (
+    Cancel,
     FromLoop,
     Query,
     Refusal,
@@ -177,7 +178,7 @@ class PreparationQueue:
                 self._held[message.id] = []
             self._thread.submit(self._make_ready, message)
             return None
-        if self._held and not isinstance(message, Query):
+        if self._held and isinstance(message, Cancel):
             with self._lock:
                 if message.id in self._held:
                     self._held[message.id].append(message)

@@ -21,7 +21,7 @@ from typing import Any
 
 from headway.engine.async_engine import EngineClient, OnMessages
 from headway.engine.clock import Clock, RealClock
-from headway.engine.messages import Cancel, EngineStopped, FromLoop, Submit, ToLoop
+from headway.engine.messages import Cancel, EngineStopped, FromLoop, Query, Resume, Submit, ToLoop
 from headway.engine.queries import DescribeFleet, Document, GetTime
 from headway.errors import ExecutorError
 from headway.fleet.dispatcher import Dispatcher
@@ -88,7 +88,9 @@ class FleetClient:
                     dispatcher.submit(message)
                 elif isinstance(message, Cancel):
                     dispatcher.cancel(message)
-                else:
+                elif isinstance(message, Resume):
+                    dispatcher.resume(message)
+                elif isinstance(message, Query):
                     dispatcher.queries.ask(message)
             dispatcher.flush()
         finally:

@@ -24,12 +24,13 @@ from headway.engine.messages import (
     LoadReport,
     QueryResult,
     Refusal,
+    Resume,
     SampleUpdate,
     Submit,
     TokenBatch,
     refusal_of,
 )
-from headway.errors import RequestError
+from headway.errors import NotResumable, RequestError
 from headway.fleet.open_requests import OpenRequest, RequestTable
 from headway.fleet.placement import Placement
 from headway.fleet.queries import FleetQueries
@@ -92,6 +93,20 @@ class Dispatcher:
             return
         self.requests[message.id] = request
         self.placement.place(request)
+
+    def resume(self, message: Resume) -> None:
+        """Go on with a request of a lost gateway, on the replica that holds it."""
+        submit, replica = message.submit, self.replicas.get(message.replica)
+        if replica is None:
+            problem = f"request {submit.id!r} was on replica {message.replica}, which is lost"
+            self._emit(refusal_of(submit.id, NotResumable(problem)))
+            return
+        request = self.requests[submit.id] = OpenRequest.of(submit, self.clock.now())
+        request.is_resuming = True
+        request.num_sent = int(message.held_id.partition("~")[2] or 0) + 1
+        request.sent_before = self.queries.next_number
+        replica.assign(request, 0)
+        replica.post(message)
 
     def cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.id)
@@ -230,7 +245,7 @@ class Dispatcher:
         request = replica.open.get(update.id)
         if request is None:
             return
-        end = update.end
+        end, request.is_resuming = update.end, False
         # A step failed; with a code, the request itself caused the error.
         has_failed = end is not None and end.reason == "error" and end.error_code is None
         is_dropped = end is not None and end.reason == "abort" and not request.is_cancelled

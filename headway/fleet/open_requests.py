@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from headway.checks import token_array
 from headway.engine.clock import Clock
+from headway.engine.gained import Gained
 from headway.engine.messages import (
     FinishInfo,
     FromLoop,
@@ -25,10 +26,9 @@ NO_REPLICA = "no_replica"  # error code of a request that waited for a replica, 
 
 
 @dataclass(slots=True, eq=False)
-class OpenSample:
-    """One sample: the tokens so far, and whether a stop was requested or its end was sent."""
+class OpenSample(Gained):
+    """What one sample has gained, and whether a stop was requested or its end was sent."""
 
-    tokens: list[int] = field(default_factory=list)
     is_stopping: bool = False
     is_ended: bool = False
 
@@ -54,6 +54,7 @@ class OpenRequest:
     first_token: float | None = None
     num_scored: int = 0  # prompt positions whose log probabilities were passed on
     is_cancelled: bool = False
+    is_resuming: bool = False  # only its replica knows the tokens so far
     avoids: set[str] = field(default_factory=set)  # replicas that were full, or failed with it
 
     @classmethod
@@ -109,13 +110,17 @@ class OpenRequest:
 
     def message(self, now: float) -> Submit:
         """The message that starts the request on a replica, or continues it there."""
-        outputs: tuple[tuple[int, ...] | None, ...] = self.submit.outputs
+        outputs, history = self.submit.outputs, self.submit.history
         if self.has_begun:
             outputs = tuple(None if each.is_ended else tuple(each.tokens) for each in self.samples)
+            history = tuple(
+                each.update(self.id, number) for number, each in enumerate(self.samples)
+                if each.is_ended or each.logprobs or each.prompt_logprobs
+            )  # fmt: skip
         deadline = self.submit.params.deadline
         return replace(
             self.submit, id=self.replica_id, outputs=outputs, age=max(0.0, now - self.arrived),
-            deadline_in=None if deadline is None else deadline - now,
+            deadline_in=None if deadline is None else deadline - now, history=history,
         )  # fmt: skip
 
     def apply(self, update: SampleUpdate) -> SampleUpdate | None:
@@ -123,7 +128,6 @@ class OpenRequest:
         sample = self.samples[update.sample]
         if sample.is_ended:
             return None
-        sample.tokens += update.tokens
         scores, end = update.prompt_logprobs, update.end
         if scores:  # a replica that continues the request computes the prompt again
             scores = [each for each in scores if each[0] > self.num_scored] or None
@@ -134,7 +138,9 @@ class OpenRequest:
                 # As the caller saw it: the first token may have come from an earlier replica.
                 first = self.first_token - self.arrived
                 end = end._replace(queue=min(end.queue, first), first_token=first)
-        return replace(update, id=self.id, prompt_logprobs=scores, end=end)
+        passed = replace(update, id=self.id, prompt_logprobs=scores, end=end)
+        sample.add(passed)
+        return passed
 
     def end(
         self,
@@ -144,10 +150,10 @@ class OpenRequest:
         error: str | None = None,
         code: str | None = None,
     ) -> SampleUpdate:
-        self.samples[number].is_ended = True
         total = now - self.arrived
         first = total if self.first_token is None else self.first_token - self.arrived
         info = FinishInfo(reason, None, error, 0, 0, first, first, total, code)
+        self.samples[number].is_ended, self.samples[number].end = True, info
         return SampleUpdate(self.id, number, [], end=info)
 
 

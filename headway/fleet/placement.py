@@ -13,7 +13,7 @@ from typing import Any
 from headway.engine.clock import Clock
 from headway.engine.messages import Cancel, Query, QueryResult, refusal_of
 from headway.engine.queries import CACHE_PARTS, CountRequests, GetProblem, ReportCache
-from headway.errors import PolicyError
+from headway.errors import NotResumable, PolicyError
 from headway.fleet.isolation import Isolation
 from headway.fleet.losses import Loss, Losses
 from headway.fleet.open_requests import OpenRequest, RequestTable
@@ -73,6 +73,10 @@ class Placement:
         request.avoids, request.replica, request.reason = {replica.name}, None, reason
         if request is self.isolation.request:
             self._end_isolation()
+        if request.is_resuming:  # its tokens are lost
+            problem = f"request {request.id!r} cannot be resumed: {reason}"
+            self.table.refuse(request, refusal_of(request.id, NotResumable(problem)))
+            return
         self.table.end_requested(request)
         if not request.is_ended:
             request.num_moves += 1

@@ -18,6 +18,7 @@ from headway.engine.queries import (
     AskEach,
     EngineLoad,
     ExplainQueue,
+    FindRequest,
     GetLoad,
     GetMetrics,
     GetProblem,
@@ -64,6 +65,7 @@ class FleetQueries:
         self._combine: dict[type[Query[Any]], Combine] = {
             AskEach: dict,
             ExplainQueue: lambda answers: _by_replica(answers, "Replica", "\n\n"),
+            FindRequest: _latest_move,
             GetLoad: _combine_loads,
             GetProblem: _combine_problems,
             GetSnapshot: _combine_snapshots,
@@ -146,6 +148,12 @@ def _combine_loads(answers: Answers) -> EngineLoad:
 def _combine_problems(answers: Answers) -> str | None:
     """A fleet is healthy as long as one replica is."""
     return (_by_replica(answers, "replica") or NO_REPLICAS) if all(answers.values()) else None
+
+
+def _latest_move(answers: Answers) -> tuple[str, str] | None:
+    """The replica that got a request last, and its id there: see OpenRequest.replica_id."""
+    found = [(name, id) for name, answer in answers.items() if answer for _, id in [answer]]
+    return max(found, key=lambda each: int(each[1].partition("~")[2] or 0), default=None)
 
 
 def _combine_snapshots(answers: Answers) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headway.checks import Checked, count, number
+from headway.remote.journal import ORPHAN_SECONDS
 
 MAX_SECONDS = 1e6
 MAX_COUNT = 1000
@@ -24,6 +25,8 @@ class FleetSettings(Checked):
     verdict_seconds: float = number(0.5, 0, MAX_SECONDS)
     # A replica that leaves ends requests that no other one can continue, for at most this long.
     drain_seconds: float = number(30.0, 0, MAX_SECONDS)
+    # Requests of a lost gateway go on for this long, so that another gateway can continue them.
+    orphan_seconds: float = number(ORPHAN_SECONDS, 0, MAX_SECONDS)
     # Requests wait this long for a replica, then fail.
     no_replica_seconds: float = number(30.0, 0, MAX_SECONDS)
     # Without a replica, this many requests wait; more are refused with NoReplica.

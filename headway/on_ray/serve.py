@@ -32,6 +32,7 @@ from headway.on_ray.options import FleetOptions
 from headway.on_ray.ranks import placement
 from headway.on_ray.scaling import ScalingLoad, placed, replicas_needed
 from headway.remote.auth import Address, Identity
+from headway.remote.journal import Journal
 from headway.remote.service import EngineService
 from headway.server.process.serve import ServerFactory
 
@@ -74,7 +75,8 @@ class Replica:
         )  # fmt: skip
         model = pickle.dumps((served.model_info, identity))
         await self._call(self._directory.actor.put_model, options.id, model)
-        service = EngineService(client, identity, options.key)
+        journal = Journal(options.settings.orphan_seconds)
+        service = EngineService(client, identity, options.key, journal)
         self._address = await service.start((ray.util.get_node_ip_address(), 0))
         self._service = service
         await self._call(self._directory.actor.announce, self._name, self._address)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from headway.engine.async_engine import OnMessages
-from headway.engine.messages import EngineStopped, FromLoop, Query, QueryResult, ToLoop
+from headway.engine.messages import EngineStopped, FromLoop, Goodbye, Query, QueryResult, ToLoop
 from headway.errors import ExecutorError
 from headway.remote import auth
 from headway.remote.codec import frame, from_engine, read_items, typed_answer
+
+GOODBYE_SECONDS = 0.5  # for an engine to disconnect; a stopped one does not
 
 
 class SocketClient:
@@ -45,7 +47,12 @@ class SocketClient:
 
     async def close(self) -> None:
         """Disconnect from the engine, which continues; requests open here end."""
-        self._abort()
+        try:
+            if self._reading is not None and not self._reading.done():
+                self.send([Goodbye()])
+                await asyncio.wait({self._reading}, timeout=GOODBYE_SECONDS)
+        finally:
+            self._abort()
         if self._reading is not None:
             await self._reading
 

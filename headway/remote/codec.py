@@ -23,9 +23,11 @@ from headway import __version__
 from headway.engine.messages import (
     Cancel,
     FromLoop,
+    Goodbye,
     Query,
     QueryResult,
     Refusal,
+    Resume,
     Submit,
     ToLoop,
     refusal_of,
@@ -35,7 +37,7 @@ from headway.executor.simulated import Script
 from headway.request import SamplingOptions
 from headway.sampling_params import Sampling
 
-PROTOCOL = 3  # change it when the encoding or a message changes
+PROTOCOL = 4  # change it when the encoding or a message changes
 MAGIC = b"HEADWAY\0"
 GREETING = struct.Struct("<8sI")  # from an engine, before any frame: MAGIC, PROTOCOL
 MAX_FRAME = 1 << 28  # bytes
@@ -154,7 +156,7 @@ async def read_items(
         if items := take_items(received, decoder):
             yield items
     if received:
-        raise ExecutorError("it ended within a frame; the other process has probably ended")
+        raise ConnectionError("it ended within a frame; the other process has probably ended")
 
 
 async def read_frame(reader: asyncio.StreamReader, decoder: Decoder[Item], limit: int) -> Item:
@@ -173,7 +175,7 @@ def checked_length(length: int, limit: int = MAX_FRAME) -> int:
 @cache
 def to_engine() -> RequestDecoder:
     """Decodes messages to an engine, with all types of queries that this process has imported."""
-    return RequestDecoder(reduce(or_, [Submit, Cancel, *Query.__subclasses__()]))
+    return RequestDecoder(reduce(or_, [Submit, Cancel, Resume, Goodbye, *Query.__subclasses__()]))
 
 
 @cache

@@ -2,8 +2,9 @@
 
 The service runs on an event loop. Each client gets one write per step. Two clients may use the same
 request id, so the engine's ids have the client's number as a prefix. The requests of a client that
-disconnects are cancelled. If the engine stops, all clients are notified, including those that
-connect later; nothing can connect by TCP then.
+disconnects are cancelled; those of one that is lost wait for another client in the journal. If the
+engine stops, all clients are notified, including those that connect later; nothing can connect by
+TCP then.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ from headway.engine.messages import (
     Drain,
     EngineStopped,
     FromLoop,
+    Goodbye,
     Query,
     QueryResult,
     Refusal,
+    Resume,
     SampleUpdate,
     Submit,
     TokenBatch,
     ToLoop,
+    refusal_of,
 )
-from headway.errors import ConfigError, ExecutorError
+from headway.engine.queries import FindRequest
+from headway.errors import ConfigError, ExecutorError, NotResumable
 from headway.remote import auth
 from headway.remote.codec import frame_results, read_items, to_engine
+from headway.remote.journal import HeldRequest, Journal
 
 CLOSE_TIMEOUT = 1.0  # seconds for the clients to read that the engine has stopped
 DRAIN_SECONDS = 3.0  # for the clients to move their requests elsewhere and to disconnect
@@ -48,11 +54,7 @@ class ClientConnection:
 
     number: str
     writer: asyncio.StreamWriter
-    num_open: dict[str, int] = field(default_factory=dict)  # open samples by request id
-
-    def engine_id(self, id: str) -> str:
-        """The engine's id of a request of this client."""
-        return f"{self.number}-{id}"
+    open: dict[str, HeldRequest] = field(default_factory=dict)  # by the client's ids
 
     def send(self, messages: list[FromLoop]) -> None:
         if not self.writer.is_closing():
@@ -66,12 +68,17 @@ class EngineService:
     """Forwards messages between an engine's client and the clients of this service."""
 
     def __init__(
-        self, client: EngineClient, identity: auth.Identity = auth.LOCAL, key: bytes = b""
+        self,
+        client: EngineClient,
+        identity: auth.Identity = auth.LOCAL,
+        key: bytes = b"",
+        journal: Journal | None = None,
     ) -> None:
         """TCP needs a key. A Unix socket should be in a directory of mode 0700."""
         self.stopped: EngineStopped | None = None
         self.clients: dict[str, ClientConnection] = {}  # by number
         self.identity, self._key, self._client = identity, key, client
+        self.journal = journal or Journal()
         # By the engine's query number: the client and its own number of the query.
         self._queries: dict[int, tuple[ClientConnection, int]] = {}
         self._serials, self._numbers = count(), count()
@@ -97,8 +104,8 @@ class EngineService:
 
     @property
     def num_open(self) -> int:
-        """Open requests of all clients."""
-        return sum(len(client.num_open) for client in self.clients.values())
+        """Open requests of all clients, and orphans."""
+        return sum(request.num_open > 0 for request in self.journal.requests.values())
 
     async def drain(self, reason: str) -> None:
         """Ask all clients to move their requests, and wait until they have and disconnect."""
@@ -133,37 +140,68 @@ class EngineService:
             log.warning("the connection of the client at %s was refused: %s", peer, reason)
             writer.close()
             return
+        client = self._connected(writer)
+        try:
+            async for messages in read_items(reader, to_engine()):
+                self._client.send([*self._to_engine(client, messages)])
+            self.journal.orphan(client)
+        except (OSError, ExecutorError) as error:
+            log.warning("the connection to a client was lost: %s", error)
+            if isinstance(error, OSError):  # else the client is at fault
+                self.journal.orphan(client)
+        finally:
+            self._client.send([Cancel(id) for id in self.journal.cancel(client)])
+            del self.clients[client.number]
+            writer.close()
+
+    def _connected(self, writer: asyncio.StreamWriter) -> ClientConnection:
         client = ClientConnection(str(next(self._serials)), writer)
         self.clients[client.number] = client
         if self.stopped is not None:
             client.send([self.stopped])
-        try:
-            async for messages in read_items(reader, to_engine()):
-                self._client.send([*self._to_engine(client, messages)])
-        except (OSError, ExecutorError) as error:
-            log.warning("the connection to a client was lost: %s", error)
-        finally:
-            self._client.send([Cancel(client.engine_id(id)) for id in client.num_open])
-            del self.clients[client.number]
-            writer.close()
+        return client
 
     def _to_engine(
         self, client: ClientConnection, messages: list[ToLoop | Refusal]
     ) -> Iterator[ToLoop]:
         """Replace a client's ids and query numbers by the engine's; record its open requests."""
         for message in messages:
-            if isinstance(message, Refusal):
-                client.send([message])
-            elif isinstance(message, Query):
-                number = next(self._numbers)
-                self._queries[number] = client, message.number
-                yield replace(message, number=number)
-            else:
-                if isinstance(message, Submit):
-                    if message.id in client.num_open:
+            match message:
+                case Refusal():
+                    client.send([message])
+                case FindRequest():
+                    found = self.journal.find(message.id)
+                    answer = found and (self.identity.name, found.id)
+                    client.send([QueryResult(message.number, answer)])
+                case Query():
+                    number = next(self._numbers)
+                    self._queries[number] = client, message.number
+                    yield replace(message, number=number)
+                case Submit():
+                    if message.id in client.open:
                         raise ExecutorError(f"it submitted {message.id!r}, which is open, again")
-                    client.num_open[message.id] = message.num_open
-                yield replace(message, id=client.engine_id(message.id))
+                    id = f"{client.number}-{message.id}"
+                    self.journal.add(message, id, client)
+                    yield replace(message, id=id, history=())
+                case Cancel() if (request := client.open.get(message.id)) is not None:
+                    request.is_cancelled |= message.sample is None
+                    yield replace(message, id=request.engine_id)
+                case Resume():
+                    self._resume(client, message)
+                case Goodbye():
+                    yield from [Cancel(id) for id in self.journal.cancel(client)]
+                    client.writer.close()
+
+    def _resume(self, client: ClientConnection, message: Resume) -> None:
+        """Send all that a request has gained; what follows is sent as to its first client."""
+        id = message.held_id
+        try:
+            request = self.journal.resume(id, message.submit, client)
+        except NotResumable as error:
+            client.send([refusal_of(id, error)])
+            return
+        numbers = sorted({0, *request.samples})
+        client.send([request.samples[number].update(id, number) for number in numbers])
 
     def _receive(self, messages: list[FromLoop]) -> None:
         """Send each client its messages, in one write."""
@@ -172,9 +210,7 @@ class EngineService:
             if isinstance(message, TokenBatch):
                 self._split(message, batches)
             elif isinstance(message, SampleUpdate | Refusal):
-                number, _, id = message.id.partition("-")
-                if (owner := self.clients.get(number)) is not None:
-                    batches[owner].append(_to_client(message, id, owner))
+                self._pass_on(message, batches)
             elif isinstance(message, QueryResult):
                 client, number_there = self._queries.pop(message.number)
                 batches[client].append(replace(message, number=number_there))
@@ -187,28 +223,41 @@ class EngineService:
                     batches[client].append(message)
         for client, batch in batches.items():
             client.send(batch)
+        if expired := self.journal.expire():
+            log.warning("%d requests of lost clients were cancelled", len(expired))
+            self._client.send([Cancel(id) for id in expired])
+
+    def _pass_on(self, message: SampleUpdate | Refusal, batches: Batches) -> None:
+        """Record an update or a refusal and add it, with the client's id, to the client's batch."""
+        request = self.journal.requests.get(message.id)
+        if request is None:
+            return
+        id, owner = request.id, request.owner
+        if isinstance(message, SampleUpdate):
+            request.samples[message.sample].add(message)
+            if message.end is not None:
+                request.num_open -= 1
+                if not request.num_open:
+                    self.journal.end(request)
+            passed: FromLoop = replace(message, id=id)
+        else:
+            request.is_cancelled = True
+            self.journal.end(request)
+            passed = replace(message, id=id, message=message.message.replace(message.id, id))
+        if owner is not None:
+            batches[owner].append(passed)
 
     def _split(self, message: TokenBatch, batches: Batches) -> None:
-        """Add to each client's batch the tokens of its requests."""
-        parts: defaultdict[str, TokenBatch] = defaultdict(lambda: TokenBatch([], []))
+        """Record the tokens of all requests; add to each client's batch those of its requests."""
+        parts: defaultdict[ClientConnection, TokenBatch] = defaultdict(lambda: TokenBatch([], []))
+        requests = self.journal.requests
         for name, tokens in zip(message.ids, message.tokens, strict=True):
-            number, _, id = name.partition("-")
-            parts[number].ids.append(id)
-            parts[number].tokens.append(tokens)
-        for number, part in parts.items():
-            if (client := self.clients.get(number)) is not None:
-                batches[client].append(part)
-
-
-def _to_client(
-    message: SampleUpdate | Refusal, id: str, owner: ClientConnection
-) -> SampleUpdate | Refusal:
-    """The message with the client's own id; records the end of a sample or of the request."""
-    if isinstance(message, Refusal):
-        owner.num_open.pop(id, None)
-        return replace(message, id=id, message=message.message.replace(message.id, id))
-    if message.end is not None and id in owner.num_open:
-        owner.num_open[id] -= 1
-        if not owner.num_open[id]:
-            del owner.num_open[id]
-    return replace(message, id=id)
+            if (request := requests.get(name)) is None:
+                continue
+            request.samples[0].tokens += tokens
+            if request.owner is not None:
+                part = parts[request.owner]
+                part.ids.append(request.id)
+                part.tokens.append(tokens)
+        for client, part in parts.items():
+            batches[client].append(part)

@@ -81,6 +81,7 @@ ERRORS = {
     "InvalidRequest": ["RequestError"],
     "InvalidGrammar": ["InvalidRequest"],
     "RequestTooLong": ["RequestError"],
+    "NotResumable": ["RequestError"],
     "Overloaded": ["RequestError"],
     "ModelError": ["HeadwayError"],
     "FormatError": ["HeadwayError", "ValueError"],
@@ -116,7 +117,7 @@ SAMPLING_FLAGS = {
 FLEET_FLAGS = {
     "--fleet-hang-seconds", "--fleet-stall-seconds", "--fleet-no-replica-seconds",
     "--fleet-max-waiting", "--fleet-verdict-seconds", "--fleet-drain-seconds",
-    "--fleet-max-replica-losses", "--fleet-max-total-losses",
+    "--fleet-max-replica-losses", "--fleet-max-total-losses", "--fleet-orphan-seconds",
 }  # fmt: skip
 SERVE_FLAGS = {
     "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",

@@ -50,6 +50,8 @@ VALID: list[Any] = [
     queries.GetTime(number=1), queries.ResetPrefixCache(number=2), queries.ReportCache(number=3),
     queries.GetMetrics(prefix="x", number=4), queries.GetRecording(viewer=1, number=5),
     queries.GetTrialLines(first=0, number=6), queries.AskEach(queries.GetTime(), number=7),
+    queries.FindRequest("plain", number=8), messages.Resume(submit("plain"), "plain"),
+    messages.Resume(FULL, "full", "one"),
 ]  # fmt: skip
 ODD: list[Any] = [
     None, True, -1, 0, 3, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1, 0.5, -0.5,

@@ -63,6 +63,9 @@ class FleetFlags:
         DEFAULTS.drain_seconds,
         "A replica that leaves has this long to end requests that no other one can continue.",
     )
+    fleet_orphan_seconds: float = _fleet(
+        DEFAULTS.orphan_seconds, "Requests of a lost gateway can be resumed for this long."
+    )
     fleet_no_replica_seconds: float = _fleet(
         DEFAULTS.no_replica_seconds, "Requests wait this long for a replica, then fail."
     )
