@@ -38,5 +38,7 @@ class Isolation:
         """Whether the suspect may be sent: alone, or with requests of other gateways that stay."""
         return not self.is_waiting or self.num_ticks * TICK_SECONDS >= settings.hang_seconds
 
-    def is_alone(self, request: OpenRequest) -> bool:
-        return request is self.request and not self.is_waiting
+    @property
+    def alone(self) -> OpenRequest | None:
+        """The suspect, once the other requests have left the engine."""
+        return None if self.is_waiting else self.request

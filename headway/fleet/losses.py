@@ -34,15 +34,23 @@ class Losses:
         self._replicas: set[Replica] = set()
         self._num_ticks = 1 << 30  # since the latest loss
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self._replicas)
+    def add(
+        self,
+        replica: Replica,
+        requests: Iterable[OpenRequest],
+        alone: OpenRequest | None,
+        check: int,
+    ) -> None:
+        """These requests lost their replica, or a step of it; `alone` was the only one there.
 
-    def add(self, replica: Replica, losses: Iterable[Loss], check: int) -> None:
-        """A replica was lost, or a step of it failed. The others are asked with the number `check`."""
+        The other replicas are asked with the number `check`.
+        """
         self._replicas.add(replica)
-        self._losses += losses
         self.check, self._num_ticks = check, 0
+        for request in requests:
+            request.min_answer = check
+            was_there = replica.answered >= request.sent_before
+            self._losses.append(Loss(request, replica, was_there, request is alone))
 
     def tick(self) -> None:
         self._num_ticks += 1

@@ -15,7 +15,7 @@ from headway.engine.messages import Cancel, Query, QueryResult, refusal_of
 from headway.engine.queries import CACHE_PARTS, CountRequests, GetProblem, ReportCache
 from headway.errors import NotResumable, PolicyError
 from headway.fleet.isolation import Isolation
-from headway.fleet.losses import Loss, Losses
+from headway.fleet.losses import Losses
 from headway.fleet.open_requests import OpenRequest, RequestTable
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
@@ -95,18 +95,10 @@ class Placement:
     def lose(self, requests: Collection[OpenRequest], replica: Replica, reason: str) -> None:
         """These requests lost their replica, or a step of it. They move once the loss is judged."""
         check = self.queries.take_number()
-        losses = [
-            Loss(
-                request, replica, replica.answered >= request.sent_before,
-                self.isolation.is_alone(request),
-            )
-            for request in requests
-        ]  # fmt: skip
-        self.losses.add(replica, losses, check)
+        self.losses.add(replica, requests, self.isolation.alone, check)
         if replica.problem is not None:
             self.troubled.add(replica)
         for request in requests:
-            request.min_answer = check
             self.leave(request, replica, reason)
         for each in self.ready():
             self.ping(each)
@@ -147,11 +139,10 @@ class Placement:
         if not self.is_changed:
             return
         self.is_changed = False
-        if self.losses.is_open:
-            if not self.losses.can_judge(self.ready(), self.settings):
-                return
-            for request in list(self.losses.judge(self.settings)):
-                self.table.fail(request, request.loss_problem(), "replicas_failed")
+        if not self.losses.can_judge(self.ready(), self.settings):
+            return
+        for request in list(self.losses.judge(self.settings)):
+            self.table.fail(request, request.loss_problem(), "replicas_failed")
         for request in list(self.table.waiting):
             self.place(request)
 
