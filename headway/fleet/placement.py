@@ -152,23 +152,20 @@ class Placement:
             name = self._isolated(request)
             return Choice(name, request.known().num_known) if name else None
         self._tell_router()
-        if not self.router.num_ready or (avoids := self._avoided(request)) is None:
+        if not self.router.num_ready:
             return None
         known = request.known()
         keys = PromptKeys(known, self.router.block_size) if known.params.reads_cache else ()
-        return self.router.choose(request.id, known.num_known, keys, known.params.client, avoids)
-
-    def _avoided(self, request: OpenRequest) -> Collection[str] | None:
-        """Names of replicas that must not get a request now; None if it must wait for others."""
         bad = {each.name for each in self.troubled if not each.is_trusted}
-        if not (bad or request.avoids or request.min_answer):
-            return ()
-        ready = [each for each in self.ready() if each is not self.isolation.replica]
-        names = {each.name for each in ready if each.answered >= request.min_answer}
-        late = {each.name for each in ready} - names
+        late = set[str]()
+        if request.min_answer:
+            late = {each.name for each in self.ready() if each.answered < request.min_answer}
         for avoids in (late | request.avoids | bad, late | request.avoids, late):
-            if names - avoids:
-                return avoids
+            choice = self.router.choose(
+                request.id, known.num_known, keys, known.params.client, avoids
+            )
+            if choice is not None:
+                return choice
         return None
 
     def _tell_router(self) -> None:

@@ -80,17 +80,16 @@ class Router:
         client: str,
         avoids: Collection[str] = (),
     ) -> Choice | None:
-        """The replica for a request; None if none takes requests, PolicyError if the rule fails.
+        """The replica for a request, none of `avoids`; None if there is none.
 
         `keys` are the prefix keys of the prompt's full blocks, empty if the request must not read
-        the cache. Replicas in `avoids` are chosen only if there are no others.
+        the cache. PolicyError if the rule fails.
         """
-        if not self._slots:
-            return None
         ready = self._ready = self._ready or _Ready(self._slots)
         if avoids:
-            others = {name: slot for name, slot in self._slots.items() if name not in avoids}
-            ready = _Ready(others or self._slots)
+            ready = _Ready({name: n for name, n in self._slots.items() if name not in avoids})
+        if not ready.names:
+            return None
         cached = self._num_cached(keys, ready)
         # The last token is computed even after a full hit.
         num_new = np.maximum(1, num_prompt - cached)

@@ -92,7 +92,6 @@ class PlainRouter:
         self, num_prompt: int, keys: Sequence[bytes], avoids: Sequence[str] = ()
     ) -> Choice | None:
         loads = [load for load in self.loads.values() if load.name not in avoids]
-        loads = loads or list(self.loads.values())
         if not loads:
             return None
         views = []
