@@ -141,30 +141,22 @@ class chwbl(Checked):
     replication: int = count(256, 1, 4096)
 
     def __call__(self, request: RouteRequest, replicas: ReplicaViews) -> int:
-        if not request.keys:
-            return least_loaded(request, replicas)
-        limit = self.load_factor * (int(replicas.num_open.sum()) + 1) / len(replicas)
-        has_room = replicas.num_open + 1 <= max(1.0, limit)
-        if not has_room.any():
-            return least_loaded(request, replicas)
-        return _first_on_ring(
-            request, self.prefix_blocks, replicas.names, self.replication, has_room
-        )
+        place = self.first_with_room(request, replicas.names, replicas.num_open)
+        return least_loaded(request, replicas) if place is None else place
 
-
-def _first_on_ring(
-    request: RouteRequest,
-    prefix_blocks: int,
-    names: tuple[str, ...],
-    replication: int,
-    has_room: NDArray[np.bool_],
-) -> int:
-    """The index of the first name on the ring with room, from the hash of the first blocks on."""
-    points, owners = _ring(names, replication)
-    key = request.keys[min(prefix_blocks, len(request.keys)) - 1]
-    first = bisect(points, int.from_bytes(key[:8], "big"))
-    order = (owners[(first + step) % len(owners)] for step in range(len(owners)))
-    return next(place for place in order if has_room[place])
+    def first_with_room(
+        self, request: RouteRequest, names: tuple[str, ...], num_open: NDArray[Any]
+    ) -> int | None:
+        """The index of the first name on the ring with room; None without room or a full block."""
+        limit = self.load_factor * (int(num_open.sum()) + 1) / len(names)
+        has_room = num_open + 1 <= max(1.0, limit)
+        if not (request.keys and has_room.any()):
+            return None
+        points, owners = _ring(names, self.replication)
+        key = request.keys[min(self.prefix_blocks, len(request.keys)) - 1]
+        first = bisect(points, int.from_bytes(key[:8], "big"))
+        order = (owners[(first + step) % len(owners)] for step in range(len(owners)))
+        return next(place for place in order if has_room[place])
 
 
 @lru_cache(maxsize=64)
@@ -218,11 +210,10 @@ class cells(Checked):
         number = -(-len(replicas) // self.size)
         starts = [len(replicas) * cell // number for cell in range(number + 1)]
         num_open = np.add.reduceat(replicas.num_open, starts[:-1])
-        has_room = num_open + 1 <= max(1.0, self.load_factor * (int(num_open.sum()) + 1) / number)
-        cell = int(num_open.argmin())
-        if request.keys and has_room.any():
-            names = tuple(map(str, range(number)))
-            cell = _first_on_ring(request, self.prefix_blocks, names, 256, has_room)
+        ring, names = chwbl(self.load_factor, self.prefix_blocks), tuple(map(str, range(number)))
+        cell = ring.first_with_room(request, names, num_open)
+        if cell is None:
+            cell = int(num_open.argmin())
         inside = replicas.part(starts[cell], starts[cell + 1])
         return starts[cell] + prefix_load(request, inside)
 
