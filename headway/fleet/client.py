@@ -138,13 +138,13 @@ class FleetClient:
             if replica.is_gone or (is_idle and replica.num_reports > before):
                 break
             await asyncio.sleep(0.01)
-        await self.remove(name, replica)
+        if not replica.is_gone:
+            await self.remove(name)
 
-    async def remove(self, name: str, replica: Replica | None = None) -> None:
+    async def remove(self, name: str) -> None:
         """Disconnect from a replica without waiting; its requests move as if it were drained."""
-        found = self.dispatcher.replicas.get(name)
-        if found is not None and replica in (None, found):
-            self.dispatcher.remove(found)
+        if (replica := self.dispatcher.replicas.get(name)) is not None:
+            self.dispatcher.remove(replica)
             self._send_and_deliver()
 
     def announce(self, num_starting: int, problem: str | None) -> None:
