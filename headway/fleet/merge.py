@@ -9,7 +9,7 @@ from itertools import chain, islice, zip_longest
 from typing import Any
 
 from prometheus_client import generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -79,11 +79,8 @@ def _summed(family: Metric) -> Metric:
 
 def _fleet_families(prefix: str, fleet: Mapping[str, float]) -> Iterator[Metric]:
     for name, text in FLEET_TEXTS.items():
-        kind = "gauge" if name in GAUGES else "counter"
-        found = Metric(f"{prefix}_fleet:{name}", text, kind)
-        ending = "" if kind == "gauge" else "_total"
-        found.add_sample(f"{prefix}_fleet:{name}{ending}", {}, fleet.get(name, 0))
-        yield found
+        family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+        yield family(f"{prefix}_fleet:{name}", text, value=fleet.get(name, 0))
 
 
 def merge_snapshots(found: Mapping[str, Document]) -> Document:
