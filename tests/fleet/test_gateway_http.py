@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.engine.async_engine import AsyncEngine
@@ -15,6 +16,7 @@ from headway.engine.input_processor import InputProcessor
 from headway.engine.messages import FinishInfo
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
+from headway.server import doctor, live
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.generation.prompt_runs import failure
@@ -37,7 +39,8 @@ async def gateway(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Fle
         engine=engine, input_processor=processor, model_name=MODEL, max_model_len=256,
         health=watch(engine),
     )  # fmt: skip
-    transport = httpx.ASGITransport(app=create_app(context))
+    app = create_app(context, [live.router(context), doctor.router(context)])
+    transport = httpx.ASGITransport(app=app)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             yield client, fleet
@@ -60,6 +63,15 @@ async def test_metrics_answer_without_replicas() -> None:
             for sample in family.samples
         }
         assert found["headway_fleet:replicas"] == 0 and found["headway_fleet:deaths_total"] == 3
+
+
+@pytest.mark.parametrize("path", ["/live", "/doctor"])
+@on_loop
+async def test_what_is_known_of_replicas_is_unavailable_without_one(path: str) -> None:
+    async with gateway() as (client, _):
+        response = await client.get(path)
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "no replica is connected"
 
 
 @on_loop
