@@ -135,5 +135,6 @@ def delete(options: FleetOptions) -> None:
         if options.name not in found:
             known = ", ".join(found) or "none"
             raise ConfigError(f"no application {options.name!r} is deployed; deployed: {known}")
-        serve.delete(options.name)
+        with suppress(TimeoutError):  # requests that are open may need longer
+            serve.delete(options.name)
         ray.kill(RayDirectory.of(options).actor)

@@ -1,7 +1,7 @@
 """All that Headway uses of Ray without a promise of Ray; so pyproject.toml allows only Ray 2.60.
 
-There is no public way to start a Ray without a dashboard process, to start only its GCS again, or
-to ask which proxies Serve has. tests/fleet/test_ray.py covers all of it.
+There is no public way to start a Ray without a dashboard process, to start only its GCS again, to
+ask which proxies Serve has, or to learn while requests are open that Serve stops a replica. tests/fleet/test_ray.py covers all of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
-from ray._private import node, parameter, services
+from ray._private import node, parameter, services, worker
 from ray.serve.context import _get_global_client
 
 OBJECT_STORE_BYTES = 80 << 20  # close to Ray's minimum; no tokens or weights go through it
@@ -79,6 +79,12 @@ def is_running(pid: int) -> bool:
 def find_address() -> str:
     """The address of the Ray on this machine. ConnectionError if there is none."""
     return str(services.get_ray_address_from_environment("auto", None))
+
+
+def is_stopping() -> bool:
+    """Whether Serve stops the replica that this process is. Serve calls it only without requests."""
+    actors = worker.global_worker.actors.values()
+    return any(actor._replica_impl._shutting_down for actor in actors)
 
 
 def proxy_address() -> tuple[str, int]:

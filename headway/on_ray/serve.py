@@ -29,14 +29,18 @@ from headway.errors import ExecutorError, HeadwayError
 from headway.on_ray.directory import RayDirectory
 from headway.on_ray.gateway import gateway_engine
 from headway.on_ray.options import FleetOptions
+from headway.on_ray.private import is_stopping
 from headway.on_ray.ranks import placement
 from headway.on_ray.scaling import ScalingLoad, placed, replicas_needed
 from headway.remote.auth import Address, Identity
 from headway.remote.journal import Journal
 from headway.remote.service import EngineService
 from headway.server.process.serve import ServerFactory
+from headway.server.process.shutdown import end_requests
 
 ANNOUNCE_SECONDS = 5.0  # well below the directory's LEASE_SECONDS
+STOP_INTERVAL = 0.2  # seconds between two looks whether Serve stops a gateway
+STOP_SECONDS = 10.0  # for a replica without requests, or for the error events of a gateway
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ class Replica:
         self._address: Address | None = None  # once it is ready
         self._num_starting = 0  # replicas of the application
         self._service: EngineService | None = None
+        self._drain_seconds = options.settings.drain_seconds
         self._directory = await asyncio.to_thread(RayDirectory.of, options)
         self._announcing = asyncio.create_task(self._announce())
         try:
@@ -111,12 +116,15 @@ class Replica:
         return {**load._asdict(), "num_starting": self._num_starting}
 
     async def __del__(self) -> None:
-        """Move all requests elsewhere, then stop. Serve calls it before it ends the process."""
+        """Move all requests elsewhere or wait for their ends, then stop. Serve calls it before it
+        ends the process.
+        """
         self._announcing.cancel()
-        await self._call(self._directory.actor.forget, self._name)
+        with suppress(Exception):  # the requests must leave also if the directory is away
+            await self._call(self._directory.actor.forget, self._name)
         if (service := self._service) is None:  # it did not start
             return
-        await service.drain("the replica is stopping")
+        await service.drain("the replica is stopping", self._drain_seconds)
         await service.close()
         self._served.close()
         self._teardown()
@@ -152,7 +160,8 @@ def replica_deployment(factory: ServerFactory, options: FleetOptions) -> Any:
         Replica, name="Replica", **count,
         **placement(options),
         health_check_period_s=2.0, health_check_timeout_s=5.0, graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=10.0, max_constructor_retry_count=3, logging_config=QUIET,
+        graceful_shutdown_timeout_s=options.settings.drain_seconds + STOP_SECONDS,
+        max_constructor_retry_count=3, logging_config=QUIET,
     )  # fmt: skip
     return deployment.bind(factory, options)
 
@@ -215,13 +224,24 @@ class Gateway:
         self._engine = gateway_engine(directory, identity, options)
         await self._engine.start()
         self._app = factory.make_app(self._engine, info)
+        self._stopping = asyncio.create_task(self._stop(factory.grace))
+
+    async def _stop(self, grace: float) -> None:
+        """End the streams that are still open `grace` seconds after Serve has begun to stop this
+        gateway, each with an error event. Serve would only cut them.
+        """
+        while not is_stopping():
+            await asyncio.sleep(STOP_INTERVAL)
+        await asyncio.sleep(grace)
+        await end_requests(self._engine)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
 
     async def __del__(self) -> None:
-        if (engine := getattr(self, "_engine", None)) is not None:
-            await engine.close()
+        if hasattr(self, "_stopping"):  # it did start
+            self._stopping.cancel()
+            await self._engine.close()
 
 
 def application(factory: ServerFactory, options: FleetOptions, num_gateways: int = 1) -> Any:
@@ -235,6 +255,6 @@ def application(factory: ServerFactory, options: FleetOptions, num_gateways: int
         serve.ingress()(Gateway), name="Gateway", num_replicas=num_gateways,
         ray_actor_options={"num_cpus": 0.0}, max_ongoing_requests=10_000,
         health_check_period_s=2.0, health_check_timeout_s=5.0, logging_config=QUIET,
-        graceful_shutdown_timeout_s=factory.grace,
+        graceful_shutdown_timeout_s=factory.grace + STOP_SECONDS,
     )  # fmt: skip
     return gateway.bind(factory, options, replica_deployment(factory, options))

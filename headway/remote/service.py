@@ -107,11 +107,14 @@ class EngineService:
         """Open requests of all clients, and orphans."""
         return sum(request.num_open > 0 for request in self.journal.requests.values())
 
-    async def drain(self, reason: str) -> None:
-        """Ask all clients to move their requests, and wait until they have and disconnect."""
+    async def drain(self, reason: str, seconds: float = 0.0) -> None:
+        """Ask all clients to move their requests, and wait until they disconnect.
+
+        `seconds` is their limit for requests that can only end here.
+        """
         for client in self.clients.values():
             client.send([Drain(reason)])
-        await self._until_disconnected(DRAIN_SECONDS)
+        await self._until_disconnected(seconds + DRAIN_SECONDS)
 
     async def close(self) -> None:
         """Stop the engine and close the connections."""

@@ -114,6 +114,29 @@ async def test_replicas_are_linked_at_the_start_and_later() -> None:
 
 
 @on_loop
+async def test_a_replica_that_leaves_waits_for_a_request_that_no_other_can_continue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "DRAIN_SECONDS", 0.0)
+    directory, text, executor = Listed(), b"abcdefghij" * 12, Capitals()
+    one = await start("one", directory, executor)
+    executor.num_free_steps = 20
+    async with gateway(directory) as (engine, fleet):
+        running = asyncio.create_task(complete(engine, "r", text))
+        await until(lambda: not executor.gate.is_set())
+        del directory.found["one"]
+        draining = asyncio.create_task(one.drain("another model is deployed", LIMIT))
+        await until(lambda: fleet.dispatcher.counters.num_drains)
+        assert not draining.done()
+        executor.gate.set()
+        assert await running == text.upper()
+        await draining
+        counters = fleet.dispatcher.counters
+        assert (counters.num_drains, counters.num_losses, counters.num_moves) == (1, 0, 0)
+    await one.close()
+
+
+@on_loop
 async def test_a_request_continues_when_its_replica_stops_and_another_is_announced() -> None:
     directory, text, executor = Listed(), b"abcdefghij" * 12, Capitals()
     one = await start("one", directory, executor)

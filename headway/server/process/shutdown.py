@@ -25,6 +25,15 @@ PAUSE = 0.05
 log = logging.getLogger(__name__)
 
 
+async def end_requests(engine: AsyncEngine) -> None:
+    """Cancel and then fail all requests; each gets an error event, also if a step takes longer."""
+    if engine.num_open:
+        log.warning("cancelling %d requests that did not finish", engine.num_open)
+    engine.cancel_all()
+    await asyncio.sleep(DRAIN_TIMEOUT)
+    engine.fail_all()
+
+
 class GracefulServer(uvicorn.Server):
     """Serves an app until `stop`; open requests then have `grace` seconds to finish."""
 
@@ -69,13 +78,9 @@ class GracefulServer(uvicorn.Server):
             self._sweeping.cancel()
 
     async def _drain(self) -> None:
-        """Wait for the engine's requests, cancel and then fail the rest, then cancel responses."""
+        """Wait for the engine's requests, end the rest, then cancel responses."""
         await self._until_quiet(self._grace)
-        if self._engine.num_open:
-            log.warning("cancelling %d requests that did not finish", self._engine.num_open)
-        self._engine.cancel_all()
-        await asyncio.sleep(DRAIN_TIMEOUT)
-        self._engine.fail_all()  # each gets an error event, also if a step takes longer
+        await end_requests(self._engine)
         await asyncio.sleep(ERROR_TIMEOUT)
         for task in list(self.server_state.tasks):  # responses without an end
             task.cancel()
