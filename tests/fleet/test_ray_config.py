@@ -1,0 +1,179 @@
+"""Config files of a fleet: they are valid, and serve on a Ray cluster with two machines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from bench.fleet.streams import ROOT, Stream, all_streams, command, descendants, once_after
+from headway.cli.commands import deploy
+from headway.cli.main import app
+from headway.on_ray.options import CLUSTER_ENVIRONMENT, FleetOptions
+from headway.server.process.serve import ServerFactory, restored_signal_handlers
+from tests.fleet.test_ray import is_served, run
+from tests.support import real
+from tests.support.waiting import LIMIT, wait_until
+
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
+    ),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Ray's own modules
+]
+CONFIG, MANIFEST = ROOT / "examples/fleet.yaml", ROOT / "examples/rayservice.yaml"
+SERVE = ("-m", "ray.serve.scripts", "run", "--non-blocking", "--address")
+NUM_TOKENS = 3000  # a request runs for longer than a replica waits for moves
+
+
+def read_yaml(text: str) -> Any:
+    import yaml  # type: ignore[import-untyped]  # Ray has it
+
+    return yaml.safe_load(text)
+
+
+def printed(*flags: str) -> Any:
+    """The config that `headway deploy --print-config` prints."""
+    found = CliRunner().invoke(app, ["deploy", *flags, "--print-config"])
+    assert found.exit_code == 0, found.output
+    return read_yaml(found.output)
+
+
+def test_the_config_file_is_what_the_command_in_it_prints() -> None:
+    line = next(line for line in CONFIG.read_text().splitlines() if " headway deploy " in line)
+    _, _, flags = line.partition(" headway deploy ")
+    assert printed(*flags.replace("--print-config", "").split()) == read_yaml(CONFIG.read_text())
+
+
+def test_the_manifest_has_a_config_that_ray_accepts_with_flags_that_exist() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    manifest = read_yaml(MANIFEST.read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    config = read_yaml(manifest["spec"]["serveConfigV2"])
+    assert config == read_yaml(CONFIG.read_text())
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert application.import_path == deploy.IMPORT_PATH == f"{deploy.__name__}:app"
+    flags = {field.name for part in deploy.PARTS for field in fields(part)} | {"app_name"}
+    assert application.args.keys() <= flags and application.args["app_name"] == application.name
+
+
+def test_the_workers_of_the_manifest_have_room_for_the_replicas() -> None:
+    spec = read_yaml(MANIFEST.read_text())["spec"]
+    args = read_yaml(spec["serveConfigV2"])["applications"][0]["args"]
+    cluster = spec["rayClusterConfig"]
+    (group,) = cluster["workerGroupSpecs"]
+    for each in (cluster["headGroupSpec"], group):
+        (container,) = each["template"]["spec"]["containers"]
+        assert container["image"].endswith(f":{cluster['rayVersion']}")
+    cpus = int(container["resources"]["limits"]["cpu"])
+    assert group["replicas"] * (cpus // args["threads"]) >= args["replicas"]
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+
+
+def test_serve_gives_a_replica_the_time_that_its_requests_have() -> None:
+    from headway.fleet.settings import FleetSettings
+    from headway.on_ray.serve import replica_deployment
+
+    factory = ServerFactory(make_engine=None, make_app=None)  # type: ignore[arg-type]
+    options = FleetOptions(replicas=1, settings=FleetSettings(drain_seconds=45.0))
+    deployment = replica_deployment(factory, options)._bound_deployment
+    assert deployment._deployment_config.graceful_shutdown_timeout_s > 45.0
+
+
+class Machines:
+    """A Ray cluster with two nodes on this machine."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.cluster, self.address = cluster, str(cluster.address)
+        self.other = cluster.add_node(num_cpus=2)
+        cluster.wait_for_nodes(LIMIT)
+
+    @staticmethod
+    def replicas(node: Any) -> list[int]:
+        """The processes of replicas on a node."""
+        (raylet,) = node.all_processes["raylet"]
+        below = descendants(raylet.process.pid)
+        return [pid for pid in below if command(pid).startswith("ray::ServeReplica:headway:Rep")]
+
+
+@contextmanager
+def two_machines() -> Iterator[Machines]:
+    """The gateways, which a client does not lose, are on the first one."""
+    from ray.cluster_utils import Cluster
+
+    patience = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(LIMIT), "PYTHONPATH": str(ROOT)}
+    with pytest.MonkeyPatch.context() as patch, restored_signal_handlers():
+        for name, value in (*CLUSTER_ENVIRONMENT.items(), *patience.items()):
+            patch.setenv(name, value)
+        head = {"num_cpus": 2, "resources": {"gateway": 1.0}}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            yield Machines(cluster)
+        finally:
+            cluster.shutdown()
+
+
+@pytest.mark.skipif(
+    not os.environ.get("HEADWAY_TEST_DEPLOY"), reason="takes a minute: make test-deploy"
+)
+def test_streams_outlive_a_machine_and_an_update_of_a_fleet_from_a_config_file(
+    tmp_path: Path,
+) -> None:
+    import yaml
+
+    model = str(real.write_tiny(tmp_path, max_position_embeddings=4096))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = (
+        model, "--replicas", "2", "--device", "cpu", "--threads", "1", "--port", port,
+        "--fleet-hang-seconds", "20", "--route", "round_robin",
+    )  # fmt: skip
+    config = printed(*flags) | {"proxy_location": "HeadOnly"}
+    gateway = {"name": "Gateway", "ray_actor_options": {"resources": {"gateway": 0.1}}}
+    config["applications"][0]["deployments"] = [gateway]
+    (tmp_path / "app.yaml").write_text(yaml.safe_dump(config))
+    url = f"http://127.0.0.1:{port}"
+    sent = [
+        {"model": tmp_path.name, "prompt": [7, 9, number], "stream": True, "ignore_eos": True,
+         "max_tokens": NUM_TOKENS, "seed": number, "temperature": number % 2}
+        for number in range(1, 5)
+    ]  # fmt: skip
+
+    def streams(work: Any) -> list[Stream]:
+        found = asyncio.run(all_streams(url, sent, once_after(8, work)))
+        assert [stream.error for stream in found if stream.error] == []
+        return found
+
+    with two_machines() as machines, httpx.Client(base_url=url, timeout=LIMIT) as client:
+        run(*SERVE, machines.address, str(tmp_path / "app.yaml"), environment={})
+        wait_until(lambda: is_served(client))
+        head, other = machines.cluster.head_node, machines.other
+        wait_until(lambda: len(machines.replicas(head) + machines.replicas(other)) == 2)
+        assert machines.replicas(other), "each machine has a replica"
+        before = [stream.choices for stream in streams(lambda: None)]
+        remove = partial(machines.cluster.remove_node, other, allow_graceful=False)
+        assert [stream.choices for stream in streams(remove)] == before
+        wait_until(lambda: len(machines.replicas(head)) == 2)
+        metrics = wait_until(lambda: client.get("/metrics").text)
+        assert "headway_fleet:moves_total 0.0" not in metrics
+        update = partial(
+            run, "-m", "headway", "deploy", *flags, "--max-model-len", "3500",
+            "--ray-address", machines.address, environment={},
+        )  # fmt: skip
+        assert [stream.choices for stream in streams(update)] == before
+        wait_until(lambda: client.get("/v1/models").json()["data"][0]["max_model_len"] == 3500)
+        run(
+            "-m", "headway", "deploy", "--delete", "--ray-address", machines.address, environment={}
+        )
