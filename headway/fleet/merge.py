@@ -123,15 +123,10 @@ def _row(name: str, s: Document) -> Document:
 
 
 def _requests(found: Mapping[str, Document], part: str, counts: Sequence[str]) -> Document:
-    rows = zip_longest(*(s[part]["requests"] for s in found.values()))
-    listed = (
-        {**row, "replica": name}
-        for each in rows
-        for name, row in zip(found, each, strict=True)
-        if row is not None
-    )
+    rows = _in_turn(found, [s[part]["requests"] for s in found.values()])
     sums = {name: sum(s[part][name] for s in found.values()) for name in counts}
-    return {**sums, "requests": list(islice(listed, MAX_ROWS))}
+    listed = [{**row, "replica": name} for name, row in islice(rows, MAX_ROWS)]
+    return {**sums, "requests": listed}
 
 
 def _rates(all: Sequence[Document]) -> dict[str, float]:
@@ -149,8 +144,8 @@ def _history(all: Sequence[Document]) -> dict[str, list[float | None]]:
         for name in ("output_tokens", "max_itl", "ttft", "itl")
     )
     return {
-        "output_tokens": [sum(second) for second in tokens],
-        "max_itl": [_largest(second) for second in longest],
+        "output_tokens": list(map(sum, tokens)),
+        "max_itl": list(map(_largest, longest)),
         "ttft": list(map(_mean, ttft, tokens)),
         "itl": list(map(_mean, itl, tokens)),
     }
@@ -191,7 +186,13 @@ def _worst(vitals: Sequence[Document]) -> Document:
 def _decisions(found: Mapping[str, Document]) -> Iterator[Document]:
     """The latest decisions of all replicas, an equal number of each, oldest first."""
     share = max(1, MAX_DECISIONS // len(found))
-    for each in zip_longest(*(s["decisions"][-share:] for s in found.values())):
-        for name, decision in zip(found, each, strict=True):
-            if decision is not None:
-                yield {**decision, "text": f"[{name}] {decision['text']}"}
+    for name, decision in _in_turn(found, [s["decisions"][-share:] for s in found.values()]):
+        yield {**decision, "text": f"[{name}] {decision['text']}"}
+
+
+def _in_turn(
+    names: Iterable[str], lists: Iterable[list[Document]]
+) -> Iterator[tuple[str, Document]]:
+    """The first item of each list, then the second ones, each with its name."""
+    for each in zip_longest(*lists):
+        yield from ((name, item) for name, item in zip(names, each, strict=True) if item)
