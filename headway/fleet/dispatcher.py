@@ -1,8 +1,7 @@
 """Places requests on replicas, and moves them when a replica is lost, hangs or is drained.
 
 The caller of the fleet sees one engine: every request gets its tokens once and ends once. Messages
-of a replica that is gone are ignored. Does no I/O and reads time from
-the clock it is given; `tick` must be called every TICK_SECONDS (replica.py).
+of a replica that is gone are ignored. Does no I/O; `tick` must be called every TICK_SECONDS (replica.py).
 """
 
 from __future__ import annotations
@@ -293,7 +292,6 @@ class Dispatcher:
             del self.replicas[replica.name]
             self.router.forget(replica.name)
         self.queries.fail(replica, reason)
-        self.placement.is_changed = True
         if requests:  # it may hang and come back
             replica.client.send([Cancel(request.replica_id) for request in requests])
         self._on_gone(replica)

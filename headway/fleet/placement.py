@@ -102,7 +102,6 @@ class Placement:
             self.leave(request, replica, reason)
         for each in self.ready():
             self.ping(each)
-        self.is_changed = True
 
     def ping(self, replica: Replica) -> None:
         """Ask for a sign of life, and for a problem; a replica with one is the last choice."""
