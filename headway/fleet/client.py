@@ -57,6 +57,7 @@ class FleetClient:
             on_drain=lambda replica: self._start(self.drain(replica.name), self._ending),
         )  # fmt: skip
         self.dispatcher.queries.local = {GetTime: clock.now, DescribeFleet: self.describe}
+        self.dispatcher.queries.numbers = self._metrics
         self.shared: SharedCounters | None = None  # with other gateways
         self._initial = dict(replicas or {})
         self._outbox: list[FromLoop] = []
@@ -152,7 +153,6 @@ class FleetClient:
         if problem != self.problem:
             log.warning("%s", problem or "the list of replicas is up to date again")
         self.problem, self.dispatcher.num_starting = problem, num_starting
-        self.dispatcher.queries.gauges = {"starting": num_starting, "directory_ok": not problem}
 
     def describe(self) -> Document:
         """Counters, and state and load of every replica; also the answer to DescribeFleet."""
@@ -171,6 +171,13 @@ class FleetClient:
             "num_without_replica": len(dispatcher.table.waiting),
         }  # fmt: skip
         return own if self.shared is None else self.shared.sums(own)
+
+    def _metrics(self) -> Numbers:
+        own, dispatcher = self._numbers(), self.dispatcher
+        return own | {
+            "replicas": len(dispatcher.replicas), "starting": dispatcher.num_starting,
+            "directory_ok": self.problem is None, "deaths": own["num_losses"],
+        }  # fmt: skip
 
     # On the event loop.
 

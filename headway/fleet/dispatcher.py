@@ -65,7 +65,7 @@ class Dispatcher:
         self.num_starting = 0  # replicas that are being started; requests wait for them
         self.table = RequestTable(clock, self.counters, emit)
         self.requests = self.table.open
-        self.queries = FleetQueries(self.replicas, self.counters, emit)
+        self.queries = FleetQueries(self.replicas, emit)
         self.placement = Placement(router, settings, clock, self.counters, self.table, self.queries)
         self._emit, self._on_gone = emit, on_gone
         self._failed_steps: dict[OpenRequest, str] = {}  # of one batch, with the errors

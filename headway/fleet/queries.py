@@ -7,7 +7,7 @@ by name, because a viewer or a trial sends several queries to the same engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from headway.engine.queries import (
     ResetPrefixCache,
 )
 from headway.fleet.replica import Replica, UseResult
-from headway.fleet.settings import FleetCounters
 
 Answers = Mapping[str, Any]  # by replica name
 Combine = Callable[[Answers], Any]
@@ -55,12 +54,7 @@ class PendingQuery:
 class FleetQueries:
     """Sends queries to replicas and combines their answers."""
 
-    def __init__(
-        self,
-        replicas: dict[str, Replica],
-        counters: FleetCounters,
-        emit: Callable[[FromLoop], None],
-    ) -> None:
+    def __init__(self, replicas: dict[str, Replica], emit: Callable[[FromLoop], None]) -> None:
         self.local: dict[type[Query[Any]], Callable[[], Any]] = {}  # answered without a replica
         self._combine: dict[type[Query[Any]], Combine] = {
             AskEach: dict,
@@ -71,8 +65,8 @@ class FleetQueries:
             GetSnapshot: _combine_snapshots,
             ResetPrefixCache: lambda answers: all(answers.values()),
         }
-        self.replicas, self._counters, self._emit = replicas, counters, emit
-        self.gauges: dict[str, float] = {"starting": 0, "directory_ok": 1}
+        self.numbers: Callable[[], dict[str, float]] = dict  # of the metrics of the fleet
+        self.replicas, self._emit = replicas, emit
         self.next_number = 1  # of a query to a replica; numbers only grow
 
     def ask(self, query: Query[Any]) -> None:
@@ -129,9 +123,8 @@ class FleetQueries:
     def _combine_metrics(self, prefix: str, answers: Answers) -> str:
         from headway.fleet.merge import merge_metrics
 
-        counts = {name.removeprefix("num_"): n for name, n in asdict(self._counters).items()}
-        more = {"deaths": self._counters.num_losses, "replicas": len(self.replicas)}
-        return merge_metrics(answers, counts | more | self.gauges, prefix)
+        numbers = {name.removeprefix("num_"): n for name, n in self.numbers().items()}
+        return merge_metrics(answers, numbers, prefix)
 
 
 def _by_replica(texts: Mapping[str, str], prefix: str, separator: str = "\n") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from headway.engine.input_processor import InputProcessor
 from headway.engine.messages import FinishInfo
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
+from headway.fleet.shared_counters import NAMES, SharedCounters
 from headway.server import doctor, live
 from headway.server.app import create_app
 from headway.server.context import Context
@@ -104,6 +106,18 @@ def test_the_error_of_a_moved_request_says_what_happened_to_it() -> None:
         found = failure(engine, end)
         assert (found.status, found.code, str(found)) == (status, code, end.error)
         assert ("Retry-After" in found.headers) == (status == 503)
+
+
+@on_loop
+async def test_metrics_have_the_sums_of_all_gateways(tmp_path: Path) -> None:
+    SharedCounters.create(tmp_path / "counters", 2)
+    other = SharedCounters(tmp_path / "counters", 1)
+    other.sums({**dict.fromkeys(NAMES, 0), "num_moves": 3, "num_losses": 1})
+    async with gateway() as (client, fleet):
+        fleet.shared = SharedCounters(tmp_path / "counters", 0)
+        fleet.dispatcher.counters.num_moves = 2
+        text = (await client.get("/metrics")).text
+        assert "headway_fleet:moves_total 5.0" in text and "headway_fleet:deaths_total 1.0" in text
 
 
 @on_loop
