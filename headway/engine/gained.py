@@ -26,6 +26,16 @@ class Gained:
         if update.end is not None:
             self.end, self.embedding = update.end, update.embedding
 
+    def between(
+        self, id: str, number: int, start: tuple[int, bool], end: tuple[int, bool]
+    ) -> SampleUpdate:
+        """What was gained between two positions: a number of tokens, and whether it had ended."""
+        (first, _), (last, has_ended) = start, end
+        return SampleUpdate(
+            id, number, self.tokens[first:last], self.logprobs[first:last] or None,
+            end=self.end if has_ended else None,
+        )  # fmt: skip
+
     def update(self, id: str, number: int) -> SampleUpdate:
         """One update that is worth all."""
         return SampleUpdate(

@@ -105,6 +105,7 @@ class Delta(NamedTuple):
     logprobs: list[TokenLogprobs] = NO_LOGPROBS  # of the new tokens, if requested
     finish_reason: str | None = None
     token_ids: list[int] = NO_TOKENS
+    num_tokens: int = 0  # of the sample so far
 
 
 class SampleBuilder:
@@ -218,7 +219,7 @@ class OutputBuilder:
         self._prompt_text = prompt_text
         self._tokenizer = tokenizer
         self._stop_sample = stop_sample
-        self._first_choice = first_choice
+        self.first_choice = first_choice
 
     @property
     def num_generated(self) -> int:
@@ -241,7 +242,7 @@ class OutputBuilder:
         by_sample: dict[int, list[SampleUpdate]] = {}
         for update in updates:
             by_sample.setdefault(update.sample, []).append(update)
-        return [self.add_one(_concatenate(own)) for own in by_sample.values()]
+        return [self.add_one(_concatenate(own)) for _, own in sorted(by_sample.items())]
 
     def add_one(self, update: SampleUpdate) -> Delta:
         """What one sample gained; the hot path of every streamed token."""
@@ -267,8 +268,8 @@ class OutputBuilder:
             self.num_open -= 1
             if update.embedding is not None:
                 self.embedding = update.embedding
-        choice = self._first_choice + number
-        return Delta(choice, text, logprobs, sample.finish_reason, tokens)
+        choice = self.first_choice + number
+        return Delta(choice, text, logprobs, sample.finish_reason, tokens, len(sample.tokens))
 
     def output(self) -> RequestOutput:
         """Everything so far."""

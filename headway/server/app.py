@@ -51,7 +51,8 @@ DESCRIPTIONS = {
     403: "The Host header or the origin of the calling web page is not allowed.",
     404: "The model is not served. The message names the model that is.",
     408: "The body did not arrive in time.",
-    409: "Running requests use the prefix cache.",
+    409: "Running requests use the prefix cache, or Last-Event-ID is from another request.",
+    410: "The stream of Last-Event-ID cannot be continued. Send the request without it.",
     413: "The body is too large.",
     415: "The Content-Type is not JSON.",
     429: "The queue is full. Retry after Retry-After seconds.",
@@ -60,7 +61,7 @@ DESCRIPTIONS = {
     504: "The request exceeded the server's time limit.",
 }
 BODY_ERRORS = (400, 401, 403, 404, 408, 413, 415)  # of all endpoints with a body
-GENERATION_ERRORS = (*BODY_ERRORS, 429, 500, 503, 504)
+GENERATION_ERRORS = (*BODY_ERRORS, 409, 410, 429, 500, 503, 504)
 
 
 class HeadwayApp(FastAPI):

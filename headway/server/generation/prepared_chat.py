@@ -77,7 +77,9 @@ async def prepare_chat(
     params = await _sampling_params(context, body, use, tokenizer)
     tokens = await chat_tokens_of(context, body, use, max_prompt_tokens(context, body))
     id = new_id(id_prefix)
-    parsers = [OutputParser(use.parser() if use else None) for _ in range(params.n)]
+    parsers = [
+        OutputParser(use.parser(f"{id}/{sample}") if use else None) for sample in range(params.n)
+    ]
     prompt = truncate_prompt(tokens, body)
     run = PromptRun(context, id, prompt, params, field=field, is_live=is_live)
     return PreparedChat(id, run, parsers, tokenizer)

@@ -6,23 +6,31 @@ iteration is left. Knows nothing of connections and JSON.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from headway.engine.async_engine import AsyncEngine
+from headway.engine.async_engine import AsyncEngine, RequestStream
+from headway.engine.gained import Gained
 from headway.engine.messages import FinishInfo, SampleUpdate
 from headway.engine.outputs import Delta as Delta  # the endpoints import it from here
 from headway.engine.outputs import OutputBuilder
-from headway.errors import InvalidGrammar, RequestTooLong
+from headway.engine.queries import FindRequest
+from headway.errors import ExecutorError, InvalidGrammar, NotResumable, RequestTooLong
 from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
+from headway.server.generation.event_ids import CURSOR, START, Cursor, Position
 from headway.server.generation.response_format import grammar_error
 from headway.server.generation.submissions import merge_submissions
 from headway.server.http.errors import RETRY_AFTER, ApiError, too_long
 from headway.server.http.middleware import TRACEPARENT
+
+SEARCH_SECONDS = 2.0  # for replicas to be connected to a new gateway
+SEARCH_INTERVAL = 0.05
 
 
 class ResponseWriter(Protocol):
@@ -69,6 +77,7 @@ class PromptRun(OutputBuilder):
         self.params = processor.params(sampling_params, id) if params is None else params
         self.engine = context.engine
         self._broken: Exception | None = None  # raised while writing directly
+        self._cursor = CURSOR.get()
         super().__init__(
             id, prompt, sampling_params, processor.tokenizer, partial(self.engine.stop_sample, id),
             hidden=self.params.stops, is_live=is_live, first_choice=number * sampling_params.n,
@@ -84,25 +93,83 @@ class PromptRun(OutputBuilder):
         """
         try:
             submitted = self.id, self.prompt, self.params, TRACEPARENT.get()
-            with self.engine.submitted(*submitted) as stream:
-                if direct_writer is not None and len(self.samples) == 1:
-                    stream.sink = partial(self._write, direct_writer)
-                    if direct_writer.text_event and not self.sampling_params.stop_strings:
-                        stream.token_sink = self._token_writer(
-                            direct_writer.writer, direct_writer.text_event
-                        )
+            held = None if self._cursor is None else await self._find(self._cursor)
+            with self.engine.submitted(*submitted, held) as stream:
+                if self._cursor is not None and held is not None:
+                    for part in await self._replay(stream, self._cursor):
+                        if gained := self._shown(part):
+                            yield gained
+                self._write_directly(stream, direct_writer)
                 while stream.num_open:
                     updates = await stream.take()
                     if self._broken is not None:
                         raise self._broken
-                    gained = [delta for delta in self.add(updates) if _is_shown(delta)]
-                    self._check_ends(updates)
-                    if gained:
+                    if gained := self._shown(updates):
                         yield gained
         except InvalidGrammar as error:
             raise grammar_error(self.sampling_params.grammar, str(error)) from error
         except RequestTooLong as error:
             raise too_long(self.field, error) from error
+
+    def _write_directly(self, stream: RequestStream, writer: DirectWriter | None) -> None:
+        """Let the stream write what it can without this run's reader."""
+        if writer is None or len(self.samples) != 1:
+            return
+        stream.sink = partial(self._write, writer)
+        if writer.text_event and not self.sampling_params.stop_strings:
+            stream.token_sink = self._token_writer(writer.writer, writer.text_event)
+
+    async def _find(self, cursor: Cursor) -> tuple[str, str] | None:
+        """Where the request is that the client resumes.
+
+        None if it can begin anew; NotResumable if the client has a part of it, and no replica has.
+        """
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + SEARCH_SECONDS
+        while True:
+            with suppress(ExecutorError):  # no replica is connected yet
+                if (held := await self.engine.ask(FindRequest(self.id))) is not None:
+                    return held
+            if loop.time() >= ends_at or self.engine.stop_reason is not None:
+                break
+            await asyncio.sleep(SEARCH_INTERVAL)
+        if any(after != START for _, after in self._positions(cursor)):
+            raise NotResumable(
+                "the stream has ended, or no replica has it; send it without Last-Event-ID"
+            )
+        return None
+
+    def _positions(self, cursor: Cursor) -> list[tuple[Position, Position]]:
+        """Before and after the batch of the cursor, for each sample."""
+        own = slice(self.first_choice, self.first_choice + len(self.samples))
+        return list(zip(cursor.before[own], cursor.after[own], strict=True))
+
+    async def _replay(self, stream: RequestStream, cursor: Cursor) -> list[list[SampleUpdate]]:
+        """All so far, divided where the batch of the cursor begins and ends."""
+        gained, positions = [Gained() for _ in self.samples], self._positions(cursor)
+        while any(
+            len(each.tokens) < num or (each.end is None and is_ended)
+            for each, (_, (num, is_ended)) in zip(gained, positions, strict=True)
+        ):
+            if not stream.num_open:
+                raise NotResumable("Last-Event-ID is not from this response", differs=True)
+            for update in await stream.take():
+                gained[update.sample].add(update)
+        parts: list[list[SampleUpdate]] = [[], [], []]
+        for sample, (each, (before, after)) in enumerate(zip(gained, positions, strict=True)):
+            self.prompt_logprobs.update(each.prompt_logprobs)
+            # The engine may have added tokens after a stop string.
+            last = after if after[1] else (len(each.tokens), each.end is not None)
+            places = [START, before, after, last]
+            for part, (start, end) in zip(parts, pairwise(places), strict=True):
+                if start < end:
+                    part.append(each.between(self.id, sample, start, end))
+        return [part for part in parts if part]
+
+    def _shown(self, updates: list[SampleUpdate]) -> list[Delta]:
+        gained = [delta for delta in self.add(updates) if _is_shown(delta)]
+        self._check_ends(updates)
+        return gained
 
     def _write(self, direct_writer: DirectWriter, update: SampleUpdate) -> bool:
         """Write an update directly; False if the reader has to take it."""

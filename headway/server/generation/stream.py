@@ -19,7 +19,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from headway.errors import NotResumable
 from headway.server.context import Context
+from headway.server.generation.event_ids import (
+    CURSOR,
+    MAX_CHOICES,
+    EventIds,
+    cursor_of,
+    wants_ids,
+)
 from headway.server.generation.prompt_runs import (
     Delta,
     DirectWriter,
@@ -48,7 +56,9 @@ class Output(ABC):
         self, context: Context, id: str, runs: Sequence[PromptRun], num_choices: int
     ) -> None:
         self.context, self.id = context, id
-        self.created = int(time.time())  # Unix seconds
+        cursor = CURSOR.get()
+        self.created = int(time.time()) if cursor is None else cursor.created  # Unix seconds
+        self.num_events = 0  # so far, in an API that numbers them
         self.runs, self.num_choices = runs, num_choices
 
     @abstractmethod
@@ -171,17 +181,23 @@ class EventStreamResponse(CancellableResponse):
 
     async def _send_events(self, scope: Scope, send: Send) -> bytes:
         """Send all events except the last ones, which are returned."""
+        cursor = cursor_of(scope)
+        CURSOR.set(cursor)
         output, writer = await self._prepare(True), chunk_writer_of(scope)
-        direct_writer = DirectWriter(writer, output.encode, output.text_event()) if writer else None
-        first = output.first()
+        if cursor is None and not (wants_ids(scope) and output.num_choices <= MAX_CHOICES):
+            source: Output | EventIds = output
+        else:
+            source = EventIds(output, cursor)
+        direct_writer = DirectWriter(writer, source.encode, source.text_event()) if writer else None
+        first = source.first()
         async with aclosing(merge_deltas(output.runs, direct_writer)) as batches:
             async for deltas in batches:
-                events = first + await output.encode_batch(deltas)
+                events = first + await source.encode_batch(deltas)
                 if self._started is None:
                     await self._send(send, self._start())
                     self._started, first = output, b""
                 await self._send(send, _body(events, more=True))
-        return output.last()
+        return source.last()
 
     def _start(self) -> Message:
         headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
@@ -332,5 +348,12 @@ def _encode_logprobs(logprobs: Mapping[str, list[Any]]) -> str:
 
 
 def new_id(kind: str) -> str:
-    """A random id for a response and its requests. It need not be secret, so `random` suffices."""
+    """A random id for a response and its requests. It need not be secret, so `random` suffices.
+
+    A response that is resumed keeps its id; NotResumable if it is one of another API.
+    """
+    if (cursor := CURSOR.get()) is not None:
+        if cursor.response_id.partition("-")[0] != kind:
+            raise NotResumable("Last-Event-ID is from another endpoint", differs=True)
+        return cursor.response_id
     return f"{kind}-{random.getrandbits(96):024x}"

@@ -21,6 +21,7 @@ from headway.errors import (
     InvalidRequest,
     ModelError,
     NoReplica,
+    NotResumable,
     Overloaded,
     PolicyError,
     RequestError,
@@ -162,6 +163,9 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
             status, code = (429, "overloaded") if isinstance(error, Overloaded) else NO_REPLICA
             return ApiError(status, str(error), code=code, headers=wait)
+        case NotResumable():
+            code = "resumes_another" if error.differs else "not_resumable"
+            return ApiError(409 if error.differs else 410, str(error), code=code)
         case RequestError():
             message = REQUEST_ID_PREFIX.sub("", str(error), count=1)
             field = FIELD.match(message)

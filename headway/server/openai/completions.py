@@ -81,7 +81,7 @@ class CompletionOutput(ChunkOutput):
         choice = self._choices[delta.choice]
         text, logprobs = choice.push(delta)
         reason, member = choice.finish_reason(delta), f'"text":{quoted(text)}'
-        ids = choice.token_ids()
+        ids = choice.token_ids(delta.num_tokens)
         return self.chunk(delta.choice, member, logprobs, reason, choice=ids, top=top)
 
 
@@ -137,11 +137,11 @@ class ChoiceBuilder:
         is_hidden = delta.finish_reason is not None and not self.shows_output
         return "length" if is_hidden else delta.finish_reason
 
-    def token_ids(self) -> Mapping[str, Sequence[int]]:
-        """New token ids, if the request asks for them."""
+    def token_ids(self, end: int | None = None) -> Mapping[str, Sequence[int]]:
+        """New token ids up to the one before `end`, if the request asks for them."""
         if not self._has_ids:
             return {}
-        tokens = self._sample.tokens if self.shows_output else []
+        tokens = self._sample.tokens[:end] if self.shows_output else []
         found: dict[str, Sequence[int]] = {"token_ids": tokens[max(0, self._num_sent) :]}
         if self._num_sent < 0:
             found["prompt_token_ids"] = self.run.prompt

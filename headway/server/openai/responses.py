@@ -5,8 +5,7 @@ The output is a sequence of items: text messages and function calls. One item is
 
 from __future__ import annotations
 
-import secrets
-from itertools import count
+from random import Random
 from typing import Any
 
 from headway.server.context import Context
@@ -40,7 +39,7 @@ class ResponseOutput(Output):
         super().__init__(context, chat.id, [chat.run], 1)
         self._body, self._chat = body, chat
         self._items: list[dict[str, Any]] = []
-        self._is_live, self._numbers = is_live, count()
+        self._is_live, self._chance = is_live, Random(self.id)
         self._events: list[bytes] = []  # encoded, because the items in them change
 
     async def value(self, deltas: list[Delta]) -> object:
@@ -72,7 +71,8 @@ class ResponseOutput(Output):
 
     def _emit(self, type: str, **members: object) -> None:
         if self._is_live:
-            event = {"type": type, **members, "sequence_number": next(self._numbers)}
+            event = {"type": type, **members, "sequence_number": self.num_events}
+            self.num_events += 1
             self._events.append(named_event(event))
 
     def _push(self, delta: Delta) -> None:
@@ -94,7 +94,7 @@ class ResponseOutput(Output):
     def _text(self, text: str, logprobs: list[TokenLogprob]) -> None:
         if not self._is_open or self._items[-1]["type"] != "message":
             self._begin({
-                "id": _new_id("msg"), "type": "message", "role": "assistant",
+                "id": self._new_id("msg"), "type": "message", "role": "assistant",
                 "status": "in_progress", "content": [],
             })  # fmt: skip
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -109,7 +109,7 @@ class ResponseOutput(Output):
     def _call(self, piece: CallDelta) -> None:
         if piece.id is not None:
             self._begin({
-                "id": _new_id("fc"), "type": "function_call", "status": "in_progress",
+                "id": self._new_id("fc"), "type": "function_call", "status": "in_progress",
                 "call_id": piece.id, "name": piece.name, "arguments": "",
             })  # fmt: skip
         if piece.arguments:
@@ -138,6 +138,9 @@ class ResponseOutput(Output):
             self._emit("response.output_text.done", **place, **done)
             self._emit("response.content_part.done", **place, content_index=0, part=part)
         self._emit("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _new_id(self, kind: str) -> str:
+        return f"{kind}_{self._chance.getrandbits(96):024x}"
 
     def _place(self) -> dict[str, object]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
@@ -174,7 +177,3 @@ class ResponseOutput(Output):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + num_generated,
         }
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(12)}"

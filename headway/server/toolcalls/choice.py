@@ -11,13 +11,22 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from random import Random
 from typing import Any, NamedTuple, TypeGuard
 
 from headway.errors import InvalidRequest, shorten
 from headway.grammar.grammar import Grammar, check_grammar, with_bounded_whitespace
 from headway.grammar.json_schema import close_objects
-from headway.server.toolcalls.formats import AUTO, FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
+from headway.server.toolcalls.formats import (
+    AUTO,
+    FORMATS,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    ToolFormat,
+    new_call_id,
+)
 from headway.server.toolcalls.parser import ToolCallParser
 from headway.server.toolcalls.prompt import NO_PARAMETERS, render_tool_prompt, with_tools_described
 from headway.text.chat_template import Message
@@ -43,9 +52,11 @@ class ToolUse:
     is_described: bool  # in the system message, because the template ignores tools
     are_closed: bool = False  # no additional properties for all tools, not only for strict ones
 
-    def parser(self) -> ToolCallParser:
-        """A new parser, for one sample."""
-        return ToolCallParser(self.format, self.names, is_forced=self.grammar is not None)
+    def parser(self, seed: str | None = None) -> ToolCallParser:
+        """A new parser, for one sample; equal seeds give equal ids of calls."""
+        new_id = partial(new_call_id, self.format, Random(seed))
+        is_forced = self.grammar is not None
+        return ToolCallParser(self.format, self.names, new_id, is_forced=is_forced)
 
     def messages(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The conversation as shown to the model."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 import string
 from dataclasses import dataclass
+from random import Random, SystemRandom
 from typing import NamedTuple
 
 ALPHANUMERIC = string.ascii_letters + string.digits
@@ -90,8 +90,9 @@ def merge_pieces(pieces: list[OutputPiece]) -> ParsedOutput:
     return ParsedOutput(None if calls and not content.strip() else content, list(calls.values()))
 
 
-def new_call_id(format: ToolFormat) -> str:
+def new_call_id(format: ToolFormat, chance: Random | None = None) -> str:
     """A new id; chat templates of Mistral's models accept only nine letters and digits."""
+    chance = chance or SystemRandom()
     if format is MISTRAL:
-        return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
-    return f"call_{secrets.token_hex(12)}"
+        return "".join(chance.choices(ALPHANUMERIC, k=9))
+    return f"call_{chance.getrandbits(96):024x}"
