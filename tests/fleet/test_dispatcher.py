@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headway.engine.messages import Cancel, FromLoop, Refusal, SampleUpdate, Submit
+from headway.engine.messages import Cancel, FromLoop, LoadReport, Refusal, SampleUpdate, Submit
 from headway.errors import ConfigError
 from headway.fleet.client import next_tick
 from headway.fleet.replica import PROBE_TICKS, TICK_SECONDS
@@ -117,6 +117,21 @@ def test_the_second_token_ends_the_isolation(world: World) -> None:
     world.add("d")
     finish(world, 24)
     assert world.ends[id][0].reason == world.ends[other][0].reason == "length"
+
+
+def test_a_suspect_waits_a_limited_time_for_requests_of_another_gateway(world: World) -> None:
+    id = world.submit(length=20)
+    world.settle()
+    for name, after in zip("ab", "bc", strict=True):
+        world.add(after)
+        lost(world, name)
+    link = world.scripted(world.fleet.replicas["c"])
+    link.assign_for_another_gateway("other")
+    world.wait(SETTINGS.verdict_seconds)
+    world.step()
+    assert world.where(id) is None
+    world.wait(SETTINGS.hang_seconds)
+    assert world.where(id) == "c"
 
 
 def test_a_loss_before_the_replica_had_the_request_does_not_count(world: World) -> None:
@@ -343,6 +358,14 @@ def test_a_replica_without_steps_is_lost_although_it_is_heard(world: World) -> N
         world.fleet.receive(replica, [world.scripted(replica).load()])
         world.fleet.tick()
     assert replica.is_gone and world.where(id) is None
+
+
+def test_a_heartbeat_that_is_late_does_not_replace_a_newer_load(world: World) -> None:
+    """Heartbeats come from a thread, which may have read the load before a step ended."""
+    replica = world.fleet.replicas["a"]
+    before, after = LoadReport(1, 1, 0, 0, 9, 10), LoadReport(2, 0, 0, 0, 10, 10)
+    world.fleet.receive(replica, [after, before])
+    assert replica.load == after
 
 
 def test_a_stopped_replica_is_noticed_within_two_seconds_although_ticks_are_late() -> None:

@@ -116,6 +116,11 @@ class ScriptedReplica:
         self._inbox.clear()
         return self._answers
 
+    def assign_for_another_gateway(self, id: str) -> None:
+        """Assign a long request that this fleet does not know."""
+        self.submits[id] = Submit(id, [5], RequestParams(max_tokens=1000))
+        self.assigned[id], self._prefill[id] = {0: []}, 0
+
     def load(self) -> LoadReport:
         return LoadReport(self.num_steps, len(self.assigned), 0, 0, 10, 10)
 
