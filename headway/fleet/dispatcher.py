@@ -205,7 +205,7 @@ class Dispatcher:
     # One request.
 
     def _end_step(self, replica: Replica) -> None:
-        """Requests were ended by a failed step, or aborted: they move, and all others with them."""
+        """Requests were ended by a failed step: they move, and all others with them."""
         failed, self._failed_steps = self._failed_steps, {}
         reason = f"replica {replica.name}: {next(iter(failed.values()))}"
         self.placement.lose(failed, replica, reason)
@@ -247,8 +247,7 @@ class Dispatcher:
         end, request.is_resuming = update.end, False
         # A step failed; with a code, the request itself caused the error.
         has_failed = end is not None and end.reason == "error" and end.error_code is None
-        is_dropped = end is not None and end.reason == "abort" and not request.is_cancelled
-        if has_failed or is_dropped:
+        if has_failed:
             update = replace(update, end=None)
         if update.tokens and request.num_unproved:
             self._prove(request, len(update.tokens), self.clock.now())
@@ -256,12 +255,11 @@ class Dispatcher:
             passed = request.apply(update)
             if passed is not None:
                 self._emit(passed)
-        if has_failed or is_dropped:
+        if has_failed:
             del replica.open[request.replica_id]
             replica.post(Cancel(request.replica_id))  # its other samples
-            error = (end and end.error) or "the replica aborted it"
-            if has_failed:
-                replica.fail_step(error)
+            error = (end and end.error) or "a step failed"
+            replica.fail_step(error)
             self._failed_steps[request] = error
         elif request.is_ended:
             del replica.open[request.replica_id]
