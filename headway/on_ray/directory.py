@@ -27,7 +27,8 @@ class DirectoryActor:
     it again with the same key, and the replicas announce themselves again.
     """
 
-    key: bytes  # of all deployments; the first one sets it
+    # Of all deployments; the first one sets it. Ray logs the representation of an actor.
+    key: bytes = field(repr=False)
     now: Callable[[], float] = time.monotonic
     # By name: end of the lease, and the address; None while the replica starts.
     announced: dict[str, tuple[float, tuple[str, int] | None]] = field(default_factory=dict)

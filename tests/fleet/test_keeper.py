@@ -143,7 +143,8 @@ def test_all_that_was_started_ends_with_the_gateway(
 def test_an_entry_of_the_directory_ends_unless_it_is_renewed() -> None:
     directory = pytest.importorskip("headway.on_ray.directory")
     now = [0.0]
-    actor = directory.DirectoryActor(b"key", lambda: now[0])
+    actor = directory.DirectoryActor(b"secret", lambda: now[0])
+    assert "secret" not in repr(actor), "Ray logs it"
     assert actor.announce("a", None) == 1
     assert actor.announce("b", ("host", 1)) == 1
     now[0] = directory.LEASE_SECONDS - 1
