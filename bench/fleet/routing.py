@@ -50,6 +50,7 @@ from headway.request import Request, RequestParams
 bench = Bench(__doc__)
 bench.option("trace", nargs="?", help="a Mooncake .jsonl; without it, the others only")
 bench.option("--skip", type=int, default=0, help="leave out the first N requests")
+bench.option("--keys", type=int, default=27_000, help="of each full pool, for decision_us")
 bench.option("--limit", type=int, help="use only the first N of the other requests")
 PROFILE, NUM_REPLICAS = "llama3.1-8b-a100-80gb", 8
 NUMS = (8, 256, 1024)  # replicas that decisions are timed with
@@ -125,11 +126,13 @@ def compare(name: str, requests: list[WorkloadRequest]) -> Figures:
     return {"requests": len(requests), "rules": found}
 
 
-def decisions(num_replicas: int, num_tokens: int = 8192, block_size: int = 16) -> Figures:
-    """Medians over many decisions, in microseconds; pools hold 27,000 other keys each."""
+def decisions(
+    num_replicas: int, num_keys: int, num_tokens: int = 8192, block_size: int = 16
+) -> Figures:
+    """Medians over many decisions, in microseconds; pools hold `num_keys` other keys each."""
     prompt = Request("p", range(num_tokens), RequestParams(max_tokens=1))
     keys = list(PromptKeys(prompt, block_size))
-    dispatcher = _full_fleet(num_replicas, block_size)
+    dispatcher = _full_fleet(num_replicas, num_keys, block_size)
     held = {"nothing": 0, "half": len(keys) // 2, "everything": len(keys)}
     found = {}
     for name, count in held.items():
@@ -145,17 +148,15 @@ def decisions(num_replicas: int, num_tokens: int = 8192, block_size: int = 16) -
     return found | {"16 lengths cached": _decision_us(dispatcher, prompt)}
 
 
-def _full_fleet(num_replicas: int, block_size: int) -> Dispatcher:
+def _full_fleet(num_replicas: int, num_keys: int, block_size: int) -> Dispatcher:
     clock, dropped = VirtualClock(), lambda *_: None
     router = Router(parse_route("prefix_load"), block_size)
     dispatcher = Dispatcher(router, FleetSettings(), clock, dropped, dropped, dropped)
     for place in range(num_replicas):
         replica = Replica(str(place), NullClient())
         dispatcher.add(replica)
-        dispatcher.receive(
-            replica, [LoadReport(1, 100 * (place % 8), place % 8, place % 8, 1000, 28_000)]
-        )
-        router.tracker.apply(replica.name, _own_keys(place), [], True)
+        dispatcher.receive(replica, [LoadReport(1, 100 * place, place, place, 1000, 28_000)])
+        router.tracker.apply(replica.name, _own_keys(place, num_keys), [], True)
     return dispatcher
 
 
@@ -239,8 +240,8 @@ def _median_us(work: Any) -> float:
 
 
 @bench.part
-def decision_us(_: Namespace) -> Figures:
-    return {f"{number} replicas": decisions(number) for number in NUMS}
+def decision_us(asked: Namespace) -> Figures:
+    return {f"{number} replicas": decisions(number, asked.keys) for number in NUMS}
 
 
 bench.parts |= {
