@@ -106,13 +106,16 @@ def new_cluster() -> Iterator[Any]:
     """A Ray cluster of one machine, which has the gateways; other machines can be added."""
     from ray.cluster_utils import Cluster
 
-    patience = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(LIMIT), "PYTHONPATH": str(ROOT)}
+    own = {
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(LIMIT), "RAY_worker_niceness": "0",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, restored_signal_handlers():
-        for name, value in (*CLUSTER_ENVIRONMENT.items(), *patience.items()):
+        for name, value in (*CLUSTER_ENVIRONMENT.items(), *own.items()):
             patch.setenv(name, value)
         cluster = Cluster()
         try:
-            add_node(cluster, num_cpus=2, resources={"gateway": 1.0}, include_dashboard=False)
+            add_node(cluster, num_cpus=2, resources={"gateway": 2.0}, include_dashboard=False)
             yield cluster
         finally:
             cluster.shutdown()
@@ -148,7 +151,7 @@ def test_streams_outlive_a_machine_and_an_update_of_a_fleet_from_a_config_file(
         "--grace", str(LIMIT), "--fleet-drain-seconds", str(LIMIT),
     )  # fmt: skip
     config = printed(*flags) | {"proxy_location": "HeadOnly"}
-    gateway = {"name": "Gateway", "ray_actor_options": {"resources": {"gateway": 0.1}}}
+    gateway = {"name": "Gateway", "ray_actor_options": {"num_cpus": 0, "resources": {"gateway": 1}}}
     config["applications"][0]["deployments"] = [gateway]
     (tmp_path / "app.yaml").write_text(yaml.safe_dump(config))
     url = f"http://127.0.0.1:{port}"
