@@ -56,7 +56,7 @@ bench.option("--streams", type=int, default=100, help="requests of a part, at le
 bench.option("--max-tokens", type=int, default=24)
 bench.option("--outage", type=float, default=300.0, help="seconds without Ray's GCS")
 NUM_CLIENTS, TIMEOUT, PAUSE = 24, 300.0, 3.0
-FLAGS = ("--threads", "1", "--tool-call-parser", "hermes")
+FLAGS = ("--tool-call-parser", "hermes")
 MAX_ATTEMPTS = 20  # connections of one request
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {
