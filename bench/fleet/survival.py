@@ -370,6 +370,7 @@ def _inodes(pid: int) -> Iterator[str]:
 @contextmanager
 def ray_cluster(num_nodes: int) -> Iterator[tuple[Any, list[Any]]]:
     """A Ray with a head, which has no room for replicas, and nodes that have."""
+    os.environ.update(RAY_worker_niceness="0")
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
