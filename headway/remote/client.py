@@ -35,6 +35,9 @@ class SocketClient:
             self._abort()
             problem = auth.describe(error)
             raise ExecutorError(f"cannot connect to {self._peer}: {problem}") from None
+        except BaseException:  # this task was cancelled
+            self._abort()
+            raise
         self._reading = asyncio.create_task(self._read(reader, on_messages))
 
     def send(self, messages: list[ToLoop]) -> None:

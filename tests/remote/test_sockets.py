@@ -241,3 +241,24 @@ async def test_no_gateway_can_connect_to_an_engine_that_has_stopped() -> None:
         with pytest.raises(ExecutorError, match="cannot connect"):
             await connect(address)
         await client.close()
+
+
+@on_loop
+async def test_an_attempt_that_is_cancelled_leaves_no_connection() -> None:
+    """A writer that is not closed is closed by its destructor, which may be after the loop."""
+    connected, closed = asyncio.Event(), asyncio.Event()
+
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        while await reader.read(1 << 16):
+            pass
+        closed.set()
+        writer.close()
+
+    server = await asyncio.start_server(never_answer, "127.0.0.1", 0)
+    client = SocketClient(server.sockets[0].getsockname(), MODEL, KEY)
+    opening = asyncio.create_task(client.open(lambda _: None))
+    await connected.wait()
+    opening.cancel()
+    await closed.wait()
+    server.close()

@@ -95,16 +95,17 @@ class PromptRun(OutputBuilder):
             submitted = self.id, self.prompt, self.params, TRACEPARENT.get()
             held = None if self._cursor is None else await self._find(self._cursor)
             with self.engine.submitted(*submitted, held) as stream:
+                parts: list[list[SampleUpdate]] = []
                 if self._cursor is not None and held is not None:
-                    for part in await self._replay(stream, self._cursor):
-                        if gained := self._shown(part):
-                            yield gained
+                    parts = await self._replay(stream, self._cursor)
                 self._write_directly(stream, direct_writer)
-                while stream.num_open:
-                    updates = await stream.take()
+                while parts or stream.num_open:
+                    updates = parts.pop(0) if parts else await stream.take()
                     if self._broken is not None:
                         raise self._broken
-                    if gained := self._shown(updates):
+                    gained = [delta for delta in self.add(updates) if _is_shown(delta)]
+                    self._check_ends(updates)
+                    if gained:
                         yield gained
         except InvalidGrammar as error:
             raise grammar_error(self.sampling_params.grammar, str(error)) from error
@@ -165,11 +166,6 @@ class PromptRun(OutputBuilder):
                 if start < end:
                     part.append(each.between(self.id, sample, start, end))
         return [part for part in parts if part]
-
-    def _shown(self, updates: list[SampleUpdate]) -> list[Delta]:
-        gained = [delta for delta in self.add(updates) if _is_shown(delta)]
-        self._check_ends(updates)
-        return gained
 
     def _write(self, direct_writer: DirectWriter, update: SampleUpdate) -> bool:
         """Write an update directly; False if the reader has to take it."""
