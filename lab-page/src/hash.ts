@@ -6,7 +6,6 @@ import { pack, Spec, unpack } from "./spec";
 import * as store from "./store";
 
 const DELAY = 150; // ms; browsers limit how often the URL may change
-let timer = 0, written = "";
 
 export function toHash(): string {
   const parts: [string, string][] = [];
@@ -87,15 +86,19 @@ export function fromHash(hash: string): Link {
 
 /** Keep the hash equal to the state, and follow links that the user opens in this page. */
 export function followHash(onLink: (link: Link) => void): void {
+  let timer = 0, known = location.hash;
   effect(() => {
     const hash = toHash();
     clearTimeout(timer);
     timer = window.setTimeout(() => {
-      if (hash !== location.hash) history.replaceState(null, "", hash);
-      written = hash;
+      if (location.hash !== known) return; // the user opened a link: its event comes next
+      if (hash !== known) history.replaceState(null, "", hash);
+      known = location.hash;
     }, DELAY);
   });
   addEventListener("hashchange", () => {
-    if (location.hash !== written) onLink(fromHash(location.hash));
+    if (location.hash === known) return;
+    known = location.hash;
+    onLink(fromHash(known));
   });
 }

@@ -34,21 +34,28 @@ async function openEmbedded(link: Link): Promise<void> {
   await load(b, { kind: "embedded", id: "recording1" });
 }
 
-async function start(): Promise<void> {
-  const link = fromHash(location.hash || embeddedHash());
-  followHash(openLink);
-  if (hasEmbedded("recording0")) return openEmbedded(link);
-  try {
-    catalog.value = await fetchCatalog();
-  } catch {
-    banner.value = "The lab's server cannot be reached. Start `headway lab` again and reload the page.";
-    return;
-  }
-  if (catalog.value.mode === "lab") return openLink(link);
+async function openLive(link: Link): Promise<void> {
   isLive.value = true;
   isFollowing.value = link.frame === null;
   if (link.frame !== null) want(link.frame);
   await load(a, { kind: "live" });
+}
+
+async function start(): Promise<void> {
+  const isExported = hasEmbedded("recording0");
+  if (!isExported) {
+    try {
+      catalog.value = await fetchCatalog();
+    } catch {
+      banner.value = "The lab's server cannot be reached. Start `headway lab` again and reload the page.";
+      return;
+    }
+  }
+  const link = fromHash(location.hash || embeddedHash());
+  if (isExported) void openEmbedded(link);
+  else if (catalog.value?.mode === "lab") openLink(link);
+  else void openLive(link);
+  followHash(openLink); // only now: the hash is the link until it is opened
 }
 
 effect(() => {

@@ -25,6 +25,7 @@ from tests.support.lab_page import (
     SIDES,
     ids,
     jump,
+    link,
     opened,
     pane,
     press,
@@ -156,3 +157,25 @@ def test_an_exported_file_works_without_a_server(browser: Any, page: Any, tmp_pa
         saved.goto(f"{path.as_uri()}#frame=40")
         saved.reload()
         wait_for_step(saved, 40)
+
+
+def test_the_page_does_not_replace_a_link_that_the_user_opens(page: Any) -> None:
+    page.evaluate(
+        """() => {
+          const plain = window.setTimeout;
+          window.setTimeout = (work, delay) => {
+            if (delay === 150) window.write = work;
+            return plain(work, delay);
+          };
+        }"""
+    )
+    jump(page, 3)
+    # The page writes its address when the user has changed it, and before it gets the event.
+    page.evaluate(
+        """() => {
+          location.hash = location.hash.replace(/frame=[0-9]+/, "frame=7");
+          window.write();
+        }"""
+    )
+    wait_for_step(page, 7)
+    assert "frame=7" in link(page)
