@@ -15,33 +15,34 @@ from functools import wraps
 from typing import Any, TypeVar
 
 LIMIT = 300.0  # seconds; the longest wait on a loaded machine is a small part of it
-POLL = 0.005  # seconds between two looks at a condition
+POLL = 0.005  # seconds between the first two looks at a condition; later ones are rarer
+SLOWER = 0.05  # of the time since the first look: a look may cost CPU time that others wait for
 T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T]) -> T:
     """Wait for a condition that other threads or processes make true; return its value."""
-    for found in _looks(condition):
+    for found, pause in _looks(condition):
         if found:
             return found
-        time.sleep(POLL)
+        time.sleep(pause)
     raise AssertionError("unreachable")
 
 
 async def until(condition: Callable[[], T]) -> T:
     """Wait for a condition that other tasks, threads or processes make true; return its value."""
-    for found in _looks(condition):
+    for found, pause in _looks(condition):
         if found:
             return found
-        await asyncio.sleep(POLL)
+        await asyncio.sleep(pause)
     raise AssertionError("unreachable")
 
 
-def _looks(condition: Callable[[], T]) -> Iterator[T]:
-    """The values of a condition; TimeoutError after `LIMIT` seconds."""
-    ends_at = time.monotonic() + LIMIT
-    while time.monotonic() < ends_at:
-        yield condition()
+def _looks(condition: Callable[[], T]) -> Iterator[tuple[T, float]]:
+    """The values of a condition, and pauses between them; TimeoutError after `LIMIT` seconds."""
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < LIMIT:
+        yield condition(), max(POLL, SLOWER * passed)
     raise TimeoutError(f"the condition did not become true in {LIMIT:.0f} s")
 
 
