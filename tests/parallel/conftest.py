@@ -1,4 +1,4 @@
-"""A fixture for groups of processes."""
+"""Fixtures for groups of processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from headway.parallel import group as parallel_group
 from headway.parallel import ranks, watch
+from tests.support.forked_ranks import ForkedRank
 from tests.support.waiting import LIMIT
 
 
@@ -20,4 +21,12 @@ def patient_watch() -> Iterator[None]:
             patch.setattr(watch, name, 10 * LIMIT)
         patch.setattr(parallel_group, "TIMEOUT", timedelta(seconds=LIMIT))
         patch.setattr(ranks, "EXPLAIN_SECONDS", LIMIT)
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks are forks of a process that has imported torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "start_rank", ForkedRank)
         yield

@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pairs(folder: Path, patient_watch: None) -> Iterator[Callable[[str], Pair]]:
+def pairs(folder: Path, patient_watch: None, forked_ranks: None) -> Iterator[Callable[[str], Pair]]:
     """Starts the pair of a quantization once."""
     with ExitStack() as stack:
 

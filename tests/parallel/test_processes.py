@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +24,13 @@ from headway.parallel.ranks import Ranks
 from headway.request import RequestParams
 from headway.server.serving import ServerOptions, make_engine
 from tests.parallel.test_equality import VOCABULARY
+from tests.support.forked_ranks import run_rank_0
+from tests.support.processes import FORKS
 from tests.support.waiting import LIMIT, wait_until
 
 pytestmark = [
     pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native())),
-    pytest.mark.usefixtures("patient_watch"),
+    pytest.mark.usefixtures("patient_watch", "forked_ranks"),
 ]
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCABULARY, "hidden_size": 64,
@@ -43,40 +43,23 @@ SETTINGS = {
     "num_host_blocks": 60, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 120,
 }  # fmt: skip
 LONG = RequestParams(max_tokens=100, ignore_eos=True)
-HANGING = """
-import signal, time  # the main thread sleeps; the others run
-signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))
-"""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "sitecustomize.py").write_text(HANGING)
     return folder
 
 
 def start(model: Path, size: int) -> LLM:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(model)  # of the ranks, too
-        return LLM(str(model), tensor_parallel_size=size, **SETTINGS)
+    return LLM(str(model), tensor_parallel_size=size, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def running(model: Path, patient_watch: None) -> Iterator[dict[int, LLM]]:
-    """Groups by their size, for the next test; one that ends its group takes it out."""
-    groups: dict[int, LLM] = {}
-    yield groups
-    for llm in groups.values():
-        llm.close()
-
-
-@pytest.fixture
-def group(model: Path, running: dict[int, LLM]) -> LLM:
-    if 2 not in running:
-        running[2] = start(model, 2)
-    return running[2]
+def group(model: Path, patient_watch: None, forked_ranks: None) -> Iterator[LLM]:
+    with start(model, 2) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +101,7 @@ def test_two_groups_on_one_host_do_not_collide(group: LLM, alone: LLM, model: Pa
         return [list(each.outputs[0].token_ids) for each in results]
 
     expected = tokens(alone)
-    with LLM(str(model), tensor_parallel_size=2, **SETTINGS) as other:
+    with start(model, 2) as other:
         assert not set(pids(ranks_of(group))) & set(pids(ranks_of(other)))
         assert tokens(other) == tokens(group) == tokens(other) == expected
     assert tokens(group) == expected
@@ -145,7 +128,7 @@ def test_an_interrupt_in_a_step_is_delayed_and_ends_no_rank(group: LLM) -> None:
 
 def test_a_size_that_the_heads_do_not_allow_is_refused_before_processes_start(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 5, .* 3 query heads"):
-        LLM(str(model), tensor_parallel_size=5, **SETTINGS)
+        start(model, 5)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +141,9 @@ def test_a_size_that_the_heads_do_not_allow_is_refused_before_processes_start(mo
 )
 def test_a_rank_that_ends_stops_or_hangs_is_an_error(
     sent: signal.Signals, size: int, named: str, limits: dict[str, float], model: Path,
-    running: dict[int, LLM], monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    with running.pop(size, None) or start(model, size) as llm:
+    with start(model, size) as llm:
         engine, ranks = Engine(Scheduler(llm.config), llm.executor), ranks_of(llm)
         all_pids = pids(ranks)
         (request,) = engine.add("first", [1, 2, 3], LONG)
@@ -178,9 +161,9 @@ def test_a_rank_that_ends_stops_or_hangs_is_an_error(
             llm.executor.launch(llm.engine.scheduler.schedule())
 
 
-def test_a_rank_that_is_killed_ends_an_idle_engine(model: Path, running: dict[int, LLM]) -> None:
+def test_a_rank_that_is_killed_ends_an_idle_engine(model: Path) -> None:
     """No request has to fail first: a fleet must not give it any."""
-    with running.pop(2, None) or start(model, 2) as llm:
+    with start(model, 2) as llm:
         served = make_engine(ServerOptions(engine=EngineOptions()), lambda _: llm)
         delivered: list[FromLoop] = []
         loop = EngineLoop(served.engine, delivered.extend)
@@ -198,19 +181,6 @@ def test_a_rank_that_is_killed_ends_an_idle_engine(model: Path, running: dict[in
         late = list[str]()
         ranks_of(llm).watch.report_to(late.append)
         assert late == [stopped.reason]
-
-
-SCRIPT = """
-import sys
-from headway import LLM, SamplingParams
-from headway.parallel import watch
-watch.MAX_SILENT = watch.MAX_SILENT_LOADING = watch.MAX_LATE = 1e9  # no rank is late on a busy machine
-llm = LLM({model!r}, tensor_parallel_size=2, **{settings!r})
-llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
-print("pids", *[each.process.pid for each in llm.loaded.ranks.watch._ranks], flush=True)
-while True:
-    llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
-"""
 
 
 def children_of(pid: int) -> list[int]:
@@ -235,23 +205,20 @@ def loading_children_of(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("moment", ["loading", "running"])
 def test_ranks_exit_when_rank_0_is_killed(moment: str, model: Path) -> None:
-    script = SCRIPT.format(model=str(model), settings=SETTINGS)
-    path = os.pathsep.join(filter(None, sys.path))
-    rank_0 = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert rank_0.stdout is not None
-    if moment == "loading":
-        children = wait_until(lambda: loading_children_of(rank_0.pid))
-    else:  # a library may print lines, too
-        found = next(line for line in rank_0.stdout if line.startswith(b"pids"))
-        children = [int(word) for word in found.split()[1:]]
-    mapped = {Path(file) for pid in (rank_0.pid, *children) for file in files_of(pid)}
-    assert children and rank_0.poll() is None
-    rank_0.kill()
-    rank_0.wait()
-    rank_0.stdout.close()
+    """Its child is started with an interpreter of its own."""
+    reader, writer = FORKS.Pipe(duplex=False)
+    rank_0 = FORKS.Process(target=run_rank_0, args=(str(model), SETTINGS, writer))
+    rank_0.start()
+    writer.close()
+    assert rank_0.pid is not None
+    with reader:
+        if moment == "loading":
+            children = wait_until(lambda: loading_children_of(rank_0.pid))
+        else:
+            children = reader.recv()
+        mapped = {Path(file) for pid in (rank_0.pid, *children) for file in files_of(pid)}
+        assert children and rank_0.is_alive()
+        rank_0.kill()
+        rank_0.join()
     wait_until_gone(children)
     assert not [file for file in mapped if file.is_relative_to("/dev/shm") and file.exists()]

@@ -34,7 +34,8 @@ from headway.parallel.spec import Join, RankSpec, framed
 from headway.remote.tls import tls_context
 from headway.request import RequestParams
 from tests.parallel.test_laws import CASES, REFERENCE, SIZES, run, write_model
-from tests.parallel.test_processes import HANGING, ranks_of, wait_until_gone
+from tests.parallel.test_processes import ranks_of, wait_until_gone
+from tests.support.forked_ranks import ForkedRank, fork_invited
 from tests.support.waiting import LIMIT
 
 pytestmark = [
@@ -43,24 +44,21 @@ pytestmark = [
 ]
 HOST = "127.0.0.2"
 SILENT = {"MAX_SILENT_REMOTE": watch.MAX_SILENT_REMOTE}
-STARTED: list[subprocess.Popen[bytes]] = []
+STARTED: list[subprocess.Popen[bytes] | ForkedRank] = []
+Start = Callable[[Invitation], subprocess.Popen[bytes] | ForkedRank]
 
 
-def start_process(invitation: Invitation) -> subprocess.Popen[bytes]:
-    STARTED.append(start_invited(invitation))
-    return STARTED[-1]
+def start(folder: Path, start_one: Start = fork_invited) -> LLM:
+    """A group of two."""
 
+    def start_kept(invitation: Invitation) -> subprocess.Popen[bytes] | ForkedRank:
+        STARTED.append(start_one(invitation))
+        return STARTED[-1]
 
-OTHER_MACHINE = RankLauncher(lambda: HOST, start_process)
-
-
-def start(folder: Path, launcher: RankLauncher = OTHER_MACHINE, size: int = 2) -> LLM:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)  # of the ranks, too
-        return LLM(
-            str(folder), tensor_parallel_size=size, rank_launcher=launcher, device="cpu", threads=1,
-            dtype="float32", quantization="none", **SIZES,
-        )  # fmt: skip
+    return LLM(
+        str(folder), tensor_parallel_size=2, rank_launcher=RankLauncher(lambda: HOST, start_kept),
+        device="cpu", threads=1, dtype="float32", quantization="none", **SIZES,
+    )  # fmt: skip
 
 
 def remote_ranks(llm: LLM) -> list[RemoteRank]:
@@ -75,9 +73,7 @@ def pids(llm: LLM) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("tiny"))
-    (folder / "sitecustomize.py").write_text(HANGING)
-    return folder
+    return write_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,19 +84,10 @@ def no_process_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def running(folder: Path, patient_watch: None) -> Iterator[list[LLM]]:
-    """A group for the next test; one that ends its group takes it out."""
-    groups: list[LLM] = []
-    yield groups
-    for llm in groups:
-        llm.close()
-
-
-@pytest.fixture
-def group(folder: Path, running: list[LLM]) -> LLM:
-    if not running:
-        running.append(start(folder))
-    return running[0]
+def group(folder: Path, patient_watch: None) -> Iterator[LLM]:
+    """Its other rank is started with an interpreter of its own."""
+    with start(folder, start_invited) as llm:
+        yield llm
 
 
 @pytest.mark.parametrize(
@@ -123,10 +110,10 @@ def test_tokens_are_those_of_one_process(name: str, group: LLM) -> None:
     ],
 )
 def test_a_rank_that_ends_stops_or_hangs_ends_the_engine(
-    sent: signal.Signals, named: str, limits: dict[str, float], folder: Path, running: list[LLM],
+    sent: signal.Signals, named: str, limits: dict[str, float], folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    with running.pop() if running else start(folder) as llm:
+    with start(folder) as llm:
         engine, delivered = Engine(Scheduler(llm.config), llm.executor), list[FromLoop]()
         engine.add("first", [1, 2, 3], RequestParams(max_tokens=50, ignore_eos=True))
         for _ in range(3):
@@ -141,8 +128,8 @@ def test_a_rank_that_ends_stops_or_hangs_ends_the_engine(
         wait_until_gone(all_pids)
 
 
-def test_an_idle_engine_ends_with_its_rank(folder: Path, running: list[LLM]) -> None:
-    with running.pop() if running else start(folder) as llm:
+def test_an_idle_engine_ends_with_its_rank(folder: Path) -> None:
+    with start(folder) as llm:
         delivered = list[FromLoop]()
         loop = EngineLoop(llm.engine, delivered.extend)
         ranks_of(llm).watch.report_to(loop.fail)
@@ -173,11 +160,10 @@ def test_a_rank_that_fails_to_load_says_why(folder: Path, monkeypatch: pytest.Mo
 
 def test_a_rank_that_ends_before_it_connects_is_an_error(folder: Path) -> None:
     def fail(_: Invitation) -> subprocess.Popen[bytes]:
-        STARTED.append(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
-        return STARTED[-1]
+        return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"])
 
     with pytest.raises(ExecutorError, match="rank 1 ended with exit code 3 before it connected"):
-        start(folder, RankLauncher(lambda: HOST, fail))
+        start(folder, fail)
 
 
 def stranger(invitation: Invitation, key: bytes | None, sent: bytes) -> bytes:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 MAIN = "import sys; from tests.support.scripted import main; main(sys.argv[1])"
 PATIENT = {"head_timeout": LIMIT, "keep_alive_timeout": LIMIT, "stall_timeout": LIMIT}
 FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.support.wire.server"])  # imports the server
+FORKS.set_forkserver_preload(["tests.support.wire.server", "tests.support.forked_ranks"])
 
 
 def stable_port() -> int:
