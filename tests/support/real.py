@@ -122,9 +122,13 @@ def prompts_of(lengths: range) -> dict[str, list[int]]:
     return {name: tokens for name, tokens in prompts().items() if len(tokens) in lengths}
 
 
-@cache
 def decoder(precision: str = "float32") -> Decoder:
     """The bundled model, loaded once per process."""
+    return _decoder(precision)
+
+
+@cache
+def _decoder(precision: str) -> Decoder:
     checkpoint = open_checkpoint(resolve("smollm2-135m"))
     return Decoder(checkpoint, choose_backend(checkpoint.config, precision))
 
