@@ -30,7 +30,7 @@ CHUNK = 1 << 25  # bytes
 
 
 class WeightStruct(ctypes.Structure):
-    """A matrix in layers.c."""
+    """A matrix in matrices.c."""
 
     _fields_ = (
         ("panels", ctypes.c_void_p),

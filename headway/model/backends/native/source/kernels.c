@@ -22,4 +22,5 @@
 #include "kv_floats.c"
 #include "kv_bytes.c"
 #include "attention.c"
+#include "matrices.c"
 #include "layers.c"
