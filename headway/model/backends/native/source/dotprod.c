@@ -206,28 +206,29 @@ static void wide_4_rows(const int8_t *w, WideRows x, float out[8][WIDTH]) {
     for (int first = 0; first < WIDTH; first += 8) wide_tile(4, 2, w, first, x, out);
 }
 
-/* y[M, N] = x w + bias, or added to y, where `space` holds the quantized rows of x. A task is one
+/* A task of y[M, N] = x w + bias, or added to y, where `space` holds the quantized rows of x: one
    panel and the rows that fit in the cache. */
-static void share_wide_linear(Member *me, float *space, int64_t M, int64_t K, const int8_t *w,
-                              int64_t N, const float *bias, float *y, int64_t adds) {
+static int64_t wide_tasks(int64_t M, int64_t N) {
+    return (N + WIDTH - 1) / WIDTH * ((M + WIDE_ROWS_IN_CACHE - 1) / WIDE_ROWS_IN_CACHE);
+}
+
+static void wide_task(int64_t task, float *space, int64_t M, int64_t K, const int8_t *w, int64_t N,
+                      const float *bias, float *y, int64_t adds) {
+    float out[8][WIDTH];
     const int64_t panels = (N + WIDTH - 1) / WIDTH, bytes = K / WIDE * WIDE_BYTES;
-    const int64_t parts = (M + WIDE_ROWS_IN_CACHE - 1) / WIDE_ROWS_IN_CACHE;
-    for (int64_t task; (task = next_task(me, panels * parts)) >= 0;) {
-        float out[8][WIDTH];
-        const int64_t first = task % panels * WIDTH, from = task / panels * WIDE_ROWS_IN_CACHE;
-        const int64_t to = from + WIDE_ROWS_IN_CACHE < M ? from + WIDE_ROWS_IN_CACHE : M;
-        const int width = N - first < WIDTH ? (int)(N - first) : WIDTH;
-        for (int64_t m = from; m < to; m += 8) {
-            const WideRows block = wide_block(space, M, K, m);
-            const int64_t rows = to - m < 8 ? to - m : 8;
-            const int8_t *panel = w + task % panels * bytes;
-            for (int64_t r = 0; r < rows; r++) __builtin_prefetch(y + (m + r) * N + first, 1);
-            if (block.rows == 8) wide_8_rows(panel, block, out);
-            else if (block.rows == 4) wide_4_rows(panel, block, out);
-            else wide_row(panel, block, out);
-            for (int64_t r = 0; r < rows; r++)
-                put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, width, (int)adds);
-        }
+    const int64_t first = task % panels * WIDTH, from = task / panels * WIDE_ROWS_IN_CACHE;
+    const int64_t to = from + WIDE_ROWS_IN_CACHE < M ? from + WIDE_ROWS_IN_CACHE : M;
+    const int width = N - first < WIDTH ? (int)(N - first) : WIDTH;
+    for (int64_t m = from; m < to; m += 8) {
+        const WideRows block = wide_block(space, M, K, m);
+        const int64_t rows = to - m < 8 ? to - m : 8;
+        const int8_t *panel = w + task % panels * bytes;
+        for (int64_t r = 0; r < rows; r++) __builtin_prefetch(y + (m + r) * N + first, 1);
+        if (block.rows == 8) wide_8_rows(panel, block, out);
+        else if (block.rows == 4) wide_4_rows(panel, block, out);
+        else wide_row(panel, block, out);
+        for (int64_t r = 0; r < rows; r++)
+            put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, width, (int)adds);
     }
 }
 

@@ -62,8 +62,34 @@ static void prepare(const Input *in, int64_t m, int64_t M, const Weight *w, floa
     else round_row(input_row(in, from, K, row), from_row(rows_in(space, M, K), m));
 }
 
-/* y[M, outputs] = in w, or added to y. If there is one row, every thread prepares it for itself,
-   which takes less time than a meeting. */
+/* Rows that are prepared for a product of M rows: tiles read whole groups of interleaved rows. */
+static int64_t prepared_rows(const Weight *w, int64_t M) {
+    return w->bits < 32 && USE_TILES(M, w->inputs) ? WHOLE(M) : M;
+}
+
+/* The number of tasks of a product of M rows with w. */
+static int64_t product_tasks(const Weight *w, int64_t M) {
+    if (w->bits == 32) return linear_tasks(M, w->outputs);
+#if defined(WIDE)
+    if (w->group == WIDE) return wide_tasks(M, w->outputs);
+#endif
+    return quantized_tasks(w->outputs);
+}
+
+/* One task of y[M, outputs] = x w, or added to y; x holds M rows in the form that w reads. */
+static void product_task(int64_t task, const float *x, int64_t M, const Weight *w, float *y,
+                         int64_t adds) {
+    const int64_t K = w->inputs, N = w->outputs;
+    float *space = (float *)x; /* only read */
+    if (w->bits == 32) linear_task(task, x, M, K, w->panels, N, w->bias, y, adds);
+#if defined(WIDE)
+    else if (w->group == WIDE) wide_task(task, space, M, K, w->panels, N, w->bias, y, adds);
+#endif
+    else quantized_task(task, rows_in(space, M, K), M, w->panels, N, w->bits, w->bias, y, adds);
+}
+
+/* y[M, outputs] = in w, or added to y. All threads of a team call a share_... function together. If
+   there is one row, every thread prepares it for itself, which takes less time than a meeting. */
 static void share_multiply(Member *me, const Input *in, int64_t M, const Weight *w, float *y,
                            int64_t adds, const Space *space) {
     float *row = space->own + me->thread * space->own_size;
@@ -72,7 +98,7 @@ static void share_multiply(Member *me, const Input *in, int64_t M, const Weight 
     if (M == 1) {
         if (!is_ready) prepare(in, 0, 1, w, row, prepared);
     } else if (!is_ready) {
-        const int64_t padded = w->bits < 32 && USE_TILES(M, w->inputs) ? WHOLE(M) : M;
+        const int64_t padded = prepared_rows(w, M);
         const int64_t each = IS_WIDE(w) ? 4 : 1;
         for (int64_t task; (task = next_task(me, (padded + each - 1) / each)) >= 0;)
             for (int64_t m = task * each; m < padded && m < (task + 1) * each; m++)
@@ -80,16 +106,8 @@ static void share_multiply(Member *me, const Input *in, int64_t M, const Weight 
         meet(me);
     }
     mark(me, space, PREPARATION);
-    if (w->bits == 32)
-        share_linear(me, is_ready ? in->x : prepared, M, w->inputs, w->panels, w->outputs, w->bias, y,
-                     adds);
-#if defined(WIDE)
-    else if (w->group == WIDE)
-        share_wide_linear(me, prepared, M, w->inputs, w->panels, w->outputs, w->bias, y, adds);
-#endif
-    else
-        share_quantized_linear(me, rows_in(prepared, M, w->inputs), M, w->panels, w->outputs, w->bits,
-                               w->bias, y, adds);
+    for (int64_t task; (task = next_task(me, product_tasks(w, M))) >= 0;)
+        product_task(task, is_ready ? in->x : prepared, M, w, y, adds);
     meet(me);
 }
 

@@ -75,21 +75,22 @@ ALWAYS void put(float *y, const float *from, const float *bias, int count, int a
     }
 }
 
-/* y[M, N] = x[M, K] w + bias, or added to y; w is in panels [ceil(N / PANEL), K, PANEL]. All
-   threads of a team call a share_... function together. A task is one panel and the rows that fit
-   in the cache. */
-static void share_linear(Member *me, const float *x, int64_t M, int64_t K, const float *w, int64_t N,
-                         const float *bias, float *y, int64_t adds) {
-    const int64_t panels = (N + PANEL - 1) / PANEL, parts = (M + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE;
-    for (int64_t task; (task = next_task(me, panels * parts)) >= 0;) {
-        float out[ROWS_IN_CACHE][PANEL];
-        const int64_t p = task % panels, first = p * PANEL, from = task / panels * ROWS_IN_CACHE;
-        const int64_t rows = M - from < ROWS_IN_CACHE ? M - from : ROWS_IN_CACHE;
-        const int width = N - first < PANEL ? (int)(N - first) : PANEL;
-        multiply_panel(rows, x + from * K, K, w + p * K * PANEL, out);
-        for (int64_t m = 0; m < rows; m++)
-            put(y + (from + m) * N + first, out[m], bias ? bias + first : 0, width, (int)adds);
-    }
+/* A task of y[M, N] = x[M, K] w + bias, or added to y, where w is in panels [ceil(N / PANEL), K,
+   PANEL]: one panel and the rows that fit in the cache. */
+static int64_t linear_tasks(int64_t M, int64_t N) {
+    return (N + PANEL - 1) / PANEL * ((M + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE);
+}
+
+static void linear_task(int64_t task, const float *x, int64_t M, int64_t K, const float *w, int64_t N,
+                        const float *bias, float *y, int64_t adds) {
+    float out[ROWS_IN_CACHE][PANEL];
+    const int64_t panels = (N + PANEL - 1) / PANEL;
+    const int64_t p = task % panels, first = p * PANEL, from = task / panels * ROWS_IN_CACHE;
+    const int64_t rows = M - from < ROWS_IN_CACHE ? M - from : ROWS_IN_CACHE;
+    const int width = N - first < PANEL ? (int)(N - first) : PANEL;
+    multiply_panel(rows, x + from * K, K, w + p * K * PANEL, out);
+    for (int64_t m = 0; m < rows; m++)
+        put(y + (from + m) * N + first, out[m], bias ? bias + first : 0, width, (int)adds);
 }
 
 /* Row `id` of the weights. */

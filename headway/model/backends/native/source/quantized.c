@@ -180,28 +180,27 @@ ALWAYS void fetch(float *y, int count) {
 
 /* One task: all rows, and the outputs of QUANT_PANELS panels, of which some at a time are multiplied
    with all rows. */
-static void share_panels(Member *me, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
-                         const float *bias, float *y, int64_t adds) {
+static void panels_task(int64_t task, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N,
+                        int64_t bits, const float *bias, float *y, int64_t adds) {
     const int64_t panel = x.K / GROUP * GROUP_BYTES(bits), width = QUANT_PANELS * LANES;
     const int64_t part = (M == 1 ? QUANT_PANELS : PANELS_IN_CACHE) * LANES;
-    for (int64_t task; (task = next_task(me, (N + width - 1) / width)) >= 0;)
-        for (int64_t n = task * width; n < N && n < (task + 1) * width; n += part)
-            for (int64_t m = 0; m < M; m += QUANT_ROWS) {
-                float out[QUANT_ROWS][QUANT_PANELS * LANES];
-                const int count = N - n < part ? (int)(N - n) : (int)part;
-                const int rows = M - m < QUANT_ROWS ? (int)(M - m) : QUANT_ROWS;
-                for (int r = 0; r < rows; r++) fetch(y + (m + r) * N + n, count);
-                quantized_tiles_of(rows, M == 1, bits, w + n / LANES * panel, from_row(x, m), m == 0, out);
-                for (int r = 0; r < rows; r++)
-                    put(y + (m + r) * N + n, out[r], bias ? bias + n : 0, count, (int)adds);
-            }
+    for (int64_t n = task * width; n < N && n < (task + 1) * width; n += part)
+        for (int64_t m = 0; m < M; m += QUANT_ROWS) {
+            float out[QUANT_ROWS][QUANT_PANELS * LANES];
+            const int count = N - n < part ? (int)(N - n) : (int)part;
+            const int rows = M - m < QUANT_ROWS ? (int)(M - m) : QUANT_ROWS;
+            for (int r = 0; r < rows; r++) fetch(y + (m + r) * N + n, count);
+            quantized_tiles_of(rows, M == 1, bits, w + n / LANES * panel, from_row(x, m), m == 0, out);
+            for (int r = 0; r < rows; r++)
+                put(y + (m + r) * N + n, out[r], bias ? bias + n : 0, count, (int)adds);
+        }
 }
 
 #if TILES
 #include "tiles.c"
 #else
 #define USE_TILES(M, K) 0
-#define share_tiles share_panels
+#define tiles_task panels_task
 #endif
 
 /* Quantized rows in a buffer that is as large as x with M rounded up to INTERLEAVED. */
@@ -210,11 +209,15 @@ static QuantizedRows rows_in(float *space, int64_t M, int64_t K) {
     return (QuantizedRows){(int8_t *)(space + 2 * scales), space, space + scales, K};
 }
 
-/* Like share_linear, with quantized weights; the number of panels is a multiple of QUANT_PANELS. */
-static void share_quantized_linear(Member *me, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N,
-                                   int64_t bits, const float *bias, float *y, int64_t adds) {
-    if (USE_TILES(M, x.K)) share_tiles(me, x, M, w, N, bits, bias, y, adds);
-    else share_panels(me, x, M, w, N, bits, bias, y, adds);
+/* Like linear_task, with quantized weights; the number of panels is a multiple of QUANT_PANELS. */
+static int64_t quantized_tasks(int64_t N) {
+    return (N + QUANT_PANELS * LANES - 1) / (QUANT_PANELS * LANES);
+}
+
+static void quantized_task(int64_t task, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N,
+                           int64_t bits, const float *bias, float *y, int64_t adds) {
+    if (USE_TILES(M, x.K)) tiles_task(task, x, M, w, N, bits, bias, y, adds);
+    else panels_task(task, x, M, w, N, bits, bias, y, adds);
 }
 
 /* Row `id` of the weights, as floats. */

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #define MIN_ROWS 32 /* from this number of rows, expanding the weights pays off */
-#define TILE_PANELS 4   /* panels per task */
 #define MAX_INPUTS 16384 /* limit for panels that are expanded on the stack (one megabyte) */
 #define USE_TILES(M, K) (has_tiles && (M) >= MIN_ROWS && (K) <= MAX_INPUTS)
 #define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
@@ -105,30 +104,27 @@ static void expanded_tile(const Expanded *w, QuantizedRows x, float out[INTERLEA
     for (int r = 0; r < INTERLEAVED; r++) store(out[r], sums[r]);
 }
 
-/* Like share_panels; a task is TILE_PANELS panels. */
-static void share_tiles(Member *me, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
-                        const float *bias, float *y, int64_t adds) {
+/* Like panels_task. */
+static void tiles_task(int64_t task, QuantizedRows x, int64_t M, const uint8_t *w, int64_t N,
+                       int64_t bits, const float *bias, float *y, int64_t adds) {
     const int64_t groups = x.K / GROUP, panel = groups * GROUP_BYTES(bits);
-    Expanded expanded[TILE_PANELS * groups];
+    const int64_t from = task * QUANT_PANELS * LANES;
+    const int64_t to = from + QUANT_PANELS * LANES < N ? from + QUANT_PANELS * LANES : N;
+    const int64_t panels = (to - from + LANES - 1) / LANES;
+    const uint8_t *narrow = w + from / LANES * panel;
+    Expanded expanded[QUANT_PANELS * groups];
     begin_tiles();
-    const int64_t tasks = (N + TILE_PANELS * LANES - 1) / (TILE_PANELS * LANES);
-    for (int64_t task; (task = next_task(me, tasks)) >= 0;) {
-        const int64_t from = task * TILE_PANELS * LANES;
-        const int64_t to = from + TILE_PANELS * LANES < N ? from + TILE_PANELS * LANES : N;
-        const int64_t panels = (to - from + LANES - 1) / LANES;
-        const uint8_t *narrow = w + from / LANES * panel;
-        if (bits == 4) expand(narrow, 4, panels * groups, expanded);
-        else expand(narrow, 8, panels * groups, expanded);
-        for (int64_t m = 0; m < M; m += INTERLEAVED) {
-            const int rows = M - m < INTERLEAVED ? (int)(M - m) : INTERLEAVED;
-            for (int64_t n = from; n < to; n += LANES) {
-                float out[INTERLEAVED][LANES];
-                for (int r = 0; r < rows; r++) fetch(y + (m + r) * N + n, LANES);
-                expanded_tile(expanded + (n - from) / LANES * groups, from_row(x, m), out);
-                for (int r = 0; r < rows; r++)
-                    put(y + (m + r) * N + n, out[r], bias ? bias + n : 0,
-                        to - n < LANES ? (int)(to - n) : LANES, (int)adds);
-            }
+    if (bits == 4) expand(narrow, 4, panels * groups, expanded);
+    else expand(narrow, 8, panels * groups, expanded);
+    for (int64_t m = 0; m < M; m += INTERLEAVED) {
+        const int rows = M - m < INTERLEAVED ? (int)(M - m) : INTERLEAVED;
+        for (int64_t n = from; n < to; n += LANES) {
+            float out[INTERLEAVED][LANES];
+            for (int r = 0; r < rows; r++) fetch(y + (m + r) * N + n, LANES);
+            expanded_tile(expanded + (n - from) / LANES * groups, from_row(x, m), out);
+            for (int r = 0; r < rows; r++)
+                put(y + (m + r) * N + n, out[r], bias ? bias + n : 0,
+                    to - n < LANES ? (int)(to - n) : LANES, (int)adds);
         }
     }
     end_tiles();
