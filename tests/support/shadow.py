@@ -142,6 +142,7 @@ class ShadowExecutor:
         self.rows: dict[int, Row] = {}
         self._node_of: dict[bytes, int] = {}  # of every key that was ever published
         self._key_of: dict[int, bytes] = {}
+        self._below: dict[int, set[bytes]] = {}  # keys of the blocks after the one with this node
         self._checked: dict[int, bytes] = {}  # keys of published blocks, unless written since
         self._num_checked = 0  # of published blocks, at the last check
         self._checked_keys: list[bytes | None] = []  # of all blocks, at the last check
@@ -363,17 +364,26 @@ class ShadowExecutor:
         for block, key in named.items() - self._checked.items():
             slots = self.device[block]
             last = slots[-1]
-            if last is None or slots != self.trie.block(last, self._size)[0]:
+            nodes, above = self.trie.block(last, self._size) if last is not None else ([], None)
+            if last is None or slots != nodes:
                 raise ShadowError(f"block {block} is published but not full")
+            if above is not None:
+                self._below.setdefault(above, set()).add(key)
             if self._node_of.setdefault(key, last) != last:
                 raise ShadowError(f"block {block} is published with the key of other content")
             if self._key_of.setdefault(last, key) != key:
                 raise ShadowError(f"block {block} has another key than a block of equal content")
-        has_lost_keys = bool(self._checked_index.keys() - index.block_of.keys())
-        added = index.block_of.keys() - self._checked_index.keys()
-        for key in index.block_of if has_lost_keys else added:
-            above = self.trie.block(self._node_of[key], self._size)[1]
-            if above is not None and self._key_of.get(above) not in index.block_of:
-                raise ShadowError(f"block {index.block_of[key]} is published but its prefix is not")
+        self._check_prefixes(index.block_of)
         self._checked, self._checked_index = named, dict(index.block_of)
         self._checked_keys, self._num_checked = list(index.key_of), len(named)
+
+    def _check_prefixes(self, block_of: dict[bytes, int]) -> None:
+        """The block before each published one is published too; only changed keys can break this."""
+        missing = [key for key in self._checked_index if key not in block_of]
+        orphans = {key for each in missing for key in self._below.get(self._node_of[each], ())}
+        for key in block_of.keys() - self._checked_index.keys():
+            above = self.trie.block(self._node_of[key], self._size)[1]
+            if above is not None and self._key_of.get(above) not in block_of:
+                orphans.add(key)
+        for key in orphans & block_of.keys():
+            raise ShadowError(f"block {block_of[key]} is published but its prefix is not")
