@@ -1,4 +1,4 @@
-"""All small scenarios under every preset: no step is stuck, every request ends, nothing leaks."""
+"""Small scenarios under every preset: no step is stuck, every request ends, nothing leaks."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def arrivals_of(shapes: Shapes, gap: int) -> dict[int, list[Request]]:
 
 
 def workloads(longest: int) -> Iterator[tuple[Shapes, int]]:
-    """All sequences of up to four shapes, and the steps between two arrivals: none or one.
+    """Sequences of up to four shapes, and the steps between two arrivals: none or one.
 
-    Four arrive only together, without the shortest shape, and in a third of all sequences, to bound
-    the number: any three of the four still have every combination of shapes.
+    Of three shapes a quarter of all sequences, and of four, which arrive only together and without
+    the shortest shape, a third: all but one of the requests still have every combination of shapes.
     """
     for length in range(1, longest + 1):
         choices = SHAPES[:3] if length == MAX_REQUESTS else SHAPES
         gaps = (0, 1) if 1 < length < MAX_REQUESTS else (0,)
         for places in product(range(len(choices)), repeat=length):
-            if length < MAX_REQUESTS or sum(places) % len(choices) == 0:
+            if length < 3 or sum(places) % len(choices) == 1:
                 yield from product([tuple(choices[place] for place in places)], gaps)
 
 
