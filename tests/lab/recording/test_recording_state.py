@@ -39,7 +39,10 @@ class Recorded:
 
 
 class Watched(Recorded):
-    """A run that is recorded from the end of a step on, or from the next arrival after it."""
+    """A run that is recorded from the end of a step on, or from the next arrival after it.
+
+    The recording is taken after some steps, so its chunks have one frame or several.
+    """
 
     def __init__(self, seed: int, after: int, is_at_arrival: bool) -> None:
         self.after, self.is_at_arrival = after, is_at_arrival
@@ -50,6 +53,7 @@ class Watched(Recorded):
     def run(self, seed: int) -> None:
         engine, step, known = self.engine, self.engine.step, set[Request]()
         live, scheduler, viewer = LiveRecordings(engine), engine.scheduler, 0
+        rng = random.Random(seed)
 
         def start() -> None:
             nonlocal viewer
@@ -64,13 +68,18 @@ class Watched(Recorded):
                 start()
             completed = step()
             known = set(scheduler.requests.values())
-            if viewer:
-                self.data += live.take(viewer)
-                self.data = self.data[self.recording.read(self.data) :]
+            if viewer and rng.random() < 0.2:
+                take()
             return completed
+
+        def take() -> None:
+            self.data += live.take(viewer)
+            self.data = self.data[self.recording.read(self.data) :]
 
         engine.step = stepping  # type: ignore[method-assign]
         decisions.run(engine, seed)
+        if viewer:
+            take()
         live.stop(viewer)
         assert not engine.observers[1:]
 
