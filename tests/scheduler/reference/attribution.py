@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from math import inf
 
 from headway.scheduler import preset
 from tests.scheduler.reference.compare import Pair, Workload, crowded_workload
@@ -23,10 +24,10 @@ def later_pair(workload: Workload, names: Iterable[str]) -> Pair:
     return Pair(changed(workload.limits), preset("nano_vllm", **limits), workload)
 
 
-def first_difference(workload: Workload, names: Iterable[str]) -> float:
-    """The first step in which they differ; infinity if there is none."""
+def first_difference(workload: Workload, names: Iterable[str], until: float = inf) -> float:
+    """The first step in which they differ; infinity if there is none up to the given one."""
     pair = later_pair(workload, names)
-    return pair.step if pair.run() else float("inf")
+    return pair.step if pair.run(until) else inf
 
 
 def causes(workload: Workload) -> tuple[str, ...] | None:
@@ -35,13 +36,13 @@ def causes(workload: Workload) -> tuple[str, ...] | None:
     None if nothing differs; no names if anything differs with all of them.
     """
     step, names = first_difference(workload, ()), list(LATER_NANO_VLLM)
-    if first_difference(workload, names) < float("inf"):
+    if first_difference(workload, names) < inf:
         return ()
-    if step == float("inf"):
+    if step == inf:
         return None
     for name in list(names):
         others = [each for each in names if each != name]
-        if first_difference(workload, others) > step:
+        if first_difference(workload, others, step) > step:
             names = others
     return tuple(names)
 

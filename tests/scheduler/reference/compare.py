@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from math import inf
 from typing import NamedTuple
 from zlib import crc32
 
@@ -124,10 +125,10 @@ class Pair:
         self.step = 0
         self._tokens: dict[tuple[str, int], int] = {}
 
-    def run(self) -> str | None:
-        """The first difference between the two, or None."""
+    def run(self, until: float = inf) -> str | None:
+        """The first difference between the two up to this step, or None."""
         jobs = list(enumerate(self.workload.jobs))
-        while jobs or self.ours.requests:
+        while (jobs or self.ours.requests) and self.step < until:
             while jobs and jobs[0][1].step <= self.step:
                 self.add(*jobs.pop(0))
             self.step += 1
