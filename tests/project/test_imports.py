@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -103,7 +103,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli", "llm"),
 }
-TYPING = re.compile(r"^if TYPE_CHECKING:.*\n(?:(?:[ \t].*)?\n)+", re.MULTILINE)
 CLOCKLESS = ("kv", "scheduler", "request", "plan", "step_cost", "config", "errors")
 CLOCKS = ("time", "datetime", "random", "asyncio", "threading", "secrets")
 
@@ -117,21 +116,38 @@ def part_of(module: str) -> str:
     return max((part for part in MAY_SEE if is_within(module, part)), key=len, default="?")
 
 
-def statements(block: list[ast.AST]) -> Iterator[ast.AST]:
-    """All statements of a block, at any depth; expressions, which most nodes are, have no import."""
+def statements(block: list[ast.AST], is_typing: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """All statements of a block, at any depth, and whether only type checkers see them.
+
+    Expressions, which most nodes are, have no import.
+    """
     for statement in block:
-        yield statement
+        yield statement, is_typing
+        test = getattr(statement, "test", None)
+        is_check = isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            yield from statements(getattr(statement, name, []))
+            hidden = is_typing or (is_check and name == "body")
+            yield from statements(getattr(statement, name, []), hidden)
 
 
-def imports_of(module: str, is_package: bool, source: str) -> Iterator[str]:
+@cache
+def import_statements(source: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """The imports of a source, which several tests read, and whether only type checkers see them."""
+    kinds = (ast.Import, ast.ImportFrom)
+    return [(s, hidden) for s, hidden in statements([ast.parse(source)]) if isinstance(s, kinds)]
+
+
+def imports_of(
+    module: str, is_package: bool, source: str, *, is_typing: bool = True
+) -> Iterator[str]:
     """Absolute names of all imports of a module, at any depth of its code."""
     parents = f"headway.{module}".rstrip(".").split(".")
-    for node in statements([ast.parse(source)]):
+    for node, is_hidden in import_statements(source):
+        if is_hidden and not is_typing:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:
                 kept = parents[: len(parents) - node.level + is_package]
@@ -168,10 +184,8 @@ def graph(node_of: Callable[[str], str], *, is_typing: bool = True) -> dict[str,
     files = dict(modules())
     edges: dict[str, set[str]] = {}
     for module, path in files.items():
-        source = path.read_text(encoding="utf-8")
-        if not is_typing:
-            source = TYPING.sub("if 0:\n    pass\n", source)
-        for name in imports_of(module, path.name == "__init__.py", source):
+        source, is_package = path.read_text(encoding="utf-8"), path.name == "__init__.py"
+        for name in imports_of(module, is_package, source, is_typing=is_typing):
             _, _, inner = name.partition("headway.")
             while inner and inner not in files:
                 inner = inner.rpartition(".")[0]
