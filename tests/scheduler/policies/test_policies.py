@@ -269,7 +269,7 @@ def seeds_with_preemptions(
             "vllm_v1", batching=batching, headroom=headroom, num_blocks=12 + seed, block_size=size,
             max_num_batched_tokens=max_tokens, max_num_seqs=6,
         )  # fmt: skip
-        for number in range(20):
+        for number in range(12):
             length = 1 + (7 * number + seed) % (most // 2)
             own = range(1000 * (number + 1), 1000 * (number + 1) + length)
             prompt = [*range(num_shared), *own][:length]
