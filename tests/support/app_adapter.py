@@ -15,7 +15,7 @@ from tests.support.waiting import LIMIT
 
 
 class AppAdapter(HTTPAdapter):
-    """Hands the requests of a session to an app, without sockets and without a second thread."""
+    """Hands requests to an app, without sockets and without a second thread."""
 
     def __init__(self, app: Any, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
@@ -27,12 +27,13 @@ class AppAdapter(HTTPAdapter):
             str(request.method), str(request.url), headers=[*request.headers.items()],
             content=request.body,
         )  # fmt: skip
-        return self._loop.run_until_complete(asyncio.wait_for(self._answer(request, asked), LIMIT))
+        return self._loop.run_until_complete(self._answer(request, asked))
 
     async def _answer(
         self, request: requests.PreparedRequest, asked: httpx.Request
     ) -> requests.Response:
-        answer = await self._transport.handle_async_request(asked)
-        body = io.BytesIO(await answer.aread())
+        async with asyncio.timeout(LIMIT):
+            answer = await self._transport.handle_async_request(asked)
+            body = io.BytesIO(await answer.aread())
         raw = HTTPResponse(body, answer.headers, answer.status_code, preload_content=False)
         return self.build_response(request, raw)
