@@ -116,7 +116,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("kind", SENT, ids=lambda kind: kind.__name__)
 def test_any_message_arrives_as_it_was_sent(kind: type[Any]) -> None:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(st.lists(values(kind), max_size=3))
     def check(sent: list[Any]) -> None:
         assert same(SENT[kind]().decode(codec.encode(sent)), sent)

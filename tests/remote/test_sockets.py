@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,22 +43,31 @@ class Received:
 
     def __init__(self) -> None:
         self.messages: list[messages.FromLoop] = []
+        self._tokens, self._ended = defaultdict[str, list[int]](list), set[str]()
+        self._num_read = 0
 
     def of(self, kind: type[messages.FromLoop]) -> list[messages.FromLoop]:
         return [message for message in self.messages if isinstance(message, kind)]
 
     def tokens(self, id: str) -> bytes:
-        found: list[int] = []
-        for message in self.messages:
-            if isinstance(message, messages.TokenBatch) and id in message.ids:
-                found += message.tokens[message.ids.index(id)]
-            elif isinstance(message, messages.SampleUpdate) and message.id == id:
-                found += message.tokens
-        return bytes(token for token in found if token < 256)
+        self._read()
+        return bytes(token for token in self._tokens[id] if token < 256)
 
     def has_ended(self, id: str) -> bool:
-        ends = [m for m in self.messages if isinstance(m, messages.SampleUpdate) and m.id == id]
-        return any(m.end is not None for m in ends)
+        self._read()
+        return id in self._ended
+
+    def _read(self) -> None:
+        """Sort the messages that are new by their requests."""
+        for message in self.messages[self._num_read :]:
+            if isinstance(message, messages.TokenBatch):
+                for id, tokens in zip(message.ids, message.tokens, strict=False):
+                    self._tokens[id] += tokens
+            elif isinstance(message, messages.SampleUpdate):
+                self._tokens[message.id] += message.tokens
+                if message.end is not None:
+                    self._ended.add(message.id)
+        self._num_read = len(self.messages)
 
 
 @asynccontextmanager

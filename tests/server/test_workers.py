@@ -23,6 +23,7 @@ from headway.engine.queue_limits import QueueLimits
 from headway.engine.thread_client import ThreadClient
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.remote.client import SocketClient
+from headway.remote.journal import Journal
 from headway.remote.service import EngineService
 from headway.server.process.serve import ServerFactory, bind, listen, serve_single_process
 from headway.server.process.workers import SharedListener, Supervisor
@@ -43,12 +44,12 @@ from tests.support.waiting import LIMIT, on_loop, until, wait_until
 
 @asynccontextmanager
 async def workers(
-    engine: Engine, count: int = 2, limits: QueueLimits | None = None
+    engine: Engine, count: int = 2, limits: QueueLimits | None = None, orphan_seconds: float = LIMIT
 ) -> AsyncIterator[tuple[EngineService, list[AsyncEngine]]]:
     """An engine behind a socket and several clients of it; at the end no request may be left."""
     with tempfile.TemporaryDirectory() as folder:
         client = ThreadClient(engine, limits)
-        service = EngineService(client)
+        service = EngineService(client, journal=Journal(orphan_seconds))
         await service.start(path := Path(folder) / "engine")
         async with AsyncExitStack() as stack:
             engines = [AsyncEngine(SocketClient(path)) for _ in range(count)]
@@ -111,7 +112,7 @@ async def test_errors_cross_the_socket_unchanged() -> None:
 @on_loop
 async def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
     inner = make_engine(SLOWER, num_blocks=2_000)
-    async with workers(inner) as (service, (one, other)):
+    async with workers(inner, orphan_seconds=0.0) as (service, (one, other)):
         going = [asyncio.create_task(read(one, f"{i}", PROMPT, script(900, n=2))) for i in "abc"]
         staying = asyncio.create_task(read(other, "a", PROMPT, script(200)))
         await until(lambda: len(inner.scheduler.requests) == 7)
