@@ -14,28 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ModelError
+from headway.model.config_keys import refuse_unread
+from headway.model.families import family_of_gguf, family_of_hf
 from headway.model.fields import Fields
-from headway.model.gemma import Variant, gemma_from_gguf, gemma_from_hf
 from headway.model.quantization import stored_quantization
-from headway.model.rope import Rope, rope_from_gguf, rope_from_hf
+from headway.model.rope import Rope, rope_from_gguf
+from headway.model.variant import Variant
 
 __all__ = ["ModelConfig", "Rope", "from_gguf", "from_hf", "load_hf", "read_json"]
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3",
-}
-MODEL_TYPES = {name: name for name in ("llama", "mistral", "qwen2", "qwen3")}
-MODEL_TYPES["gemma3_text"] = "gemma3"  # gemma3 alone is the type of models with images
-BIASED = ("llama", "qwen3", "gemma3")  # have attention_bias
-QK_NORMED = ("qwen3", "gemma3")
-HEAD_DIMS = {"qwen3": 128, "gemma3": 256}  # defaults; for others hidden_size / heads
 MAX_LAYERS = 10_000  # so that a wrong value does not create a table of billions of tensors
-# Mistral files use llama: the layers are the same.
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +52,7 @@ class ModelConfig(Variant):
     @property
     def cpu_only(self) -> str | None:
         """The reason that this model runs on a CPU and on one rank only; None if there is none."""
-        if self.windowed_layers:
+        if self.windowed_layers or self.attention_window:
             return f"{self.architecture} has layers with a sliding window"
         if self.has_output_norms or self.activation != "silu":
             return f"{self.architecture} has output norms or the activation {self.activation}"
@@ -149,76 +137,37 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     """Build the config from the values of a config.json; `where` names the file in errors."""
-    fields = Fields(values, where)
-    architecture = _architecture(fields)
-    is_gemma = architecture == "gemma3"
-    if not is_gemma:
-        if values.get("hidden_act", "silu") != "silu":
-            hidden_act = values["hidden_act"]
-            raise fields.error(f"hidden_act {hidden_act!r} is not supported; only silu is")
-        _refuse_window(fields, architecture)
+    family = family_of_hf(Fields(values, where))
+    fields = Fields({**family.defaults, **values}, where)
+    key, activation = family.activation
+    if (stated := fields.get(key, activation)) != activation:
+        raise fields.error(f"{key} {stated!r} is not supported; only {activation} is")
     hidden, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    has_bias = fields.flag("attention_bias") and architecture in BIASED
-    num_layers = fields.count("num_hidden_layers", maximum=MAX_LAYERS)
-    variant = (
-        gemma_from_hf(fields, num_layers, hidden)
-        if is_gemma
-        else Variant(rope=rope_from_hf(fields))
-    )
+    biases = {key: fields.flag(key) for key in family.bias_keys}
+    has_bias = biases.get("attention_bias", False)
     config = ModelConfig(
-        architecture=architecture,
+        architecture=family.name,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=num_layers,
+        num_layers=fields.count("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.count("num_key_value_heads", num_heads),
-        head_dim=fields.count("head_dim", HEAD_DIMS.get(architecture, hidden // num_heads)),
+        head_dim=fields.count("head_dim", hidden // num_heads),
         max_model_len=fields.count("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_embeddings=fields.flag("tie_word_embeddings", is_gemma),
-        qkv_bias=has_bias or architecture == "qwen2",
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=has_bias or family.has_qkv_bias,
         output_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias") and architecture == "llama",
-        qk_norm=architecture in QK_NORMED,
+        mlp_bias=biases.get("mlp_bias", False),
+        qk_norm=family.has_qk_norm,
         bos_id=next(iter(fields.ids("bos_token_id")), None),
         eos_ids=fields.ids("eos_token_id"),
         quantization=stored_quantization(fields),
-        **vars(variant),
+        **vars(family.read(fields, family.windows)),
     )
+    refuse_unread(fields)
     return _checked(config, fields)
-
-
-def _architecture(fields: Fields) -> str:
-    listed, kind = fields.values.get("architectures"), fields.values.get("model_type")
-    named = [str(name) for name in listed] if isinstance(listed, list) else []
-    for name in named:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
-    if not named and isinstance(kind, str) and kind in MODEL_TYPES:
-        return MODEL_TYPES[kind]
-    what = ", ".join(named) or f"model_type {kind!r}"
-    raise fields.error(f"{what} is not supported; supported: {', '.join(ARCHITECTURES)}")
-
-
-def _refuse_window(fields: Fields, architecture: str) -> None:
-    """Raise if a sliding window hides tokens; one that is disabled or long enough is fine."""
-    values, layers = fields.values, fields.count("num_hidden_layers")
-    # A Mistral config without a window has transformers' default of 4096.
-    is_stated = "sliding_window" in values or architecture == "mistral"
-    if architecture == "llama" or not is_stated or values.get("sliding_window", 4096) is None:
-        return
-    if architecture != "mistral":
-        kinds, full = values.get("layer_types"), fields.count("max_window_layers", 28, minimum=0)
-        is_any = "sliding_attention" in kinds if isinstance(kinds, list) else full < layers
-        if not fields.flag("use_sliding_window") or not is_any:
-            return
-    window, length = fields.count("sliding_window", 4096), fields.count("max_position_embeddings")
-    if window < length:
-        raise fields.error(
-            f"sliding_window {window} is below max_position_embeddings {length}: "
-            f"sliding-window attention is not supported for {architecture}, only for gemma3"
-        )
 
 
 def from_gguf(
@@ -229,21 +178,19 @@ def from_gguf(
     divisors: tuple[float, ...] | None = None,
 ) -> ModelConfig:
     """Build the config from a GGUF file's metadata and tensor names."""
-    kind = metadata.get("general.architecture")
-    if kind not in GGUF_ARCHITECTURES:
-        supported = ", ".join(GGUF_ARCHITECTURES)
-        raise ModelError(f"{where}: architecture {kind!r} is not supported; supported: {supported}")
-    own = {k[len(kind) + 1 :]: v for k, v in metadata.items() if k.startswith(f"{kind}.")}
-    fields, tokens = Fields(own, where), Fields(metadata, where)
-    _refuse_gguf(fields, kind)
+    tokens = Fields(metadata, where)
+    family = family_of_gguf(tokens)
+    prefix = f"{family.gguf}."
+    own = {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix)}
+    fields = Fields(own, where)
+    if fields.get("expert_count"):
+        raise fields.error("mixture-of-experts models (expert_count) are not supported")
     num_heads = fields.count("attention.head_count")
     head_dim = _gguf_head_dim(fields, num_heads)
-    variant = Variant(rope=rope_from_gguf(fields, head_dim, divisors))
-    if kind == "gemma3":
-        variant = gemma_from_gguf(fields, head_dim, variant.rope)
+    variant = family.read_gguf(fields, head_dim, rope_from_gguf(fields, head_dim, divisors))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     config = ModelConfig(
-        architecture=kind,
+        architecture=family.name,
         vocab_size=len(vocabulary) if isinstance(vocabulary, list) else fields.count("vocab_size"),
         hidden_size=fields.count("embedding_length"),
         intermediate_size=fields.count("feed_forward_length"),
@@ -257,26 +204,12 @@ def from_gguf(
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        qk_norm=kind in QK_NORMED,
+        qk_norm=family.has_qk_norm,
         bos_id=next(iter(tokens.ids("tokenizer.ggml.bos_token_id")), None),
         eos_ids=tokens.ids(*(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))),
         **vars(variant),
     )
     return _checked(config, fields)
-
-
-def _refuse_gguf(fields: Fields, kind: str) -> None:
-    if fields.values.get("expert_count"):
-        raise fields.error("mixture-of-experts models (expert_count) are not supported")
-    if kind == "gemma3":
-        return
-    length = fields.count("context_length")
-    window = fields.count("attention.sliding_window", length, minimum=0) or length
-    if window < length:
-        raise fields.error(
-            f"attention.sliding_window {window} is below context_length {length}: "
-            f"sliding-window attention is not supported for {kind}, only for gemma3"
-        )
 
 
 def _gguf_head_dim(fields: Fields, num_heads: int) -> int:

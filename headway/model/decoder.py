@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2, Qwen3 and Gemma 3, which differ only in their config.
+"""One decoder for all families (families.py), which differ only in their config.
 
 The batch is an argument, and no pass depends on an earlier one. Knows no requests and no scheduler.
 The backend does all arithmetic.
@@ -110,6 +110,8 @@ class Decoder:
         self, batch: ForwardBatch, blocks: Tensor, window_blocks: Tensor | None
     ) -> tuple[ForwardPass, ForwardPass | None]:
         """Passes through the layers that see all tokens, and through the sliding-window layers."""
+        if self.config.attention_window is not None:
+            batch.window = self.config.attention_window
         angles = self._rope(self._angles, batch, blocks.shape[4])
         forward_pass = self.backend.begin(PassArguments(self.config, batch, blocks, *angles))
         if window_blocks is None:

@@ -16,14 +16,19 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
         self.where = where
+        self.read: set[str] = set()  # keys that were read, or that have no effect here
 
     def error(self, problem: str) -> ModelError:
         return ModelError(f"{self.where}: {problem}")
 
-    def _get(self, key: str, default: Any) -> Any:
+    def get(self, key: str, default: Any = None) -> Any:
         """The value; null in the file is the same as a missing field."""
+        self.read.add(key)
         value = self.values.get(key)
-        value = default if value is None else value
+        return default if value is None else value
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.get(key, default)
         if value is None:
             raise self.error(f"{key} is missing")
         return value
@@ -55,7 +60,7 @@ class Fields:
         """The token ids of all keys; each key may hold none, one or a list."""
         found: set[int] = set()
         for key in keys:
-            value = self.values.get(key)
+            value = self.get(key)
             listed = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(id) is int and id >= 0 for id in listed):
                 raise self.error(f"{key} is {value!r}; it must be a token id or a list of them")

@@ -24,7 +24,7 @@ def stored_quantization(fields: Fields) -> str | None:
 
     ModelError for any other format.
     """
-    found = fields.values.get("quantization_config")
+    found = fields.get("quantization_config")
     if not found:
         return None
     if not isinstance(found, Mapping):

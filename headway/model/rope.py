@@ -8,9 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.model.config_keys import refuse_unread
 from headway.model.fields import Fields
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+# Keys of a config.json's rope parameters; each kind uses some of them.
+ROPE_KEYS = frozenset({
+    "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
+    "low_freq_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+    "partial_rotary_factor", "rope_theta", "rope_type", "truncate", "type",
+})  # fmt: skip
 # Keys that a GGUF file may have for scaling; any other key is refused, as it changes the model.
 GGUF_SCALING = (
     "type", "factor", "original_context_length", "attn_factor", "finetuned", "yarn_beta_fast",
@@ -97,16 +104,17 @@ def yarn_scale(factor: float, multiplier: float = 1.0) -> float:
 
 def rope_from_hf(fields: Fields) -> Rope:
     """Read the RoPE of a config.json: one object (transformers 5), or rope_scaling and rope_theta."""
-    values = fields.values
-    found = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    found = fields.get("rope_parameters") or {}
+    found = fields.get("rope_scaling") or found
     if not isinstance(found, dict):
         raise fields.error(f"the rope parameters are {found!r}; they must be an object")
     stated = dict(found)
     if any(isinstance(value, dict) for value in stated.values()):
         raise fields.error("different rope parameters for each type of layer are not supported")
     rope = Fields(stated, f"{fields.where}: rope parameters")
+    refuse_unread(rope, ROPE_KEYS, {})
     for key in ("rope_theta", "partial_rotary_factor"):
-        stated.setdefault(key, values.get(key))
+        stated.setdefault(key, fields.get(key))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise fields.error("partial_rotary_factor must be 1; other values are not supported")
     theta = rope.number("rope_theta", 10000.0, minimum=1.0)
@@ -116,7 +124,7 @@ def rope_from_hf(fields: Fields) -> Rope:
     if kind == "linear":
         return Rope(theta=theta, kind=kind, factor=rope.number("factor"))
     # A length beside the parameters overrides the one among them, as in transformers.
-    length = values.get("original_max_position_embeddings")
+    length = fields.get("original_max_position_embeddings")
     if length is not None:
         stated["original_max_position_embeddings"] = length
     max_length = fields.count("max_position_embeddings")

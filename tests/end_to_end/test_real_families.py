@@ -71,6 +71,10 @@ FAMILIES = {
     "yarn": Family("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "linear": Family("Llama", rope("linear", factor=4.0) | TIED),
     "mistral": Family("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "a window in every layer": Family("Mistral", {"sliding_window": 20}),
+    "a window in some layers": Family(
+        "Qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}
+    ),
     "bfloat16": Family("Llama", dtype=torch.bfloat16),
     "tied bfloat16 in shards": Family("Qwen2", TIED, torch.bfloat16, "20KB"),
     "gemma3": Family("Gemma3Text", GEMMA),

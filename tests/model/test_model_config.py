@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, Rope, from_gguf, from_hf, load_hf
+from headway.model.config_keys import OFF
 
 torch.set_num_threads(1)
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -203,36 +204,40 @@ def test_rope_divisors_divide_the_frequencies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "is_in_force"),
+    ("theirs", "of_every_layer", "of_some"),
     [
-        (partial(config_of, "Mistral", sliding_window=128), True),
-        (partial(config_of, "Mistral", sliding_window=512), False),
-        (partial(config_of, "Mistral", sliding_window=None), False),
-        (partial(config_of, "Qwen2", sliding_window=128), False),
-        (partial(config_of, "Qwen2", sliding_window=128, use_sliding_window=True), False),
-        (partial(config_of, "Qwen2", **SLIDING, max_window_layers=3), False),
-        (partial(config_of, "Qwen2", **SLIDING, max_window_layers=2), True),
+        (partial(config_of, "Mistral", sliding_window=128), 128, {}),
+        (partial(config_of, "Mistral", sliding_window=512), None, {}),
+        (partial(config_of, "Mistral", sliding_window=None), None, {}),
+        (partial(config_of, "Qwen2", sliding_window=128), None, {}),
+        (partial(config_of, "Qwen2", sliding_window=128, use_sliding_window=True), None, {}),
+        (partial(config_of, "Qwen2", **SLIDING, max_window_layers=3), None, {}),
+        (partial(config_of, "Qwen2", **SLIDING, max_window_layers=2), None, {2}),
+        (partial(config_of, "Qwen3", **SLIDING, max_window_layers=0), 128, {}),
         (
             partial(config_of, "Qwen3", **{**SLIDING, "sliding_window": 512}, max_window_layers=0),
-            False,
+            None, {},
         ),
     ],
-)
-def test_only_an_effective_window_is_rejected(theirs: Callable[[], Any], is_in_force: bool) -> None:
+)  # fmt: skip
+def test_only_an_effective_window_is_kept(
+    theirs: Callable[[], Any], of_every_layer: int | None, of_some: set[int]
+) -> None:
     described = theirs().to_dict()
     for values in (described, {**described, "layer_types": None}):
-        if is_in_force:
-            with pytest.raises(ModelError, match=r"sliding_window 128.*512"):
-                from_hf(values, "config.json")
-        else:
-            from_hf(values, "config.json")
+        config = from_hf(values, "config.json")
+        assert config.attention_window == of_every_layer
+        assert config.windowed_layers == set(of_some)
+        assert config.sliding_window == (128 if of_some else None)
+        assert bool(config.cpu_only) == bool(of_every_layer or of_some)
 
 
-def test_mistral_without_a_window_has_the_default_window() -> None:
+def test_windows_of_families_without_them_and_of_files_that_do_not_say() -> None:
+    assert "sliding_window 128 is below" in error_of(sliding_window=128)
+    assert read(sliding_window=512) == read(sliding_window=128, use_sliding_window=False) == read()
     values = {**SMALL, "model_type": "mistral"}
-    assert from_hf(values, "x").architecture == "mistral"  # 4096 is above the model's length
-    with pytest.raises(ModelError, match=r"sliding_window 4096.*8192"):
-        from_hf({**values, "max_position_embeddings": 8192}, "x")
+    assert from_hf(values, "x").attention_window is None  # 4096 is above the model's length
+    assert from_hf({**values, "max_position_embeddings": 8192}, "x").attention_window == 4096
 
 
 def test_unsupported_values_are_named_with_the_supported_ones() -> None:
@@ -275,6 +280,76 @@ def test_unsupported_values_are_named_with_the_supported_ones() -> None:
 )
 def test_an_invalid_value_is_named(changes: dict[str, Any], detail: str) -> None:
     assert detail in error_of(**changes)
+
+
+# Config files of published models, without the numbers of token ids and sizes.
+COMMON_KEYS: dict[str, Any] = {
+    "hidden_act": "silu", "initializer_range": 0.02, "rope_scaling": None, "pad_token_id": 0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "transformers_version": "4.51.0", "_name_or_path": "x", "bos_token_id": 1, "eos_token_id": [2],
+}  # fmt: skip
+QWEN_KEYS = {
+    "attention_dropout": 0.0, "max_window_layers": 28, "rope_theta": 1e6, "sliding_window": 131072,
+    "use_sliding_window": False,
+}  # fmt: skip
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 2": ("Llama", {"pretraining_tp": 1, "max_length": 4096}),
+    "Llama 3.2": (
+        "Llama",
+        {
+            "attention_bias": False, "attention_dropout": 0.0, "head_dim": 16, "mlp_bias": False,
+            "rope_scaling": {**ROPES["llama3"], "rope_type": "llama3"}, "rope_theta": 5e5,
+        },
+    ),
+    "a copy of Llama 3 by Unsloth": ("Llama", {"unsloth_fixed": True, "unsloth_version": "2025.1"}),
+    "SmolLM2": (
+        "Llama",
+        {
+            "is_llama_config": True, "rope_interleaved": False, "rope_theta": 1e5,
+            "transformers.js_config": {"dtype": "q4"}, "pretraining_tp": 1,
+        },
+    ),
+    "Mistral 7B v0.1": ("Mistral", {"sliding_window": 4096}),
+    "Mistral Nemo": ("Mistral", {"head_dim": 16, "sliding_window": None, "attention_dropout": 0.0}),
+    "Qwen 2.5": ("Qwen2", QWEN_KEYS),
+    "a Qwen 2.5 distilled from DeepSeek R1": ("Qwen2", {**QWEN_KEYS, "use_mrope": False}),
+    "Qwen 3": ("Qwen3", {**QWEN_KEYS, "attention_bias": False, "head_dim": 16}),
+    "Gemma 3 270M": (
+        "Gemma3",
+        {
+            "_sliding_window_pattern": 6, "attention_bias": False, "attention_dropout": 0.0,
+            "attn_logit_softcapping": None, "cache_implementation": "hybrid", "hidden_act": None,
+            "final_logit_softcapping": None, "head_dim": 16, "layer_types": [WINDOWED] * 2 + [FULL],
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 1e4, "rope_theta": 1e6, "sliding_window": 512,
+            "use_bidirectional_attention": False,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_keys_of_published_models_are_understood(name: str) -> None:
+    kind, values = PUBLISHED[name]
+    named = {"architectures": [f"{kind}ForCausalLM"], "max_position_embeddings": 131072}
+    assert from_hf({**SMALL, **COMMON_KEYS, **named, **values}, "x").num_params > 0
+
+
+def test_a_key_that_is_not_understood_is_refused_unless_it_is_off() -> None:
+    assert "use_router 'fast' is not supported" in error_of(use_router="fast")
+    assert "use_router False is not supported" in error_of(use_router=False)
+    assert read(use_router=None) == read(num_labels=7, temperature=0.5, dtype="float16") == read()
+    for key, off in OFF.items():
+        if key not in values_of("llama"):
+            assert read(**{key: off}) == read()
+            assert key in error_of(**{key: 17.0})
+    for key in ("attention_bias", "mlp_bias"):  # of other families
+        with pytest.raises(ModelError, match=key):
+            from_hf({**values_of("mistral"), key: True}, "x")
+    scaled = {"rope_type": "linear", "factor": 2.0}
+    assert "rope parameters: mrope_section" in error_of(
+        rope_parameters={**scaled, "mrope_section": [2, 3, 3]}
+    )
 
 
 JUNK = st.recursive(
@@ -469,6 +544,8 @@ def test_parameters_of_a_gemma_are_found_in_every_form() -> None:
     assert read_gemma(rope__scaling__factor=8.0).rope.factor == 8.0
     kinds = [WINDOWED, FULL] * 6
     assert from_hf(gemma_values(layer_types=kinds), "c").windowed_layers == set(range(0, 12, 2))
+    found = from_hf(gemma_values(layer_types=[WINDOWED] * 12), "c")
+    assert found.attention_window == 64 and found.rope == Rope(theta=1e4)
     found = from_hf(gemma_values(sliding_window_pattern=3), "c")
     assert found.windowed_layers == {n for n in range(12) if n % 3 != 2}
     found = read_gemma(attention__sliding_window_pattern=[True, False] * 6)
@@ -491,7 +568,7 @@ def test_parameters_of_a_gemma_are_found_in_every_form() -> None:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"layer_types": [WINDOWED]}, "layer_types is .* 12 entries"),
         ({"layer_types": ["linear_attention"] * 12}, "layer_types is"),
-        ({"layer_types": [WINDOWED] * 12}, "all 12 layers have a sliding window"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters is .* only full_attention"),
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar is 'x'"),
     ],

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_gguf
+from headway.model.families import INTERLEAVED
 from headway.model.sharding import EVERYTHING, WHOLE, Part
 from headway.model.weights import gguf
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
@@ -81,11 +82,11 @@ class GgufCheckpoint(Checkpoint):
         return gguf_name(name, has_output_norms=self.config.has_output_norms)
 
     def _in_order(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
-        """Undo llama.cpp's row order, which interleaves the two halves of each Llama head.
+        """Undo llama.cpp's row order, which interleaves the two halves of the heads of some families.
 
         `rows` are those of whole heads.
         """
-        if self.config.architecture != "llama" or not re.search(r"\.(q|k)_proj\.", name):
+        if self.config.architecture not in INTERLEAVED or not re.search(r"\.(q|k)_proj\.", name):
             return rows
         heads = len(rows) // self.config.head_dim
         paired = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
