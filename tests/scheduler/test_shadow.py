@@ -18,7 +18,7 @@ from headway.scheduler.policies import queue as queues
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError, oracle
 
-NUM_SEEDS = 400  # each is run with and without a plan in flight
+NUM_SEEDS = 240  # each is run with and without a plan in flight
 
 # How often each kind of event occurs at least.
 MIN_EVENTS = {
