@@ -15,7 +15,7 @@ from headway.lab.planner.targets import Target
 from headway.lab.planner.workload import Workload
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
-TEXT = "requests=50,arrivals=poisson(5),prompt=uniform(50,300),output=uniform(2,12)"
+TEXT = "requests=30,arrivals=poisson(5),prompt=uniform(50,300),output=uniform(2,12)"
 SETTINGS = {"max_num_seqs": 4}
 HISTORY = History()
 

@@ -37,7 +37,7 @@ from headway.scheduler import PRESETS, Scheduler, preset
 from tests.support.journals import Recorder
 from tests.support.recorded_states import State, note_states, shown, state_of
 
-NUM_SEEKS, NUM_REQUESTS, END = 60, 26, 0
+NUM_SEEKS, NUM_REQUESTS, END = 25, 26, 0
 SIZES: dict[str, Any] = {
     "block_size": 4, "num_blocks": 30, "num_host_blocks": 60, "max_num_seqs": 12,
     "max_num_batched_tokens": 70, "num_scheduler_steps": 2, "max_model_len": 80,

@@ -166,7 +166,7 @@ def test_long_outputs_are_learned_within_32_requests() -> None:
 REGIMES = {  # workload, seeds, blocks
     "a burst with room for all": (f"requests=32,{CHAT}", 1, 1000),
     "a burst with room for few": (f"requests=96,{CHAT}", 3, 400),
-    "a steady stream": (f"requests=250,arrivals=poisson(14),{CHAT}", 1, 300),
+    "a steady stream": (f"requests=150,arrivals=poisson(14),{CHAT}", 1, 300),
     "long outputs": (f"requests=96,{LONG}", 1, 800),
 }
 
