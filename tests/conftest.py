@@ -83,10 +83,15 @@ LONGEST = "fleet/test_ray.py"  # two minutes, mostly of waiting
 # Files that need the weights of the bundled model or transformers, which a process loads once.
 LOADING = (
     "end_to_end/test_real_equality.py",
+    "end_to_end/test_real_families.py",
+    "end_to_end/test_real_run.py",
+    "end_to_end/test_real_windows.py",
     "grammar/test_grammar.py",
     "model/test_batch_invariance.py",
     "model/test_model_config.py",
     "server/test_clients.py",
+    "text/test_chat_template.py",
+    "text/test_tokenizer.py",
 )
 DECODERS: dict[tuple[Path, str], Decoder] = {}  # see shared_weights
 TOKENIZERS: dict[Path, Tokenizer | None] = {}

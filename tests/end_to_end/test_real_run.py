@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -249,7 +250,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, async_schedul
         before = outcome(llm.generate(*asked))
         with Lines() as lines:
             llm.generate(*asked)
-    for _ in range(12):
+    for _ in range(8):
         llm = open_llm(tiny, async_scheduling=async_scheduling, **CRAMPED)
         at = Lines(rng.randint(1, lines.num_seen))
         llm.generate(*asked)
@@ -465,7 +466,7 @@ def test_a_conversation_continues_from_the_cache_with_the_same_output(
     settings = {"block_size": size, "num_blocks": 1600 // size}
     with open_llm(tiny, **mode, **settings) as llm, open_llm(tiny, **settings) as fresh:
         turns = [fresh.loaded.tokenizer.encode(p) for p in PROMPTS]  # type: ignore[union-attr]
-        for turn, length in enumerate((6, 11, 17)):
+        for turn, length in enumerate((4, 7, 10)):
             params = [  # different lengths, so that some end within a plan of several steps
                 SamplingParams(seed=s, max_tokens=length + s % 5, ignore_eos=True)
                 for s in range(len(PROMPTS))
@@ -482,7 +483,7 @@ def test_a_conversation_continues_from_the_cache_with_the_same_output(
 
 
 def test_a_seed_gives_the_same_output_under_all_settings(tiny: str) -> None:
-    wanted = sampled(max_tokens=40, top_p=0.95, temperature=1.2)
+    wanted = sampled(max_tokens=24, top_p=0.95, temperature=1.2)
     with open_llm(tiny) as llm:
         alone = outcome([llm.generate([p], w)[0] for p, w in zip(PROMPTS, wanted, strict=True)])
         assert outcome(llm.generate(PROMPTS, wanted)) == alone
@@ -492,7 +493,7 @@ def test_a_seed_gives_the_same_output_under_all_settings(tiny: str) -> None:
     cramped = {"num_blocks": 26, "preset": "vllm_v1"}
     for more in ({}, {"async_scheduling": 1}, {"num_scheduler_steps": 4},
                  {"swap": "swap", "num_host_blocks": 40},
-                 {"block_size": 5, "num_blocks": 90, "chunk": "at_most(7)"}):  # fmt: skip
+                 {"block_size": 5, "num_blocks": 80, "chunk": "at_most(7)"}):  # fmt: skip
         with open_llm(tiny, **{**cramped, **more}) as llm:
             results = llm.generate(PROMPTS, wanted)
             assert outcome(results) == alone, more
@@ -519,7 +520,7 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_settings_do_not_change_the_output(tiny: str, seed: int) -> None:
     rng = random.Random(seed)
     kinds: list[dict[str, Any]] = [
@@ -529,7 +530,7 @@ def test_random_settings_do_not_change_the_output(tiny: str, seed: int) -> None:
         {"priority": 1, "client": "b", "bad_words": ["ong"]}, {"stop": "e", "min_p": 0.01},
     ]  # fmt: skip
     params = [
-        SamplingParams(**{"seed": s, "max_tokens": rng.randint(1, 40), **rng.choice(kinds)})
+        SamplingParams(**{"seed": s, "max_tokens": rng.randint(1, 24), **rng.choice(kinds)})
         for s in range(len(PROMPTS))
     ]
     with open_llm(tiny, max_model_len=220) as llm:
@@ -565,7 +566,7 @@ def test_log_probabilities_equal_those_of_transformers(
     """For output and prompt tokens, with bias, top_k, preemption, EOS and stop strings."""
     scored = {"logprobs": 3, "prompt_logprobs": 2, "logit_bias": {7: 4.0}, "top_k": 50}
     with open_llm(tiny, **mode, preset="vllm_v1", num_blocks=26) as llm:
-        params = [SamplingParams(seed=s, n=1 + s % 2, max_tokens=40, stop=stop if s % 3 else None,
+        params = [SamplingParams(seed=s, n=1 + s % 2, max_tokens=30, stop=stop if s % 3 else None,
                                  **scored) for s, stop in enumerate(stops)]  # type: ignore[arg-type] # fmt: skip
         results = llm.generate(PROMPTS, params)
         assert sum(result.num_preemptions for result in results) >= 5
@@ -575,19 +576,22 @@ def test_log_probabilities_equal_those_of_transformers(
         assert result.prompt_logprobs is not None and result.prompt_logprobs[0] is None
         expected = real.transformers_logits(reference, prompt[:1], prompt[1:])
         check_scores(result.prompt_logprobs[1:], prompt[1:], expected, 2)
-        for sample in result.outputs:
-            expected = real.transformers_logits(reference, prompt, sample.token_ids)
+        parts = [(prompt, sample.token_ids) for sample in result.outputs]
+        logits = real.batched_logits(reference, parts)
+        for sample, expected in zip(result.outputs, logits, strict=True):
             check_scores(sample.logprobs, sample.token_ids, expected, 3)
 
 
 def check_scores(found: Any, tokens: list[int], logits: Tensor, num_top: int) -> None:
     """Compare the log probabilities and ranks of tokens and alternatives with raw logits."""
-    for token, scores, logprobs in zip(tokens, found, logits.log_softmax(-1), strict=True):
+    ordered = logits.log_softmax(-1).sort(descending=True).values[:, :num_top].numpy()
+    rows = zip(tokens, found, logits.log_softmax(-1).numpy(), ordered, strict=True)
+    for token, scores, logprobs, best in rows:
         assert abs(scores[token].rank - 1 - (logprobs > logprobs[token]).sum()) <= 1
         assert num_top <= len(scores) <= num_top + 1
-        top = [score.logprob for score in scores.values()][:num_top]
-        assert top == pytest.approx(logprobs.topk(num_top).values.tolist(), abs=1e-4)
-        assert all(abs(score.logprob - logprobs[each]) < 1e-4 for each, score in scores.items())
+        made = np.array([score.logprob for score in scores.values()])
+        assert abs(made[:num_top] - best).max() < 1e-4
+        assert abs(made - logprobs[list(scores)]).max() < 1e-4
 
 
 @MODES
@@ -628,7 +632,7 @@ def test_finished_requests_leave_no_objects_behind(tiny: str, stops: list[str]) 
     with open_llm(tiny, **CRAMPED) as llm:
 
         def many(seed: int) -> None:
-            for number in range(seed, seed + 10):
+            for number in range(seed, seed + 5):
                 params = [
                     SamplingParams(seed=number, max_tokens=6, stop=stop, logprobs=1, n=1 + s % 2)
                     for s, stop in enumerate(stops[:10])
@@ -638,7 +642,7 @@ def test_finished_requests_leave_no_objects_behind(tiny: str, stops: list[str]) 
                 with pytest.raises(InvalidRequest):
                     llm.generate("")
 
-        many(0)  # 150 requests
+        many(0)  # 75 requests
         check_idle(llm)
         before = alive()
         many(100)
@@ -647,7 +651,7 @@ def test_finished_requests_leave_no_objects_behind(tiny: str, stops: list[str]) 
         after = alive()
         assert after[Request] <= before[Request] + 4
         assert after[OutputBuilder] <= before[OutputBuilder]
-        assert after.total() - before.total() < 200, "300 requests left objects behind"
+        assert after.total() - before.total() < 100, "150 requests left objects behind"
 
 
 SIZES: dict[Any, int] = {
