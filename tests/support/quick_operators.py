@@ -36,7 +36,11 @@ class Operators:
     def quick(self, module: Any, name: str, call: Any) -> Any:
         """The function `name` of a module or of a tensor, where `call` is the interpreter's."""
         if module is not self.tensor:
-            return self._loaded(call) if name == "load" else call
+            kinds = {
+                "load": self._loaded, "arange": self._kept, "full": self._kept,
+                "program_id": self._numbered,
+            }  # fmt: skip
+            return kinds[name](call) if name in kinds else call
         if name in ("__getitem__", "to"):
             return self._indexed(call) if name == "__getitem__" else self._converted(call)
         plain = name.replace("__r", "__")
@@ -124,9 +128,14 @@ class Operators:
 
         def move(pointer: Any, offset: Any) -> Any:
             kind = pointer.dtype
-            if not kind.is_ptr() or type(offset) is not tensor or offset.dtype.name not in SIGNED:
+            if not kind.is_ptr():
                 return call(pointer, offset)
             size = max(1, kind.element_ty.primitive_bitwidth // 8)
+            if type(offset) is int and 0 <= offset < 2**31:
+                data = pointer.handle.data + np.uint64(size * offset)
+                return made(data, kind, is_block=type(pointer.type) is block_type)
+            if type(offset) is not tensor or offset.dtype.name not in SIGNED:
+                return call(pointer, offset)
             data = pointer.handle.data + size * offset.handle.data.astype(np.uint64)
             is_block = type(pointer.type) is block_type or type(offset.type) is block_type
             return made(data, kind, is_block=is_block)
@@ -166,6 +175,31 @@ class Operators:
             return call(self, dtype, *args, **options)
 
         return convert
+
+    def _kept(self, call: Any) -> Any:
+        """A value that depends on numbers only is made once. Nothing changes a value."""
+        known, tensor = dict[str, Any](), self.tensor
+
+        def kept(*args: Any, **options: Any) -> Any:
+            if any(type(each) is tensor for each in (*args, *options.values())):
+                return call(*args, **options)
+            if (found := known.get(key := repr((args, options)))) is None:
+                found = known[key] = call(*args, **options)
+            return found
+
+        return kept
+
+    def _numbered(self, call: Any) -> Any:
+        """The number of a program along an axis; the same value for the same number."""
+        known, builder = dict[int, Any](), self._interpreter.interpreter_builder
+
+        def number(axis: Any) -> Any:
+            place = builder.grid_idx[int(getattr(axis, "value", axis))]
+            if (found := known.get(place)) is None:
+                found = known[place] = call(axis)
+            return found
+
+        return number
 
     def _loaded(self, call: Any) -> Any:
         """Values in memory, where the mask allows it, and otherwise a number."""
@@ -236,5 +270,5 @@ def check_sum(calculate: Any, left: Any, right: Any, found: Any) -> None:
     if found.size == 1:
         fits = -(2**31) <= ARITHMETIC[name](left.item(), right.item()) < 2**31
     else:
-        fits = bool((calculate(left, right, dtype=np.int64) == found).all())
+        fits = not np.count_nonzero(calculate(left, right, dtype=np.int64) != found)
     assert fits, f"{name}: int32 overflows"
