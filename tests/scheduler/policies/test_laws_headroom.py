@@ -221,10 +221,11 @@ def place_of(length: float) -> float:
 def plain_curve(finished: list[int], running: list[float]) -> tuple[list[float], list[float]]:
     """Sums of the hazard and of its relative variance up to each edge (Kaplan-Meier, Greenwood)."""
     hazards, variances = [0.0], [0.0]
+    ended, reached = [int(place_of(n)) for n in finished], [place_of(n) for n in running]
     for k in range(NUM_BINS):
-        ends = sum(int(place_of(length)) == k for length in finished)
-        later = sum(int(place_of(length)) > k for length in finished)
-        passed = sum(min(max(place_of(length) - k, 0.0), 1.0) for length in running)
+        ends = sum(place == k for place in ended)
+        later = sum(place > k for place in ended)
+        passed = sum(min(max(place - k, 0.0), 1.0) for place in reached)
         before, after = (1 / (1 + (edge(place) / 256) ** 2) for place in (k, k + 1))
         entered = ends + later + passed + 4.0
         chance = (ends + 4.0 * (1 - after / before)) / entered
