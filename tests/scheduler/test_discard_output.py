@@ -17,7 +17,7 @@ from headway.scheduler.state import MAX_DISCARDS
 from tests.support import scenarios
 from tests.support.drive import Driver
 
-NUM_SCENARIOS = 80
+NUM_SCENARIOS = 50
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])

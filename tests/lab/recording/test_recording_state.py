@@ -128,7 +128,7 @@ def check_recording(run: Recorded, seed: int) -> None:
 
 
 @pytest.mark.parametrize("is_at_arrival", [False, True])
-@pytest.mark.parametrize("seed", range(2, decisions.NUM_RUNS, 29))
+@pytest.mark.parametrize("seed", range(2, decisions.NUM_RUNS, 41))
 def test_a_recording_that_starts_in_the_middle_shows_the_same_states(
     seed: int, is_at_arrival: bool
 ) -> None:
