@@ -37,7 +37,7 @@ from tests.engine.test_async_engine import (
     within,
 )
 from tests.support.drive import check_no_leaks
-from tests.support.processes import Server, refuses_connections, stable_port
+from tests.support.processes import FORKS, Server, refuses_connections, stable_port
 from tests.support.scripted import END, Double, GetPid, MiniApp, make_engine, mini_served, script
 from tests.support.waiting import LIMIT, on_loop, until, wait_until
 
@@ -114,13 +114,13 @@ async def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
     inner = make_engine(SLOWER, num_blocks=2_000)
     async with workers(inner, orphan_seconds=0.0) as (service, (one, other)):
         going = [asyncio.create_task(read(one, f"{i}", PROMPT, script(900, n=2))) for i in "abc"]
-        staying = asyncio.create_task(read(other, "a", PROMPT, script(200)))
+        staying = asyncio.create_task(read(other, "a", PROMPT, script(60)))
         await until(lambda: len(inner.scheduler.requests) == 7)
         assert isinstance(one.client, SocketClient) and one.client._writer is not None
         one.client._writer.transport.abort()  # like a killed process
         for answer in await asyncio.gather(*going, return_exceptions=True):
             assert isinstance(answer, ExecutorError)
-        assert len(samples_of(await staying)[0][0]) == 200
+        assert len(samples_of(await staying)[0][0]) == 60
         await until(lambda: not inner.scheduler.requests and len(service.clients) == 1)
         assert inner.scheduler.num_steps < 900, "they were cancelled"
         with pytest.raises(ExecutorError, match="lost"):
@@ -239,7 +239,10 @@ def test_a_port_that_is_taken_while_the_model_loads_is_reported(
             run(factory, second)
 
 
-def test_a_signal_that_arrives_when_a_server_is_ready_stops_it() -> None:
+def test_a_signal_that_arrives_when_a_server_is_ready_stops_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headway.server.process.workers.CONTEXT", FORKS)
     factory = ServerFactory(make_engine=partial(mini_served, 0.0), make_app=MiniApp)
     before = signal.getsignal(signal.SIGTERM)
 
