@@ -20,7 +20,7 @@ from headway.record.reader import read_journal
 from headway.server.process.serve import bind
 from tests.cli.test_cli import sentence
 from tests.support.collector import HEADER, Receiver, check_exported
-from tests.support.processes import ROOT, serving
+from tests.support.processes import ROOT, serving, serving_forked
 from tests.support.waiting import LIMIT, wait_until
 
 
@@ -52,7 +52,7 @@ def test_a_model_is_served_until_sigterm(
     exporting = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
     with (
         Receiver() as receiver,
-        serving(
+        (serving_forked if layout else serving)(
             *tiny, *options, *layout,
             environment={**exporting, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url},
         ) as (process, said),

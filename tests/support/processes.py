@@ -11,9 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,38 @@ def serving(
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env={**os.environ, **(environment or {})},
     )  # fmt: skip
+    with _announced(process) as said:
+        yield process, said
+
+
+@contextmanager
+def serving_forked(
+    *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[Forked, str]]:
+    """The same with forks of a process that has imported everything."""
+    process = Forked(_serve_command, options, {**(environment or {})})
+    with _announced(process) as said:
+        yield process, said
+
+
+def _serve_command(options: tuple[str, ...], environment: dict[str, str]) -> None:
+    from headway.cli.main import main
+
+    os.environ.update(environment)
+    sys.argv = ["headway", "serve", "--port", "0", *options]
+    main()
+
+
+@contextmanager
+def _announced(process: subprocess.Popen[str] | Forked) -> Iterator[str]:
+    """The first line of a server that starts; it is killed at the end."""
     try:
         assert process.stderr is not None
         said = process.stderr.readline()
         if " at http://" not in said:
             process.terminate()
             raise AssertionError(said + process.stderr.read())
-        yield process, said
+        yield said
     finally:
         process.kill()
         process.communicate()
@@ -86,11 +111,11 @@ def printed_by(script: str, *arguments: str) -> str:
 class Forked:
     """A server forked from a process that has imported everything; its interface is Popen's."""
 
-    def __init__(self, options: str) -> None:
+    def __init__(self, main: Callable[..., None], *arguments: Any) -> None:
         pipes = [FORKS.Pipe(duplex=False) for _ in range(2)]
         self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno())) for reader, _ in pipes)
         writers = [writer for _, writer in pipes]
-        self._process = FORKS.Process(target=run_forked, args=(options, *writers))
+        self._process = FORKS.Process(target=run_forked, args=(writers, main, *arguments))
         self._process.start()
         for end in (end for pipe in pipes for end in pipe):
             end.close()
@@ -111,24 +136,62 @@ class Forked:
         assert self._process.exitcode is not None, f"it still runs after {timeout} s"
         return self._process.exitcode
 
-    def communicate(self) -> None:
-        """Wait for the exit of a process that has been killed, and close its pipes."""
-        self._process.join()
-        for stream in (self.stdout, self.stderr):
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def communicate(self, timeout: float = LIMIT) -> tuple[str, str]:
+        """Wait for the exit; returns what is left in its pipes."""
+        self.wait(timeout)
+        streams = (self.stdout, self.stderr)
+        found = ["" if stream.closed else stream.read() for stream in streams]
+        for stream in streams:
             stream.close()
+        return found[0], found[1]
 
 
-def run_forked(options: str, stdout: Connection, stderr: Connection) -> None:
+def run_forked(writers: list[Connection], main: Callable[..., None], *arguments: Any) -> None:
     """Main function of a forked server."""
     from headway.server.process import workers
-    from tests.support.scripted import main
 
-    for number, end in enumerate((stdout, stderr), start=1):
+    for number, end in enumerate(writers, start=1):
         os.dup2(end.fileno(), number)
         end.close()
-    workers.CONTEXT = FORKS  # type: ignore[assignment]
+    workers.CONTEXT = SameSurroundings()  # type: ignore[assignment]
     # In Python 3.11, a child process would start another fork server.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    main(*arguments)
+
+
+class SameSurroundings:
+    """FORKS, whose processes have the environment of this one and write to its streams."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(FORKS, name)
+
+    def Process(self, *, target: Any, args: Any, **more: Any) -> Any:  # noqa: N802
+        streams = [reduction.DupFd(number) for number in (1, 2)]
+        return FORKS.Process(
+            target=_run_with, args=(streams, {**os.environ}, target, *args), **more
+        )
+
+
+def _run_with(
+    streams: list[Any], environment: dict[str, str], target: Callable[..., None], *arguments: Any
+) -> None:
+    os.environ.update(environment)
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(end := stream.detach(), number)
+        os.close(end)
+    target(*arguments)
+
+
+def _main(options: str) -> None:
+    from tests.support.scripted import main
+
     main(options)
 
 
@@ -163,7 +226,7 @@ class Server:
             "connections": {**PATIENT, **connections}, "max_descriptors": max_descriptors,
         }  # fmt: skip
         self.process: Forked | subprocess.Popen[str] = (
-            Forked(json.dumps(options)) if is_forked else _spawned(json.dumps(options))
+            Forked(_main, json.dumps(options)) if is_forked else _spawned(json.dumps(options))
         )
         self.port, self.url = 0, ""
 
