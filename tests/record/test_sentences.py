@@ -29,7 +29,7 @@ from headway.record.writer import LineMaker, header
 from headway.request import Request, RequestParams
 
 WORKLOAD = (
-    "requests=16,arrivals=bursty(300,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
+    "requests=12,arrivals=bursty(300,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
     "clients=3,priorities=3,n=2,seed={}"
 )
 VIEW_EVERY = 3  # steps
@@ -204,7 +204,7 @@ def test_every_sentence_agrees_with_its_plan() -> None:
     rest = [f"not considered: {reason}" for reason in NOT_CONSIDERED]
     for kind in (*blocked, *rest, *get_args(Kind)):
         assert seen[kind] > 0, kind
-    assert seen["views"] > 1000
+    assert seen["views"] > 800
 
 
 def test_every_reason_has_a_sentence() -> None:
