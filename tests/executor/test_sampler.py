@@ -135,7 +135,7 @@ histories = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(cuts, min_size=1, max_size=6), st.sampled_from([3, 66, 700, 5000]), st.integers(0, 99)
 )
@@ -227,7 +227,7 @@ def test_samples_of_one_prompt_differ_with_one_seed() -> None:
     assert len(set(drawn)) == 3 and drawn[1] == drawn[3]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(cuts | histories, min_size=1, max_size=24),
     st.randoms(),
@@ -263,7 +263,7 @@ def test_a_row_does_not_depend_on_its_batch_with_a_large_vocabulary() -> None:
         assert torch.equal(together, expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     cuts | histories,
     st.lists(tokens, min_size=1, max_size=5),
@@ -341,7 +341,7 @@ def test_half_precision_logits_are_accepted() -> None:
     )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(
     histories,
     st.lists(tokens, min_size=1, max_size=6),

@@ -17,7 +17,7 @@ SHAPES = {  # layers, key-value heads, positions, head size
     "one position": (1, 1, 1, 64),
     "less than a piece": (3, 2, 16, 80),
     "several pieces, the last not full": (5, 3, 16, 96),
-    "large": (2, 8, 64, 256),
+    "large": (2, 2, 64, 256),
 }
 
 
