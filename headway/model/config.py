@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.errors import ModelError
 from headway.model.config_keys import refuse_unread
+from headway.model.experts import MATRICES
 from headway.model.families import family_of_gguf, family_of_hf
 from headway.model.fields import Fields
 from headway.model.quantization import stored_quantization
@@ -51,6 +52,11 @@ class ModelConfig(Variant):
 
     @property
     def cpu_only(self) -> str | None:
+        """The reason that this model runs on a CPU only; None if there is none."""
+        return f"{self.architecture} has experts" if self.experts else self.one_rank_only
+
+    @property
+    def one_rank_only(self) -> str | None:
         """The reason that this model runs on a CPU and on one rank only; None if there is none."""
         if self.windowed_layers or self.attention_window:
             return f"{self.architecture} has layers with a sliding window"
@@ -76,15 +82,32 @@ class ModelConfig(Variant):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by its Hugging Face name; matrices are [out, in]."""
-        table, own = (self.vocab_size, self.hidden_size), self._layer_shapes().items()
+        table, own = (self.vocab_size, self.hidden_size), self._layer_shapes()
+        sparse = self.experts.shapes(self.hidden_size) if self.experts else {}
+        common = {name: shape for name, shape in own.items() if not name.startswith("mlp.")}
+        of_sparse = common | {f"{name}.weight": shape for name, shape in sparse.items()}
         layers = {
             f"model.layers.{layer}.{name}": shape
             for layer in range(self.num_layers)
-            for name, shape in own
+            for name, shape in (of_sparse if self.is_sparse(layer) else own).items()
         }
         head = {} if self.tie_embeddings else {"lm_head.weight": table}
         norm = {"model.norm.weight": (self.hidden_size,)}
         return {"model.embed_tokens.weight": table} | layers | norm | head
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.experts is not None and layer in self.experts.layers
+
+    def mlp_names(self, layer: int) -> list[str]:
+        """The gate, up and down matrix of a layer's MLP.
+
+        In a sparse layer: of the expert that all tokens use; none if there is no such expert.
+        """
+        names = [f"mlp.{matrix}" for matrix in MATRICES]
+        if self.experts is not None and layer in self.experts.layers:
+            names = self.experts.shared_names if self.experts.shared_width else []
+        return [f"model.layers.{layer}.{name}" for name in names]
 
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, inner = self.hidden_size, self.intermediate_size
@@ -145,6 +168,9 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     hidden, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     biases = {key: fields.flag(key) for key in family.bias_keys}
     has_bias = biases.get("attention_bias", False)
+    variant = family.read(fields, family.windows)
+    if family.experts is not None:
+        variant = replace(variant, experts=family.experts(fields))
     config = ModelConfig(
         architecture=family.name,
         vocab_size=fields.count("vocab_size"),
@@ -157,14 +183,14 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
         max_model_len=fields.count("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=has_bias or family.has_qkv_bias,
+        qkv_bias=has_bias or family.has_qkv_bias or biases.get("qkv_bias", False),
         output_bias=has_bias,
         mlp_bias=biases.get("mlp_bias", False),
         qk_norm=family.has_qk_norm,
         bos_id=next(iter(fields.ids("bos_token_id")), None),
         eos_ids=fields.ids("eos_token_id"),
         quantization=stored_quantization(fields),
-        **vars(family.read(fields, family.windows)),
+        **vars(variant),
     )
     refuse_unread(fields)
     return _checked(config, fields)

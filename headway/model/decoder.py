@@ -15,9 +15,11 @@ from torch import Tensor
 
 from headway.model.backends.base import (
     Backend,
+    ExpertWeights,
     ForwardPass,
     LayerWeights,
     ModelWeights,
+    NoWeight,
     PassArguments,
     PassOutput,
 )
@@ -43,7 +45,7 @@ class Decoder:
         self.embedding = backend.weight(checkpoint, ["model.embed_tokens"])
         self.layers: list[LayerWeights] = []
         for number in range(self.config.num_layers):
-            layer = self._layer(checkpoint, f"model.layers.{number}")
+            layer = self._layer(checkpoint, number)
             self.layers.append(backend.prepared(number, layer))
             if progress:
                 progress(number + 1, self.config.num_layers)
@@ -61,9 +63,10 @@ class Decoder:
             embedding=self.embedding, layers=self.layers, norm=self.norm, head=self.head
         )
 
-    def _layer(self, checkpoint: Checkpoint, prefix: str) -> LayerWeights:
-        weight, vector = self.backend.weight, self.backend.vector
-        attention, mlp, has_norms = f"{prefix}.self_attn", f"{prefix}.mlp", self.config.qk_norm
+    def _layer(self, checkpoint: Checkpoint, number: int) -> LayerWeights:
+        weight, vector, prefix = self.backend.weight, self.backend.vector, f"model.layers.{number}"
+        attention, has_norms = f"{prefix}.self_attn", self.config.qk_norm
+        mlp = self.config.mlp_names(number)
         has_output_norms = self.config.has_output_norms
         before_mlp = "pre_feedforward" if has_output_norms else "post_attention"
 
@@ -77,20 +80,33 @@ class Decoder:
             k_norm=vector(checkpoint, f"{attention}.k_norm.weight") if has_norms else None,
             output=weight(checkpoint, [f"{attention}.o_proj"]),
             post_norm=norm_of(before_mlp),
-            gate_up=weight(checkpoint, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
-            down=weight(checkpoint, [f"{mlp}.down_proj"]),
+            gate_up=weight(checkpoint, mlp[:2]) if mlp else NoWeight(),
+            down=weight(checkpoint, mlp[2:]) if mlp else NoWeight(),
+            experts=self._experts(checkpoint, number),
             attention_norm=norm_of("post_attention") if has_output_norms else None,
             mlp_norm=norm_of("post_feedforward") if has_output_norms else None,
+        )
+
+    def _experts(self, checkpoint: Checkpoint, number: int) -> ExpertWeights | None:
+        experts, weight = self.config.experts, self.backend.weight
+        if experts is None or number not in experts.layers:
+            return None
+        prefix = f"model.layers.{number}"
+        names = [
+            [f"{prefix}.{name}" for name in experts.names(each)]
+            for each in range(experts.num_experts)
+        ]
+        return ExpertWeights(
+            router=weight(checkpoint, [f"{prefix}.{name}" for name in experts.router]),
+            gate_up=[weight(checkpoint, each[:2]) for each in names],
+            down=[weight(checkpoint, each[2:]) for each in names],
         )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights in the backend's format."""
-        weights = [self.embedding, *([] if self.config.tie_embeddings else [self.head])]
-        weights += [
-            w for each in self.layers for w in (each.qkv, each.output, each.gate_up, each.down)
-        ]
-        return sum(weight.num_bytes for weight in weights)
+        head = 0 if self.config.tie_embeddings else self.head.num_bytes
+        return self.embedding.num_bytes + head + sum(layer.num_bytes for layer in self.layers)
 
     def forward(
         self,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from headway.model.experts import Experts, mixtral_experts, qwen_experts
 from headway.model.fields import Fields
 from headway.model.rope import Rope, rope_from_hf
 from headway.model.variant import Variant
@@ -56,9 +57,10 @@ class Family:
     gguf: str | None = None  # general.architecture in GGUF files; None: not read
     has_interleaved_rows: bool = False  # in GGUF files, of q_proj and k_proj
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that a file may leave out
-    bias_keys: tuple[str, ...] = ()  # that config.json may have: attention_bias, mlp_bias
+    bias_keys: tuple[str, ...] = ()  # that config.json may have: attention_bias, mlp_bias, qkv_bias
     has_qkv_bias: bool = False  # without a key
     has_qk_norm: bool = False
+    experts: Callable[[Fields], Experts | None] | None = None
     activation: tuple[str, str] = ("hidden_act", "silu")  # the key, and its only value
     windows: WindowRule = no_layer
     read: Callable[[Fields, WindowRule], Variant] = from_llama_file
@@ -128,6 +130,7 @@ def with_two_ropes(
 QWEN: Mapping[str, Any] = MappingProxyType(
     {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False}
 )
+NO_WINDOW = MappingProxyType({"sliding_window": 4096, "use_sliding_window": False})
 FAMILIES = (
     Family(
         name="llama",
@@ -179,6 +182,40 @@ FAMILIES = (
         windows=all_but_every(GEMMA_PERIOD),
         read=gemma_from_hf,
         read_gguf=gemma_from_gguf,
+    ),
+    Family(
+        name="mixtral",
+        architectures=("MixtralForCausalLM",),
+        model_type="mixtral",
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        experts=mixtral_experts,
+        windows=every_layer,
+    ),
+    Family(
+        name="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        model_type="qwen2_moe",
+        defaults={
+            "num_key_value_heads": 16, "qkv_bias": True, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, **NO_WINDOW,
+        },
+        bias_keys=("qkv_bias",),
+        experts=qwen_experts(default_count=60, has_shared=True),
+    ),
+    Family(
+        name="qwen3_moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        model_type="qwen3_moe",
+        defaults={
+            "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
+            **NO_WINDOW,
+        },
+        bias_keys=("attention_bias",),
+        has_qk_norm=True,
+        experts=qwen_experts(default_count=128),
     ),
 )  # fmt: skip
 

@@ -315,7 +315,9 @@ def fastest(results: list[ProbeResult]) -> str:
 
 def probe(config: ModelConfig) -> list[ProbeResult]:
     """Benchmark the precisions on this machine; takes a fraction of a second."""
-    layer = DummyCheckpoint(replace(config, num_layers=1, vocab_size=64, eos_ids=frozenset()))
+    layer = DummyCheckpoint(
+        replace(config, num_layers=1, vocab_size=64, eos_ids=frozenset(), experts=None)
+    )
     names = ["float32", "bfloat16", "float16"]
     if why_not_native(config) is None:
         names.insert(1, "int8")

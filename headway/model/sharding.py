@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
+from headway.model.experts import matrix_kind
 
 UNIT = 32  # widths are divided in multiples of it: quantized groups and vector lanes stay whole
 WHOLE = slice(None)
@@ -74,6 +75,9 @@ class Shard:
         ]
         self.attended = [_scaled(heads, model.head_dim) for heads in self.heads]  # columns
         self.inner = divided(model.intermediate_size, self.size, UNIT)  # columns of the MLP
+        experts = model.experts
+        self.of_experts = divided(experts.width if experts else 0, self.size, UNIT)  # of each
+        self.of_shared_expert = divided(experts.shared_width if experts else 0, self.size, UNIT)
         # Outputs of o_proj and down_proj, with exact sums.
         self.hidden = divided(model.hidden_size, self.size, UNIT)
         # Token ids whose embeddings and logits a rank has.
@@ -84,23 +88,29 @@ class Shard:
             num_heads=len(self.heads[self.rank]),
             num_kv_heads=len(self.kv_heads[self.rank]),
             intermediate_size=len(self.inner[self.rank]),
-        )
+            experts=experts and replace(
+                experts, width=len(self.of_experts[self.rank]),
+                shared_width=len(self.of_shared_expert[self.rank]),
+            ),
+        )  # fmt: skip
         # Of any rank: all ranks choose sizes of captured steps by it.
         self.max_kv_heads = max(map(len, self.kv_heads))
 
     def part(self, name: str) -> Part:
         """The rows and columns of a tensor (by its Hugging Face name) that this rank has."""
-        kind, rank = name.split(".")[-2], self.rank
+        kind, rank = matrix_kind(name.rpartition(".")[0]), self.rank
+        inner = self.of_experts if ".experts." in name else self.inner
+        inner = self.of_shared_expert if ".shared_expert." in name else inner
         if kind in ("o_proj", "down_proj"):
             if self.is_exact:
                 return Part(_slice(self.hidden[rank]))
             if name.endswith(".bias"):
                 return EVERYTHING
-            return Part(WHOLE, _slice((self.attended if kind == "o_proj" else self.inner)[rank]))
+            return Part(WHOLE, _slice((self.attended if kind == "o_proj" else inner)[rank]))
         keys = [_scaled(heads, self.model.head_dim) for heads in self.kv_heads]
         rows = {
-            "q_proj": self.attended, "k_proj": keys, "v_proj": keys, "gate_proj": self.inner,
-            "up_proj": self.inner, "embed_tokens": self.vocabulary, "lm_head": self.vocabulary,
+            "q_proj": self.attended, "k_proj": keys, "v_proj": keys, "gate_proj": inner, "up_proj": inner,
+            "embed_tokens": self.vocabulary, "lm_head": self.vocabulary,
         }.get(kind)  # fmt: skip
         return EVERYTHING if rows is None else Part(_slice(rows[rank]))
 
@@ -153,12 +163,14 @@ def divided(count: int, size: int, unit: int = 1) -> list[range]:
 
 def check_size(model: ModelConfig, size: int) -> None:
     """ConfigError unless every rank of `size` gets heads and a part of the MLP."""
-    if size > 1 and model.cpu_only:
+    if size > 1 and model.one_rank_only:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but {model.cpu_only}, which runs on one rank; use "
+            f"tensor_parallel_size is {size}, but {model.one_rank_only}, which runs on one rank; use "
             "--tensor-parallel-size 1"
         )
-    most = min(model.num_heads, model.intermediate_size // gcd(model.intermediate_size, UNIT))
+    experts = model.experts
+    widths = (model.intermediate_size, *((experts.width, experts.shared_width) if experts else ()))
+    most = min(model.num_heads, *(width // gcd(width, UNIT) for width in widths if width))
     count = model.num_kv_heads  # ranks have whole ones, or as many ranks share each of them
     sizes = [each for each in range(1, most + 1) if each <= count or each % count == 0]
     if size not in sizes:

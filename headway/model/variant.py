@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.model.experts import Experts
 from headway.model.rope import Rope
 
 
@@ -21,5 +22,6 @@ class Variant:
     sliding_window: int | None = None
     windowed_layers: frozenset[int] = frozenset()
     window_rope: Rope | None = None  # of the windowed layers; None: that of the others
+    experts: Experts | None = None
     # Every layer sees only this many latest tokens. Earlier ones stay in the KV blocks.
     attention_window: int | None = None

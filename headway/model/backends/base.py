@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
+from headway.model.experts import Experts
 from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint
 
@@ -33,6 +34,28 @@ class Weight(Protocol):
         ...
 
 
+class NoWeight:
+    """In place of a matrix that a layer does not have."""
+
+    num_bytes = 0
+
+    def rows(self, ids: Tensor) -> Tensor:
+        raise AssertionError("the layer does not have this matrix")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """The router, with a row for each expert and for their common expert's gate, and the experts."""
+
+    router: Weight
+    gate_up: list[Weight]
+    down: list[Weight]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.num_bytes for weight in (self.router, *self.gate_up, *self.down))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWeights:
     input_norm: Tensor
@@ -41,10 +64,18 @@ class LayerWeights:
     k_norm: Tensor | None
     output: Weight
     post_norm: Tensor
-    gate_up: Weight
+    gate_up: Weight  # with experts: of the one that all tokens use, or NoWeight
     down: Weight
     attention_norm: Tensor | None = None  # of the attention's output
     mlp_norm: Tensor | None = None  # of the MLP's output
+    experts: ExpertWeights | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the matrices."""
+        own = (self.qkv, self.output, self.gate_up, self.down)
+        experts = self.experts.num_bytes if self.experts else 0
+        return sum(weight.num_bytes for weight in own) + experts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,6 +150,13 @@ class Backend(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """The activation of the first half of every row, times the second half."""
+        ...
+
+    def route(self, logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+        """The experts of each token [T, k], from the router's outputs, and their factors [T, k + 1].
+
+        The last factor is that of the expert that all tokens use.
+        """
         ...
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:

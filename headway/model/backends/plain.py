@@ -16,6 +16,7 @@ from torch import Tensor
 from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
 from headway.model.backends.split import StepwisePass
 from headway.model.config import ModelConfig
+from headway.model.experts import Experts
 from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint
 
@@ -76,6 +77,15 @@ class PlainBackend:
     def gated(self, x: Tensor, activation: str) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def route(self, logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+        number = experts.num_experts
+        factors, chosen = torch.softmax(logits[:, :number].float(), -1).topk(experts.num_chosen)
+        if experts.normalizes:
+            factors /= factors.sum(-1, keepdim=True)
+        gate = logits[:, number:].float().sigmoid() if experts.has_shared_gate else None
+        shared = torch.ones_like(factors[:, :1]) if gate is None else gate
+        return chosen, torch.cat([factors, shared], dim=1).to(logits.dtype)
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)

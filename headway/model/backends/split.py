@@ -11,7 +11,14 @@ from functools import partial
 
 from torch import Tensor
 
-from headway.model.backends.base import Backend, ForwardPass, LayerWeights, Weight
+from headway.model.backends.base import (
+    Backend,
+    ExpertWeights,
+    ForwardPass,
+    LayerWeights,
+    Weight,
+)
+from headway.model.backends.routed import Routing
 from headway.model.config import ModelConfig
 from headway.model.sharding import Shard
 
@@ -37,14 +44,35 @@ class StepwisePass(ForwardPass):
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         ops, epsilon, shard = self._backend, self._config.norm_eps, self._backend.shard
-        attended, inner = (shard.attended, shard.inner) if shard else ([], [])
+        attended = shard.attended if shard else []
         qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
         self.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
         out = self._project(self.attention(number, qkv), layer.output, attended)
         x = x + self._normed(out, layer.attention_norm)
-        gate_up = ops.linear(ops.rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-        out = self._project(ops.gated(gate_up, self._config.activation), layer.down, inner)
+        normed = ops.rms_norm(x, layer.post_norm, epsilon)
+        if layer.experts is None:
+            out = self._mlp(normed, layer, shard.inner if shard else [])
+        else:
+            out = self._experts(normed, layer, layer.experts)
         return x + self._normed(out, layer.mlp_norm)
+
+    def _mlp(self, x: Tensor, layer: LayerWeights, inner: list[range]) -> Tensor:
+        gate_up = self._backend.linear(x, layer.gate_up)
+        gated = self._backend.gated(gate_up, self._config.activation)
+        return self._project(gated, layer.down, inner)
+
+    def _experts(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights) -> Tensor:
+        about, shard = self._config.experts, self._backend.shard
+        assert about is not None, "a layer has experts, but the config does not"
+        routing = Routing(self._backend, x, experts, about)
+        out = routing.outputs(
+            experts, self._config.activation,
+            lambda x, multiply: shard.project(x, shard.of_experts, multiply) if shard else multiply(x),
+        )  # fmt: skip
+        if about.shared_width:
+            shared = self._mlp(x, layer, shard.of_shared_expert if shard else [])
+            out += shared * routing.factors[:, -1:]
+        return out
 
     def _project(self, x: Tensor, weight: Weight, inputs: list[range]) -> Tensor:
         """An output projection; x has this rank's range of the `inputs`."""

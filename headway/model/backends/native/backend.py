@@ -29,9 +29,22 @@ from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
 from headway.model.backends.native.forms import Forms, can_be_wide, matrix_of
-from headway.model.backends.native.weights import GROUP, NativeWeight, address, layout
+from headway.model.backends.native.routing import (
+    RoutingBuffers,
+    inner_width,
+    routing_struct,
+    why_not_routed,
+)
+from headway.model.backends.native.weights import (
+    GROUP,
+    NativeWeight,
+    WeightStruct,
+    address,
+    layout,
+)
 from headway.model.backends.split import StepwisePass
 from headway.model.config import ModelConfig
+from headway.model.experts import Experts
 from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
 
@@ -40,7 +53,8 @@ MAX_HEAD = 256
 SCALE_BYTES = 4  # of a row of an 8-bit KV cache
 QUANTIZED_TOGETHER = 16  # maximum number of rows that the quantized product quantizes together
 PARTS = (
-    "preparation", "qkv", "rotation", "attention", "output", "gate_up", "down", "head", "choice",
+    "preparation", "qkv", "rotation", "attention", "output", "router", "gate_up", "down", "head",
+    "choice",
 )  # fmt: skip
 OWN_ROWS = 8  # size of a thread's own buffer, in rows of floats
 
@@ -54,7 +68,7 @@ def unsupported_reason(config: ModelConfig) -> str | None:
         return f"intermediate size {config.intermediate_size} is not a multiple of {lanes}"
     if config.num_heads // config.num_kv_heads > MAX_QUERIES:
         return f"more than {MAX_QUERIES} query heads share a key-value head"
-    return None
+    return why_not_routed(config, lanes)
 
 
 class NativeBackend:
@@ -92,7 +106,8 @@ class NativeBackend:
         matrices = [f"{name}.weight" for name in names]
         width = checkpoint.shape(matrices[0])[1]
         wanted = self._forms.get(matrix_of(names[0]))
-        if not (self._is_quantized and width % GROUP == 0):
+        is_quantized = self._is_quantized and matrix_of(names[0])  # a router stays in floats
+        if not (is_quantized and width % GROUP == 0):
             packed = packing.pack_floats(_floats(checkpoint, matrices), bias)
         elif can_be_wide(width) and (wanted is None or wanted.group > GROUP):
             packed = packing.pack_wide(_floats(checkpoint, matrices), bias)
@@ -142,6 +157,16 @@ class NativeBackend:
             torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    def route(self, logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+        rows, outputs = logits.shape
+        struct = routing_struct(experts, WeightStruct(outputs=outputs))
+        chosen = torch.empty(rows, experts.num_chosen, dtype=torch.int64)
+        factors = torch.empty(rows, experts.num_chosen + 1)
+        self.library.route(
+            ctypes.addressof(struct), logits.data_ptr(), rows, chosen.data_ptr(), factors.data_ptr()
+        )
+        return chosen, factors
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
         is_int8 = self.kv_dtype == torch.int8
@@ -278,15 +303,17 @@ class PassBuffers:
         self, config: ModelConfig, rows: int, num_sampled: int, times: Tensor | None
     ) -> None:
         heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
-        attended, inner = config.num_heads * size, config.intermediate_size
+        attended, inner = config.num_heads * size, inner_width(config)
         self._config, self._rows, self._times = config, rows, times
-        self.space = Space(rows, max(config.hidden_size, inner, attended), times)
+        self.space = Space(rows, max(config.hidden_size, inner // 2, attended), times)
         self.logits = torch.empty(num_sampled, config.vocab_size)
         unnormed = config.hidden_size if config.has_output_norms else 0
-        widths = (heads * size, attended, 2 * inner, unnormed)
+        widths = (heads * size, attended, inner, unnormed)
         self._results = [torch.empty(rows, width) for width in widths]
         self._tasks = torch.empty(rows, 2, dtype=torch.int32)
         self.results = [each.data_ptr() for each in self._results]
+        self._routing = RoutingBuffers(config, config.experts, rows) if config.experts else None
+        self.results.append(self._routing.address if self._routing else 0)
         self.tasks = self._tasks.data_ptr()
 
     def fit(self, config: ModelConfig, rows: int, num_sampled: int, times: Tensor | None) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.weights import GROUP, Arena, NativeWeight, layout
 from headway.model.config import ModelConfig
+from headway.model.experts import matrix_kind
 from headway.model.sharding import Part
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
 
@@ -110,8 +111,8 @@ class MatrixProbe:
 
 def matrix_of(name: str) -> str:
     """The matrix that a tensor is part of, by the tensor's name; empty if it is none of them."""
-    last = name.rpartition(".")[2]
-    return next((matrix for matrix, parts in MATRICES.items() if last in parts), "")
+    kind = matrix_kind(name)
+    return next((matrix for matrix, parts in MATRICES.items() if kind in parts), "")
 
 
 def can_be_wide(num_inputs: int) -> bool:
@@ -150,8 +151,12 @@ def probe(checkpoint: Checkpoint, multiply: Multiply) -> list[MatrixProbe]:
 def _names(config: ModelConfig, matrix: str) -> list[str]:
     if matrix == "head":
         return ["model.embed_tokens" if config.tie_embeddings else "lm_head"]
-    part = "self_attn" if matrix in ("qkv", "output") else "mlp"
-    return [f"model.layers.0.{part}.{name}" for name in MATRICES[matrix]]
+    if matrix in ("qkv", "output"):
+        return [f"model.layers.0.self_attn.{name}" for name in MATRICES[matrix]]
+    names = config.mlp_names(0)
+    if config.experts is not None and 0 in config.experts.layers:
+        names = [f"model.layers.0.{name}" for name in config.experts.names(0)]
+    return names[:2] if matrix == "gate_up" else names[2:]
 
 
 def file_bits(checkpoint: Checkpoint, names: Sequence[str]) -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 
 from headway.model.backends import base
-from headway.model.backends.native.weights import NativeWeight, WeightStruct, address
+from headway.model.backends.native.routing import ExpertPointers, struct_of
+from headway.model.backends.native.weights import WeightStruct, address
 from headway.model.config import ModelConfig
 
 ACTIVATIONS = {"silu": 1, "gelu": 2}  # as in attention.c
@@ -30,11 +31,13 @@ class CacheStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
+    kept: ExpertPointers | None  # keeps `experts` valid
     _fields_ = (
         *_pointers("input_norm", "post_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm"),
         *((name, WeightStruct) for name in ("qkv", "output", "gate_up", "down")),
         ("epsilon", ctypes.c_double),
         *_integers("activation", "is_windowed"),
+        *_pointers("experts"),
     )
 
 
@@ -74,7 +77,7 @@ class PassStruct(ctypes.Structure):
         *_pointers("sampled", "tasks"),
         *_integers("num_tasks", "task_rows", "split", "window"),
         ("scale", ctypes.c_double),
-        *_pointers("qkv", "attended", "inner", "unnormed"),
+        *_pointers("qkv", "attended", "inner", "unnormed", "routing"),
     )
 
 
@@ -85,16 +88,17 @@ def layer_struct(
         layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm, layer.attention_norm,
         layer.mlp_norm,
     )  # fmt: skip
-    return LayerStruct(
+    experts = None
+    if layer.experts is not None and config.experts is not None:
+        experts = ExpertPointers(layer, config.experts)
+    struct = LayerStruct(
         *map(address, norms),
-        *map(_struct_of, (layer.qkv, layer.output, layer.gate_up, layer.down)),
+        *map(struct_of, (layer.qkv, layer.output, layer.gate_up, layer.down)),
         config.norm_eps, ACTIVATIONS[config.activation], is_windowed,
+        experts.address if experts else 0,
     )  # fmt: skip
-
-
-def _struct_of(weight: base.Weight) -> WeightStruct:
-    assert isinstance(weight, NativeWeight)
-    return weight.struct
+    struct.kept = experts
+    return struct
 
 
 class ModelPointers:
@@ -107,7 +111,7 @@ class ModelPointers:
         ]
         stack = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
         struct = ModelStruct(
-            _struct_of(model.embedding), _struct_of(model.head), address(model.norm),
+            struct_of(model.embedding), struct_of(model.head), address(model.norm),
             config.norm_eps, config.embedding_scale, ctypes.addressof(stack), len(layers),
         )  # fmt: skip
         self._kept = (layers, stack, struct)

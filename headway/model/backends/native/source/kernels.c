@@ -23,4 +23,5 @@
 #include "kv_bytes.c"
 #include "attention.c"
 #include "matrices.c"
+#include "experts.c"
 #include "layers.c"

@@ -6,6 +6,7 @@ typedef struct {
     Weight qkv, output, gate_up, down;
     double epsilon;
     int64_t activation, is_windowed;
+    const Experts *experts; /* 0: the layer has none, but gate_up and down */
 } Layer;
 
 typedef struct {
@@ -32,6 +33,7 @@ typedef struct {
     double scale;
     float *qkv, *attended, *inner;
     float *unnormed; /* outputs that are normalized before they are added; 0: the model has none */
+    Routing *routing; /* 0: the model has no experts */
 } Pass;
 
 /* x += in w, where the product is normalized first if there are norm weights. */
@@ -66,6 +68,11 @@ static void share_layer(Member *me, const Layer *l, const Pass *p, const Cache *
     mark(me, &p->space, ATTENTION);
     share_add(me, &attended, &l->output, l->attention_norm, l->epsilon, p, x);
     mark(me, &p->space, OUTPUT);
+    if (l->experts) {
+        share_experts(me, l->experts, &after, p->rows, (int)l->activation, p->inner, p->routing,
+                      &p->space, x);
+        return;
+    }
     share_multiply(me, &after, p->rows, &l->gate_up, p->inner, 0, &p->space);
     mark(me, &p->space, GATE_UP);
     share_add(me, &gated, &l->down, l->mlp_norm, l->epsilon, p, x);
@@ -204,6 +211,12 @@ void layout(int64_t *out) {
 }
 
 /* The steps of a layer one by one, for models that are divided among processes. */
+
+/* The experts of M rows and their factors, from the outputs of the router. */
+void route(const Experts *e, float *logits, int64_t M, int64_t *chosen, float *factors) {
+    const Routing routing = {.logits = logits, .chosen = chosen, .factors = factors};
+    route_rows(e, &routing, 0, M);
+}
 
 typedef struct {
     Input in;

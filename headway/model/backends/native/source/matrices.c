@@ -13,7 +13,7 @@ typedef struct {
 #endif
 
 /* The parts of a pass that can be timed. */
-enum { BEGINNING = -1, PREPARATION, QKV, ROTATION, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE };
+enum { BEGINNING = -1, PREPARATION, QKV, ROTATION, ATTENTION, OUTPUT, ROUTER, GATE_UP, DOWN, HEAD, CHOICE };
 
 /* Buffers that the rows of a pass share, or that each thread has for itself. */
 typedef struct {

@@ -1,0 +1,116 @@
+"""The experts of a model: their number and sizes, which layers have them, and their tensors.
+
+In a sparse layer, a router chooses some experts for each token. Each expert is an MLP of its own;
+there may be one more that all tokens use. Names are those of published files, which have a tensor
+for each expert; transformers 5 stacks them in memory and writes them in this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from headway.model.fields import Fields
+
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+# Names of Mixtral's matrices, as those of other models.
+ALIASES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    num_experts: int
+    num_chosen: int  # for each token
+    width: int  # inner size of an expert
+    layers: frozenset[int]  # the sparse ones; the others have an MLP
+    normalizes: bool = False  # the chosen experts' factors are divided by their sum
+    shared_width: int = 0  # of the expert that all tokens use; 0: there is none
+    has_shared_gate: bool = False  # its output has a factor that depends on the token
+    block: str = "mlp"  # in the names of the tensors
+    matrices: tuple[str, str, str] = MATRICES
+
+    @property
+    def router(self) -> list[str]:
+        """Names within a layer of the matrices whose outputs decide: one row for each expert."""
+        gates = ["gate", "shared_expert_gate"] if self.has_shared_gate else ["gate"]
+        return [f"{self.block}.{gate}" for gate in gates]
+
+    def names(self, number: int) -> list[str]:
+        """Names within a layer of an expert's matrices: gate, up, down."""
+        return [f"{self.block}.experts.{number}.{matrix}" for matrix in self.matrices]
+
+    @property
+    def shared_names(self) -> list[str]:
+        return [f"{self.block}.shared_expert.{matrix}" for matrix in MATRICES]
+
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
+        """Shapes of a sparse layer's matrices by name within the layer."""
+        every = [(self.names(number), self.width) for number in range(self.num_experts)]
+        if self.shared_width:
+            every.append((self.shared_names, self.shared_width))
+        rows = (self.num_experts, 1)
+        shapes = {name: (size, hidden_size) for name, size in zip(self.router, rows, strict=False)}
+        for (gate, up, down), width in every:
+            shapes |= {gate: (width, hidden_size), up: (width, hidden_size)}
+            shapes[down] = hidden_size, width
+        return shapes
+
+
+def matrix_kind(name: str) -> str:
+    """The last part of a matrix's name, the same for all models: `down_proj`."""
+    last = name.rpartition(".")[2]
+    return ALIASES.get(last, last)
+
+
+def mixtral_experts(fields: Fields) -> Experts:
+    num_layers, gate_up_down = fields.count("num_hidden_layers"), ("w1", "w3", "w2")
+    experts = Experts(
+        num_experts=fields.count("num_local_experts"),
+        num_chosen=fields.count("num_experts_per_tok"),
+        width=fields.count("intermediate_size"),
+        layers=frozenset(range(num_layers)),
+        normalizes=True,
+        block="block_sparse_moe",
+        matrices=gate_up_down,
+    )
+    return _checked(experts, fields)
+
+
+def qwen_experts(
+    *, default_count: int, has_shared: bool = False
+) -> Callable[[Fields], Experts | None]:
+    """The experts of Qwen models; None if no layer is sparse."""
+
+    def read(fields: Fields) -> Experts | None:
+        fields.read.add("max_window_layers")  # windows are refused
+        layers = _sparse_layers(fields)
+        stated = fields.count("num_local_experts", default_count)  # transformers 5 writes this name
+        experts = Experts(
+            num_experts=fields.count("num_experts", stated),
+            num_chosen=fields.count("num_experts_per_tok"),
+            width=fields.count("moe_intermediate_size"),
+            layers=layers,
+            normalizes=fields.flag("norm_topk_prob"),
+            shared_width=fields.count("shared_expert_intermediate_size") if has_shared else 0,
+            has_shared_gate=has_shared,
+        )
+        return _checked(experts, fields) if layers else None
+
+    return read
+
+
+def _sparse_layers(fields: Fields) -> frozenset[int]:
+    num_layers, step = fields.count("num_hidden_layers"), fields.count("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise fields.error(f"mlp_only_layers is {dense!r}; it must be a list of layer numbers")
+    return frozenset(range(step - 1, num_layers, step)) - set(dense)
+
+
+def _checked(experts: Experts, fields: Fields) -> Experts:
+    if experts.num_chosen > experts.num_experts:
+        raise fields.error(
+            f"num_experts_per_tok is {experts.num_chosen}, but the model has only "
+            f"{experts.num_experts} experts"
+        )
+    return experts
