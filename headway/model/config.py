@@ -18,7 +18,7 @@ from headway.model.config_keys import refuse_unread
 from headway.model.experts import MATRICES
 from headway.model.families import family_of_gguf, family_of_hf
 from headway.model.fields import Fields
-from headway.model.quantization import stored_quantization
+from headway.model.quantization import Quantization, stored_quantization
 from headway.model.rope import Rope, rope_from_gguf
 from headway.model.variant import Variant
 
@@ -48,7 +48,7 @@ class ModelConfig(Variant):
     qk_norm: bool
     bos_id: int | None
     eos_ids: frozenset[int]
-    quantization: str | None = None  # of the weights in the file: "fp8", or None
+    quantization: Quantization | None = None  # of the weights in the file
 
     @property
     def cpu_only(self) -> str | None:

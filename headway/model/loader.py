@@ -15,7 +15,8 @@ from headway.model.precision import weight_bytes
 from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint, ShardedCheckpoint
 from headway.model.weights.gguf_checkpoint import GgufCheckpoint
-from headway.model.weights.safetensors_checkpoint import SafetensorsCheckpoint, safetensors_files
+from headway.model.weights.safetensors_checkpoint import SafetensorsCheckpoint
+from headway.model.weights.safetensors_files import safetensors_files
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 Steps = Callable[[int, int], None]  # (done, total)

@@ -26,7 +26,7 @@ from headway.model.backends.native.weights import layout
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
-from headway.model.quantization import FP8
+from headway.model.quantization import FP8, keeps_fp8
 from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -128,7 +128,7 @@ def _gpu_backend(
     if not is_fp8:
         return GpuBackend(dtype, str(device), kv_dtype, kernels)
     check_fp8_sizes(config)
-    is_stored = config.quantization == FP8
+    is_stored = keeps_fp8(config.quantization)
     return Fp8Backend(
         dtype, str(device), kv_dtype, kernels, folds_norms=not is_stored,
         float_layers=float_layers(config),
@@ -206,7 +206,7 @@ def stored_precision(config: ModelConfig, precision: str, dtype: str, device: to
 
     On other devices such a file is dequantized.
     """
-    is_open = dtype == "auto" and precision == "bfloat16" and config.quantization == FP8
+    is_open = dtype == "auto" and precision == "bfloat16" and keeps_fp8(config.quantization)
     return FP8 if is_open and why_no_fp8(device) is None else precision
 
 

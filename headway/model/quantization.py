@@ -1,64 +1,213 @@
-"""The `quantization_config` of a config.json: which quantized weights can be read.
+"""The `quantization_config` of a config.json: how a file stores its quantized matrices.
 
-Knows names of formats, not weights. Does not import torch.
+Knows names and sizes of formats, not tensors (see weights/formats.py). Does not import torch. A
+format is described as far as it changes the weights: activations are never quantized because a
+file says so, which is closer to the original model than what the file asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import ModelError
+from headway.model.config_keys import refuse_unread
 from headway.model.fields import Fields
 
 FP8 = "fp8"
-STRATEGIES = ("channel", "tensor")  # one scale for each output, or one for the matrix
 SUPPORTED = (
-    "supported: compressed-tensors of format float-quantized (fp8) with one scale per output or "
-    "per matrix, and GGUF files"
+    "supported: fp8; compressed-tensors of format pack-quantized (4 and 8 bits), int-quantized and "
+    "float-quantized (8 bits); awq (gemm, 4 bits); gptq (4 and 8 bits); and GGUF files"
 )
+# Of compressed-tensors: format -> (layout, types of weights).
+COMPRESSED = {
+    "pack-quantized": ("packed", ("int4", "int8")),
+    "int-quantized": ("ints", ("int8",)),
+    "float-quantized": (FP8, ("float8",)),
+}
+# Keys that say how the weights were found, or how another program computes with them.
+IGNORED = frozenset({
+    "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
+    "damp_percent", "dataset", "desc_act", "disable_exllama", "do_fuse", "dynamic",
+    "exllama_config", "format", "fuse_max_seq_len", "global_compression_ratio",
+    "kv_cache_scheme", "lm_head", "max_input_length", "meta", "model_file_base_name",
+    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "modules_to_fuse", "mse", "observer", "observer_kwargs",
+    "offload_to_disk", "pack_dtype", "pad_token_id", "quant_method", "quantization_status",
+    "scale_dtype", "scale_fmt", "static_groups", "sym", "targets", "tokenizer", "true_sequential",
+    "use_cuda_fp16", "use_exllama", "version", "zp_dtype",
+})  # fmt: skip
+# Values with which other keys have no effect.
+OFF = {"is_marlin_format": False, "sparsity_config": {}, "transform_config": {}}
+GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what the stored zero points lack
 
 
-def stored_quantization(fields: Fields) -> str | None:
-    """FP8 for weights in compressed-tensors fp8 form, None for float weights.
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How the quantized matrices of a file are stored. Other matrices are floats."""
 
-    ModelError for any other format.
-    """
+    method: str  # as config.json names it
+    layout: str  # of the tensors: fp8, packed, ints, awq or gptq
+    bits: int = 8
+    rows: int = 1  # outputs that share a scale
+    columns: int | None = None  # inputs that share a scale; None for all
+    is_symmetric: bool = True  # no zero points are stored
+    zero_offset: int = 0  # to be added to stored zero points
+    is_reordered: bool = False  # inputs may be in another order, which a tensor g_idx says
+    kept: tuple[str, ...] = ()  # modules whose matrices are floats: names, or re: and a pattern
+
+    def keeps(self, module: str) -> bool:
+        """Whether the config lists the module as one whose matrix is in floats."""
+        return any(
+            re.match(name[3:], module)
+            if name.startswith("re:")
+            else f".{module}.".endswith(f".{name}.") or f"{module}.".startswith(f"{name}.")
+            for name in self.kept
+        )
+
+    def __str__(self) -> str:
+        scales = "a scale per output" if self.columns is None else f"groups of {self.columns}"
+        if self.rows > 1:
+            scales = f"blocks of {self.rows} x {self.columns}"
+        return f"{self.method}, {self.bits} bits, {scales}"
+
+
+def keeps_fp8(given: Quantization | None) -> bool:
+    """Whether the fp8 kernels can use the matrices as they are stored."""
+    return given is not None and given.layout == FP8 and given.columns is None
+
+
+def stored_quantization(fields: Fields) -> Quantization | None:
+    """The format of the quantized matrices, None for float weights; ModelError if unsupported."""
     found = fields.get("quantization_config")
     if not found:
         return None
+    own = _object(fields, found, "quantization_config")
+    made = METHODS[_choice(own, "quant_method", METHODS)](own)
+    refuse_unread(own, IGNORED, OFF)
+    try:
+        made.keeps("")
+    except re.error as error:
+        raise own.error(f"a pattern of modules is wrong: {error}") from error
+    return made
+
+
+def _fp8(fields: Fields) -> Quantization:
+    """The format in which makers publish their models."""
+    _choice(fields, "fmt", ("e4m3",), "e4m3")
+    _choice(fields, "activation_scheme", ("dynamic", "static"), "dynamic")
+    rows, columns = _block(fields, "weight_block_size")
+    kept = _names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers")
+    return Quantization(method="fp8", layout=FP8, rows=rows, columns=columns, kept=kept)
+
+
+def _compressed_tensors(fields: Fields) -> Quantization:
+    groups = _object(fields, fields.get("config_groups"), "config_groups").values
+    found = {_group(fields, _object(fields, group, name)) for name, group in groups.items()}
+    if len(found) != 1:
+        raise _unsupported(fields, f"config_groups with {len(found)} schemes of weights")
+    return found.pop()
+
+
+def _group(fields: Fields, group: Fields) -> Quantization:
+    weights = _object(group, group.get("weights"), "weights")
+    name = _choice(group if group.get("format") else fields, "format", COMPRESSED)
+    layout, kinds = COMPRESSED[name]
+    inputs = _object(
+        group, group.get("input_activations", {"type": "int", "num_bits": 8}), "input_activations"
+    )
+    for scheme, supported in ((weights, kinds), (inputs, ("int8", "float8"))):
+        if (kind := f"{scheme.get('type')}{scheme.get('num_bits')}") not in supported:
+            raise _unsupported(scheme, f"type {kind}")
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise _unsupported(fields, "act-order (actorder)")
+    many = "block" if layout == FP8 else "group"
+    strategy = _choice(weights, "strategy", ("tensor", "channel", many))
+    rows, columns = _block(weights, "block_structure") if strategy == "block" else (1, None)
+    made = Quantization(
+        method=f"compressed-tensors {name}", layout=layout, rows=rows,
+        columns=weights.count("group_size") if strategy == "group" else columns,
+        bits=weights.count("num_bits"), is_symmetric=weights.flag("symmetric", True),
+        kept=_names(fields, "ignore"),
+    )  # fmt: skip
+    refuse_unread(weights, IGNORED, {})
+    refuse_unread(group, IGNORED, {})
+    return made
+
+
+def _awq(fields: Fields) -> Quantization:
+    _choice(fields, "version", ("gemm", "GEMM"), "gemm")
+    if not fields.flag("zero_point", True):
+        raise _unsupported(fields, "awq without zero_point")
+    return Quantization(
+        method="awq", layout="awq", bits=_bits(fields, 4), columns=_group_size(fields),
+        is_symmetric=False, kept=_names(fields, "modules_to_not_convert"),
+    )  # fmt: skip
+
+
+def _gptq(fields: Fields) -> Quantization:
+    version = _choice(fields, "checkpoint_format", GPTQ_OFFSETS, "gptq")
+    special = _object(fields, fields.get("dynamic", {}), "dynamic").values
+    if not all(key.startswith("-:") for key in special):
+        raise _unsupported(fields, "gptq with other schemes for some modules (dynamic)")
+    return Quantization(
+        method="gptq", layout="gptq", bits=_bits(fields, 4, 8), columns=_group_size(fields),
+        is_symmetric=False, zero_offset=GPTQ_OFFSETS[version],
+        is_reordered=fields.flag("desc_act"),
+        kept=tuple(f"re:{key[2:]}" for key in special),
+    )  # fmt: skip
+
+
+METHODS: dict[str, Callable[[Fields], Quantization]] = {
+    "fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
+}  # fmt: skip
+
+
+def _object(fields: Fields, found: Any, name: str) -> Fields:
     if not isinstance(found, Mapping):
-        raise fields.error(f"quantization_config is {found!r}; it must be an object")
-    method, name = found.get("quant_method"), found.get("format")
-    if found.get("weight_block_size"):
-        raise _unsupported(fields, f"block-wise {method} (weight_block_size)")
-    if method != "compressed-tensors":
-        raise _unsupported(fields, f"quant_method {method!r}")
-    if name != "float-quantized":
-        raise _unsupported(fields, f"compressed-tensors format {name!r}")
-    groups = found.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise fields.error("quantization_config: config_groups is missing or empty")
-    for group in groups.values():
-        _check_group(fields, group)
-    return FP8
+        raise fields.error(f"{name} is {found!r}; it must be an object")
+    return Fields(found, f"{fields.where}: {name}")
 
 
-def _check_group(fields: Fields, group: Any) -> None:
-    """ModelError unless weights and activations of a group have 8-bit floats."""
-    if not isinstance(group, Mapping):
-        raise fields.error(f"quantization_config: the group {group!r} must be an object")
-    for part in ("weights", "input_activations"):
-        scheme = group.get(part)
-        if scheme is None and part == "input_activations":
-            continue
-        scheme = scheme if isinstance(scheme, Mapping) else {}
-        kind = f"{scheme.get('type')}{scheme.get('num_bits')}"
-        if kind != "float8":
-            raise _unsupported(fields, f"{part} of type {kind}")
-        if part == "weights" and scheme.get("strategy") not in STRATEGIES:
-            raise _unsupported(fields, f"weights with strategy {scheme.get('strategy')!r}")
+def _bits(fields: Fields, *supported: int) -> int:
+    if (bits := fields.count("bits")) not in supported:
+        raise _unsupported(fields, f"{fields.get('quant_method')} with {bits} bits")
+    return bits
+
+
+def _group_size(fields: Fields) -> int | None:
+    if fields.get("group_size") == -1:  # all inputs
+        return None
+    return fields.count("group_size")
+
+
+def _block(fields: Fields, key: str) -> tuple[int, int | None]:
+    """Outputs and inputs of a block that has a scale; one scale per output if there are none."""
+    match fields.get(key):
+        case None:
+            return 1, None
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case found:
+            raise fields.error(f"{key} is {found!r}; it must be a list of 2 integers above 0")
+
+
+def _names(fields: Fields, key: str) -> tuple[str, ...]:
+    """Names of modules, or patterns that begin with re:."""
+    found = fields.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise fields.error(f"{key} is {found!r}; it must be a list of names")
+    return tuple(found)
+
+
+def _choice(fields: Fields, key: str, allowed: Iterable[str], default: str | None = None) -> str:
+    found = fields.get(key, default)
+    if found not in tuple(allowed):
+        raise _unsupported(fields, f"{key} {found!r}")
+    return str(found)
 
 
 def _unsupported(fields: Fields, what: str) -> ModelError:
-    return fields.error(f"quantization_config: {what} is not supported; {SUPPORTED}")
+    return fields.error(f"{what} is not supported; {SUPPORTED}")

@@ -249,7 +249,7 @@ def test_unsupported_values_are_named_with_the_supported_ones() -> None:
     assert "'longrope'" in text and "llama3" in text
     assert "partial_rotary_factor" in error_of(partial_rotary_factor=0.5)
     assert "each type of layer" in error_of(rope_parameters={"full_attention": {"rope_theta": 1e4}})
-    assert "GGUF" in error_of(quantization_config={"quant_method": "gptq"})
+    assert "GGUF" in error_of(quantization_config={"quant_method": "hqq"})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig
+from headway.model.quantization import keeps_fp8
 from headway.model.sharding import EVERYTHING, Part, Shard
 from headway.model.weights.fp8 import Fp8Matrix, quantize
 
@@ -124,4 +125,4 @@ class DummyCheckpoint(Checkpoint):
         return whole[part[: whole.dim()]].contiguous()
 
     def read_fp8(self, name: str, part: Part = EVERYTHING) -> Fp8Matrix | None:
-        return quantize(self.read(name, part)) if self.config.quantization else None
+        return quantize(self.read(name, part)) if keeps_fp8(self.config.quantization) else None

@@ -1,6 +1,6 @@
 """fp8 matrices: 8-bit floats with one scale for each output.
 
-Quantizes float matrices, and checks the scales of compressed-tensors files. Knows no layers.
+Quantizes float matrices. Knows no files and no layers.
 """
 
 from __future__ import annotations
@@ -43,12 +43,3 @@ def stacked(matrices: Sequence[Fp8Matrix]) -> Fp8Matrix:
     """Matrices with the same inputs, stacked along the outputs."""
     bits = torch.cat([each.q.view(torch.uint8) for each in matrices])
     return Fp8Matrix(q=bits.view(FP8), scale=torch.cat([each.scale for each in matrices]))
-
-
-def scale_problem(shape: Sequence[int] | None, num_outputs: int) -> str | None:
-    """Why a file's scale tensor of this shape cannot be used for a matrix; None if it can."""
-    if shape is None:
-        return "is missing"
-    if tuple(shape) in ((num_outputs, 1), (num_outputs,), (1, 1), (1,), ()):
-        return None
-    return f"has shape {list(shape)}; it must be [{num_outputs}, 1] or [1]"
