@@ -644,14 +644,17 @@ def test_finished_requests_leave_no_objects_behind(tiny: str, stops: list[str]) 
 
         many(0)  # 75 requests
         check_idle(llm)
-        before = alive()
-        many(100)
-        many(200)
-        check_idle(llm)
-        after = alive()
-        assert after[Request] <= before[Request] + 4
-        assert after[OutputBuilder] <= before[OutputBuilder]
-        assert after.total() - before.total() < 100, "150 requests left objects behind"
+        counts, growths = alive(), list[int]()
+        for seed in (100, 200):
+            before = counts
+            many(seed)
+            check_idle(llm)
+            counts = alive()
+            assert counts[Request] <= before[Request] + 4
+            assert counts[OutputBuilder] <= before[OutputBuilder]
+            growths.append(counts.total() - before.total())
+        # The process itself may keep more objects once.
+        assert min(growths) < 50, "75 requests left objects behind"
 
 
 SIZES: dict[Any, int] = {
