@@ -3,7 +3,9 @@
 Simulated executors, the fit of a profile and the chunk rule `hold_tbt` use the same formula. A pass
 takes a fixed time, which is longer if it computes prompts, plus the longer of reading the weights
 and the matrix products, plus the longer of reading keys and values and the attention products, plus
-the exchange between devices. Reads no clock: the numbers come from a profile or from a measurement.
+the exchange between devices. With experts, a pass reads those that its tokens use, if each token
+chooses them independently of the others. Reads no clock: the numbers come from a profile or from a
+measurement.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ class UnitCosts(NamedTuple):
     overlap: float  # of reading and computing: 1 hides the shorter completely, 0 adds it
     exchange: float = 0.0  # between the devices of a tensor-parallel group, per token
     prompt: float = 0.0  # fixed, in addition, if more tokens are computed than sampled
+    experts: float = 0.0  # reading all experts
+    unchosen: float = 1.0  # the share of experts that a token does not use
 
     def seconds(
         self, tokens: int, samples: int, reads: int, pairs: float,
@@ -36,7 +40,12 @@ class UnitCosts(NamedTuple):
 
         Times of many passes, if all these are arrays, with the functions of arrays.
         """
-        weights, token, sample, read, pair, fixed, min_attention, overlap, exchange, prompt = self
+        (
+            weights, token, sample, read, pair, fixed, min_attention, overlap, exchange, prompt,
+            experts, unchosen,
+        ) = self  # fmt: skip
+        if experts:
+            weights += experts * (1 - unchosen**tokens)
         dense, reading, computing = tokens * token + samples * sample, reads * read, pairs * pair
         linear, attention = larger(dense, weights), larger(reading, computing)
         if overlap < 1:

@@ -50,14 +50,16 @@ HELD_OUT = {
 class Model:
     """The work of a model: bytes to read and operations to compute."""
 
-    weight_bytes: float  # read by every forward pass
+    weight_bytes: float  # read by every forward pass; without experts
     kv_bytes: float  # keys and values of one token, all layers
-    dense_flops: float  # per token, without attention and LM head: 2 x parameters
+    dense_flops: float  # per token, without attention and LM head: 2 x parameters that it uses
     attention_flops: float  # per query token and token that it attends to, all layers
     head_flops: float  # per sampled token
     max_model_len: int  # prompt and output together
     all_reduces: int = 0  # per forward pass of a tensor-parallel group: two for each layer
     all_reduce_bytes: float = 0.0  # per token and all-reduce: one hidden state
+    expert_bytes: float = 0.0  # all experts; a pass reads those that its tokens use
+    chosen_share: float = 0.0  # of the experts, for one token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,8 @@ class Profile:
             overlap=machine.overlap,
             exchange=self._exchange_seconds(),
             prompt=machine.prompt_seconds,
+            experts=model.expert_bytes / bandwidth,
+            unchosen=1 - model.chosen_share,
         )
 
     def _exchange_seconds(self) -> float:
@@ -261,7 +265,7 @@ def _value(name: str, value: Any, where: str) -> Any:
     if name in CHECKS:
         return CHECKS[name](shown, value)
     if name.endswith("_seconds") or name in OPTIONAL_RATES:
-        real_number(shown, value, low=0, high=1 if name == "overlap" else None)
+        real_number(shown, value, low=0, high=1 if name in SHARES else None)
     else:
         real_number(shown, value, above=0, high=1 if name.endswith("_share") else None)
     return value
@@ -291,7 +295,8 @@ def _corrections(shown: str, values: Any) -> Corrections:
 
 
 # Fields that may be 0 although they do not end in _seconds.
-OPTIONAL_RATES = ("head_flops", "overlap", "link_bandwidth", "all_reduce_bytes")
+SHARES = ("overlap", "chosen_share")
+OPTIONAL_RATES = ("head_flops", "link_bandwidth", "all_reduce_bytes", "expert_bytes", *SHARES)
 PARTS: dict[str, type[Any]] = {"model": Model, "machine": Machine}
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "name": text, "description": text, "held_out": _held_out, "corrections": _corrections,

@@ -248,6 +248,8 @@ def test_sizes_of_the_weights_are_known_before_they_are_loaded() -> None:
     shapes = [shape for shape in config.shapes().values() if len(shape) == 2]
     assert model.num_bytes == 4 * sum(rows * columns for rows, columns in shapes)
     assert model.num_bytes < weight_bytes(config, PlainBackend()) < 1.01 * model.num_bytes
+    experts = [layer.experts for layer in model.layers if layer.experts]
+    assert sum(each.expert_bytes for each in experts) == 2 * 4 * 4 * 3 * 64 * 64
     dense = config_of("Qwen3Moe", num_experts=4, mlp_only_layers=[0, 1])
     assert dense.experts is None and not dense.cpu_only
 

@@ -152,6 +152,19 @@ def test_all_reduces_add_their_latency_to_a_pass_and_their_data_to_a_token() -> 
     assert slower.unit_costs.exchange == pytest.approx(2 * profile.unit_costs.exchange)
 
 
+def test_a_pass_reads_the_experts_that_its_tokens_use(tmp_path: Path) -> None:
+    dense = load_profile("llama3.1-8b-a100-80gb")
+    model = replace(dense.model, dense_flops=1.0, expert_bytes=6e10, chosen_share=1 / 16)
+    profile = replace(dense, model=model, machine=replace(dense.machine, overlap=1.0))
+    without = replace(profile, model=replace(model, expert_bytes=0.0))
+    bandwidth = dense.machine.bandwidth * dense.machine.bandwidth_share
+    for tokens, share in ((1, 1 / 16), (2, 1 - (15 / 16) ** 2), (32, 0.8732), (4096, 1.0)):
+        added = profile.pass_seconds(tokens, 1, 0, 0) - without.pass_seconds(tokens, 1, 0, 0)
+        assert added == pytest.approx(share * 6e10 / bandwidth, rel=1e-3)
+    save_profile(profile, tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json") == profile
+
+
 def test_one_device_exchanges_nothing() -> None:
     profile = load_profile("llama3.1-8b-a100-80gb")
     assert profile.machine.link_bandwidth > 0 and profile.unit_costs.exchange == 0.0

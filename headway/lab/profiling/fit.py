@@ -225,7 +225,7 @@ def _starts(plain: Observations, model: Model) -> list[Numbers]:
     rate = float(np.max(tokens / plain.seconds)) * model.dense_flops
     return [
         np.array([
-            np.log(model.weight_bytes / shortest * wide), np.log(rate), np.log(shortest * share),
+            np.log((model.weight_bytes + model.expert_bytes) / shortest * wide), np.log(rate), np.log(shortest * share),
             np.log(shortest / 100), np.log(shortest / 100), odds,
         ])
         for wide, share, odds in product((1.0, 4.0), (0.05, 0.6), (-2.0, 2.0))

@@ -99,17 +99,25 @@ def model_work(llm: LLM) -> Model:
     """The work of the model, computed from its shapes."""
     decoder, loaded = llm.loaded.decoder, llm.loaded
     config, num_slots = decoder.config, loaded.config.num_blocks * loaded.config.block_size
-    layers = (shape for name, shape in config.shapes().items() if ".layers." in name)
+    experts = config.experts
+    share = experts.num_chosen / experts.num_experts if experts else 0.0
+    expert_bytes = sum(layer.experts.expert_bytes for layer in decoder.layers if layer.experts)
+    layers = ((name, shape) for name, shape in config.shapes().items() if ".layers." in name)
     # An embedding table that is not the LM head as well is looked up, not read completely.
     looked_up = 0 if config.tie_embeddings else decoder.embedding.num_bytes
     return Model(
-        weight_bytes=decoder.num_bytes - looked_up,
+        weight_bytes=decoder.num_bytes - looked_up - expert_bytes,
         kv_bytes=loaded.kv_bytes / num_slots,
-        dense_flops=2 * sum(math.prod(shape) for shape in layers if len(shape) == 2),
+        dense_flops=2 * sum(
+            math.prod(shape) * (share if ".experts." in name else 1)
+            for name, shape in layers if len(shape) == 2
+        ),
         attention_flops=4 * config.num_layers * config.num_heads * config.head_dim,
         head_flops=2 * config.hidden_size * config.vocab_size,
         max_model_len=config.max_model_len,
-    )
+        expert_bytes=expert_bytes,
+        chosen_share=share,
+    )  # fmt: skip
 
 
 def run(llm: LLM, calibration: Calibration, bar: ProgressBar = no_bar) -> Logs:

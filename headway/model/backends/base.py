@@ -52,8 +52,8 @@ class ExpertWeights:
     down: list[Weight]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(weight.num_bytes for weight in (self.router, *self.gate_up, *self.down))
+    def expert_bytes(self) -> int:
+        return sum(weight.num_bytes for weight in (*self.gate_up, *self.down))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,8 +74,9 @@ class LayerWeights:
     def num_bytes(self) -> int:
         """Bytes of the matrices."""
         own = (self.qkv, self.output, self.gate_up, self.down)
-        experts = self.experts.num_bytes if self.experts else 0
-        return sum(weight.num_bytes for weight in own) + experts
+        experts = self.experts
+        routed = experts.router.num_bytes + experts.expert_bytes if experts else 0
+        return sum(weight.num_bytes for weight in own) + routed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -55,6 +55,8 @@ class hold_tbt(Checked):
     overlap: float = number(1.0, 0, 1)
     exchange: float = number(0.0, 0)
     prompt: float = number(0.0, 0)
+    experts: float = number(0.0, 0)
+    unchosen: float = number(1.0, 0, 1)
 
     def __call__(self, want: int, left: int, is_first: bool) -> int:
         return min(want, left)

@@ -140,6 +140,13 @@ def test_a_fit_to_a_clean_log_predicts_another_run_within_one_percent(machine: M
     assert found.host_seconds == pytest.approx(machine.host_seconds)
 
 
+def test_experts_are_fitted_as_the_bytes_that_the_tokens_of_a_step_read() -> None:
+    experts = replace(SMALL, weight_bytes=1e8, expert_bytes=6e9, chosen_share=1 / 16)
+    profile = profile_of(SLOW, experts)
+    off = step_errors(fitted(profile), profile, logs(profile)[1])
+    assert np.median(off) < 0.01 and off.max() < 0.05
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_noise_and_slow_steps_hardly_change_predictions(seed: int) -> None:
     profile = profile_of(SLOW)
