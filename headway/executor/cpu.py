@@ -42,6 +42,7 @@ class CpuExecutor:
         self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.decoder, self.now, size = decoder, now, config.block_size
+        decoder.use_length(config.max_model_len)
         model, window = decoder.config, config.sliding_window or None
         wanted = model.sliding_window if model.windowed_layers else None
         assert window == wanted, f"sliding_window is {window}, that of the model {wanted}"

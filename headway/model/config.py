@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -62,7 +63,15 @@ class ModelConfig(Variant):
             return f"{self.architecture} has layers with a sliding window"
         if self.has_output_norms or self.activation != "silu":
             return f"{self.architecture} has output norms or the activation {self.activation}"
+        if self.unrotated_layers or self.query_growth:
+            what = "layers without rope" if self.unrotated_layers else "queries scaled by position"
+            return f"{self.architecture} has {what}"
         return None
+
+    def for_length(self, max_model_len: int) -> ModelConfig:
+        """This config with the rope for contexts of at most this length."""
+        rope = self.rope.for_length(max_model_len)
+        return self if rope is self.rope else replace(self, rope=rope)
 
     def layers_of_kind(self, *, windowed: bool) -> ModelConfig:
         """This config with only the layers of one kind: the sizes of that kind's KV cache."""
@@ -109,6 +118,17 @@ class ModelConfig(Variant):
             names = self.experts.shared_names if self.experts.shared_width else []
         return [f"model.layers.{layer}.{name}" for name in names]
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name in a file, which may have q, k and v, and gate and up, in one matrix."""
+        if not self.has_fused_projections:
+            return self.shapes()
+        stored: dict[str, tuple[int, ...]] = {}
+        for name, (rows, *columns) in self.shapes().items():
+            fused = re.sub(r"\b(q|k|v)_proj", "qkv_proj", name)
+            fused = re.sub(r"\b(gate|up)_proj", "gate_up_proj", fused)
+            stored[fused] = (stored.get(fused, (0,))[0] + rows, *columns)
+        return stored
+
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -121,11 +141,17 @@ class ModelConfig(Variant):
             "mlp.up_proj": (inner, hidden, self.mlp_bias),
             "mlp.down_proj": (hidden, inner, self.mlp_bias),
         }
-        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        norms = {"post_attention_layernorm": hidden}
+        if self.has_input_norms:
+            norms["input_layernorm"] = hidden
         if self.has_output_norms:
-            norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+            norms["post_feedforward_layernorm"] = hidden
+            if self.has_input_norms:
+                norms["pre_feedforward_layernorm"] = hidden
         if self.qk_norm:
-            norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+            is_whole = self.has_whole_qk_norm
+            norms["self_attn.q_norm"] = queries if is_whole else self.head_dim
+            norms["self_attn.k_norm"] = keys if is_whole else self.head_dim
         shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (s,) for n, s in norms.items()}
         for name, (rows, columns, has_bias) in matrices.items():
             shapes[f"{name}.weight"] = (rows, columns)
@@ -256,4 +282,16 @@ def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
         )
     if config.head_dim % 2:
         raise fields.error(f"head_dim {config.head_dim} is odd; rotary embeddings need pairs")
+    num_rotated = config.rope.num_rotated(config.head_dim)
+    if num_rotated % 2 or num_rotated == 0:
+        raise fields.error(
+            f"partial_rotary_factor {config.rope.rotated:g} of head_dim {config.head_dim} gives "
+            f"{num_rotated} dimensions; rotary embeddings need pairs"
+        )
+    for divisors in (config.rope.divisors, config.rope.long_divisors):
+        if divisors is not None and len(divisors) != num_rotated // 2:
+            raise fields.error(
+                f"the rope has {len(divisors)} factors; it needs one for each of "
+                f"{num_rotated // 2} pairs"
+            )
     return config

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from headway.model.angles import Angles
 from headway.model.backends.base import (
     Backend,
     ExpertWeights,
@@ -24,7 +25,6 @@ from headway.model.backends.base import (
     PassOutput,
 )
 from headway.model.batch import ForwardBatch
-from headway.model.rope import Rope
 from headway.model.weights.checkpoint import Checkpoint
 
 
@@ -52,9 +52,7 @@ class Decoder:
         self.norm = backend.vector(checkpoint, "model.norm.weight")
         tied = self.config.tie_embeddings
         self.head = self.embedding if tied else backend.weight(checkpoint, ["lm_head"])
-        angles = partial(Angles, head_dim=self.config.head_dim, device=self.norm.device)
-        self._angles = angles(self.config.rope)
-        self._window_angles = angles(self.config.window_rope or self.config.rope)
+        self.use_length(self.config.max_model_len)
         windowed = self.config.windowed_layers
         kinds = [number in windowed for number in range(self.config.num_layers)]
         # The place of each layer in the KV blocks of its kind.
@@ -63,28 +61,37 @@ class Decoder:
             embedding=self.embedding, layers=self.layers, norm=self.norm, head=self.head
         )
 
+    def use_length(self, max_model_len: int) -> None:
+        """Use the rope for contexts of at most this length; before the first pass."""
+        config = self.config = self.config.for_length(max_model_len)
+        angles = partial(
+            Angles, head_dim=config.head_dim, device=self.norm.device, growth=config.query_growth
+        )
+        self._angles = angles(config.rope)
+        self._window_angles = angles(config.window_rope or config.rope)
+
     def _layer(self, checkpoint: Checkpoint, number: int) -> LayerWeights:
-        weight, vector, prefix = self.backend.weight, self.backend.vector, f"model.layers.{number}"
-        attention, has_norms = f"{prefix}.self_attn", self.config.qk_norm
-        mlp = self.config.mlp_names(number)
-        has_output_norms = self.config.has_output_norms
-        before_mlp = "pre_feedforward" if has_output_norms else "post_attention"
+        weight, config, prefix = self.backend.weight, self.config, f"model.layers.{number}"
+        attention, mlp = f"{prefix}.self_attn", config.mlp_names(number)
 
-        def norm_of(kind: str) -> Tensor:
-            return vector(checkpoint, f"{prefix}.{kind}_layernorm.weight")
+        def norm(name: str, exists: bool) -> Tensor | None:
+            return self.backend.vector(checkpoint, f"{prefix}.{name}.weight") if exists else None
 
+        has_input, has_output = config.has_input_norms, config.has_output_norms
+        before_mlp = "pre_feedforward" if has_output else "post_attention"
         return LayerWeights(
-            input_norm=norm_of("input"),
+            input_norm=norm("input_layernorm", has_input),
             qkv=weight(checkpoint, [f"{attention}.{name}_proj" for name in "qkv"]),
-            q_norm=vector(checkpoint, f"{attention}.q_norm.weight") if has_norms else None,
-            k_norm=vector(checkpoint, f"{attention}.k_norm.weight") if has_norms else None,
+            q_norm=norm("self_attn.q_norm", config.qk_norm),
+            k_norm=norm("self_attn.k_norm", config.qk_norm),
             output=weight(checkpoint, [f"{attention}.o_proj"]),
-            post_norm=norm_of(before_mlp),
+            post_norm=norm(f"{before_mlp}_layernorm", has_input),
             gate_up=weight(checkpoint, mlp[:2]) if mlp else NoWeight(),
             down=weight(checkpoint, mlp[2:]) if mlp else NoWeight(),
             experts=self._experts(checkpoint, number),
-            attention_norm=norm_of("post_attention") if has_output_norms else None,
-            mlp_norm=norm_of("post_feedforward") if has_output_norms else None,
+            attention_norm=norm("post_attention_layernorm", has_output),
+            mlp_norm=norm("post_feedforward_layernorm", has_output),
+            is_rotated=number not in config.unrotated_layers,
         )
 
     def _experts(self, checkpoint: Checkpoint, number: int) -> ExpertWeights | None:
@@ -203,7 +210,9 @@ class Decoder:
         found = rows(tokens_t) if self.shard is None else self.shard.embed(rows, tokens_t)
         return found if scale == 1.0 else found * torch.tensor(scale, dtype=found.dtype)
 
-    def _rope(self, angles: Angles, batch: ForwardBatch, block_size: int) -> tuple[Tensor, Tensor]:
+    def _rope(
+        self, angles: Angles, batch: ForwardBatch, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Cosines and sines, of every token or, if the backend looks them up, of every position."""
         if not self.backend.uses_rope_table:
             return angles.of(batch.positions_t)
@@ -212,22 +221,3 @@ class Decoder:
             num_positions = batch.tables_sw.shape[1] * block_size  # limits those of the batch
             length = min(length, 1 << max(10, num_positions.bit_length()))
         return angles.table(length)
-
-
-class Angles:
-    """Cosines and sines of a rope."""
-
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
-        self._frequencies = torch.from_numpy(rope.inverse_frequencies(head_dim)).to(device)
-        self._scale = rope.scale
-        self._table: tuple[Tensor, Tensor] | None = None
-
-    def of(self, positions_t: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions_t[:, None].float() * self._frequencies
-        return angles.cos() * self._scale, angles.sin() * self._scale
-
-    def table(self, length: int) -> tuple[Tensor, Tensor]:
-        """Those of at least the first `length` positions; the same tensors while they suffice."""
-        if self._table is None or len(self._table[0]) < length:
-            self._table = self.of(torch.arange(length, device=self._frequencies.device))
-        return self._table

@@ -6,45 +6,23 @@ be without effect (config_keys.py), so a description that misses a key refuses t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from headway.model import variants
 from headway.model.experts import Experts, mixtral_experts, qwen_experts
 from headway.model.fields import Fields
-from headway.model.rope import Rope, rope_from_hf
+from headway.model.rope import Rope
 from headway.model.variant import Variant
 from headway.model.windows import (
-    FULL,
-    SLIDING,
     WindowRule,
-    Windows,
     after_max_window_layers,
     all_but_every,
     every_layer,
     no_layer,
-    windows_from_gguf,
-    windows_from_hf,
 )
-
-
-def from_llama_file(fields: Fields, rule: WindowRule) -> Variant:
-    """The variant of a config.json with one rope."""
-    return Variant(rope=rope_from_hf(fields), **windows_from_hf(fields, rule)._asdict())
-
-
-def from_llama_gguf(fields: Fields, head_dim: int, rope: Rope) -> Variant:
-    """The variant of GGUF metadata; ModelError for a window, which only some families have."""
-    length = fields.count("context_length")
-    window = fields.count("attention.sliding_window", length, minimum=0) or length
-    if window < length:
-        raise fields.error(
-            f"attention.sliding_window {window} is below context_length {length}: "
-            "sliding-window attention is not supported for this architecture"
-        )
-    return Variant(rope=rope)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,68 +41,8 @@ class Family:
     experts: Callable[[Fields], Experts | None] | None = None
     activation: tuple[str, str] = ("hidden_act", "silu")  # the key, and its only value
     windows: WindowRule = no_layer
-    read: Callable[[Fields, WindowRule], Variant] = from_llama_file
-    read_gguf: Callable[[Fields, int, Rope], Variant] = from_llama_gguf
-
-
-GEMMA_PERIOD = 6  # by default, every sixth layer sees all tokens
-GEMMA_THETA, GEMMA_WINDOW_THETA = 1_000_000.0, 10_000.0
-GEMMA_LARGEST = 62  # layers of the 27B model, whose query scale is not that of its head size
-
-
-def gemma_from_hf(fields: Fields, rule: WindowRule) -> Variant:
-    fields.read.add("hidden_act")  # of older files; hidden_activation is used
-    theta = fields.number("rope_theta", GEMMA_THETA, minimum=1.0)
-    local = fields.number("rope_local_base_freq", GEMMA_WINDOW_THETA, minimum=1.0)
-    return Variant(
-        activation="gelu",
-        has_output_norms=True,
-        norm_offset=1.0,
-        embedding_scale=math.sqrt(fields.count("hidden_size")),
-        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
-        **with_two_ropes(fields, windows_from_hf(fields, rule), theta, local),
-    )
-
-
-def gemma_from_gguf(fields: Fields, head_dim: int, rope: Rope) -> Variant:
-    """The same from GGUF metadata, whose norm weights include the 1 that others leave out."""
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if fields.get(key):
-            raise fields.error(f"{key} {fields.values[key]!r} is not supported")
-    hidden = fields.count("embedding_length")
-    is_largest = fields.count("block_count") == GEMMA_LARGEST
-    size = hidden / fields.count("attention.head_count") if is_largest else head_dim
-    theta = fields.number("rope.freq_base_swa", GEMMA_WINDOW_THETA, minimum=1.0)
-    return Variant(
-        rope=rope,
-        window_rope=Rope(theta=theta),
-        activation="gelu",
-        has_output_norms=True,
-        embedding_scale=math.sqrt(hidden),
-        attention_scale=size**-0.5,
-        **windows_from_gguf(fields, GEMMA_PERIOD)._asdict(),
-    )
-
-
-def with_two_ropes(
-    fields: Fields, windows: Windows, theta: float, window_theta: float
-) -> dict[str, Any]:
-    """The windows and ropes of a config.json whose windowed layers have a rope of their own.
-
-    Ropes are an object for each kind of layers (transformers 5), or separate fields; rope_scaling
-    is that of the other layers.
-    """
-    found, scaling = fields.get("rope_parameters", {}), fields.get("rope_scaling")
-    if not isinstance(found, dict) or not found.keys() <= {FULL, SLIDING}:
-        raise fields.error(f"rope_parameters is {found!r}; it must have only {FULL} and {SLIDING}")
-    ropes = []
-    for kind, own_theta, own_scaling in ((FULL, theta, scaling), (SLIDING, window_theta, None)):
-        own = {"rope_parameters": found.get(kind), "rope_theta": own_theta}
-        inner = Fields({**fields.values, **own, "rope_scaling": own_scaling}, fields.where)
-        ropes.append(rope_from_hf(inner))
-        fields.read |= inner.read
-    rope = ropes[0] if windows.attention_window is None else ropes[1]
-    return {"rope": rope, "window_rope": ropes[1], **windows._asdict()}
+    read: Callable[[Fields, WindowRule], Variant] = variants.from_llama_file
+    read_gguf: Callable[[Fields, int, Rope], Variant] = variants.from_llama_gguf
 
 
 QWEN: Mapping[str, Any] = MappingProxyType(
@@ -179,9 +97,77 @@ FAMILIES = (
         bias_keys=("attention_bias",),
         has_qk_norm=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
-        windows=all_but_every(GEMMA_PERIOD),
-        read=gemma_from_hf,
-        read_gguf=gemma_from_gguf,
+        windows=all_but_every(variants.GEMMA_PERIOD),
+        read=variants.gemma_from_hf,
+        read_gguf=variants.gemma_from_gguf,
+    ),
+    Family(
+        name="smollm3",
+        architectures=("SmolLM3ForCausalLM",),
+        model_type="smollm3",
+        gguf="smollm3",
+        has_interleaved_rows=True,
+        defaults={
+            "num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        },
+        bias_keys=("attention_bias", "mlp_bias"),
+        read=variants.smollm3_from_hf,
+        read_gguf=variants.smollm3_from_gguf,
+    ),
+    Family(
+        name="phi3",  # and Phi-4
+        architectures=("Phi3ForCausalLM",),
+        model_type="phi3",
+        defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        windows=every_layer,
+        read=variants.phi3_from_hf,
+    ),
+    Family(
+        name="olmo2",
+        architectures=("Olmo2ForCausalLM",),
+        model_type="olmo2",
+        gguf="olmo2",
+        defaults={"rms_norm_eps": 1e-5},
+        bias_keys=("attention_bias",),
+        has_qk_norm=True,
+        read=variants.olmo2_from_hf,
+        read_gguf=variants.olmo2_from_gguf,
+    ),
+    Family(
+        name="olmo3",
+        architectures=("Olmo3ForCausalLM",),
+        model_type="olmo3",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        bias_keys=("attention_bias",),
+        has_qk_norm=True,
+        windows=all_but_every(4),
+        read=variants.olmo3_from_hf,
+    ),
+    Family(
+        name="granite",
+        architectures=("GraniteForCausalLM",),
+        model_type="granite",
+        gguf="granite",
+        has_interleaved_rows=True,
+        bias_keys=("attention_bias", "mlp_bias"),
+        read=variants.granite_from_hf,
+        read_gguf=variants.granite_from_gguf,
+    ),
+    Family(
+        name="ministral3",
+        architectures=("Ministral3ForCausalLM",),
+        model_type="ministral3",
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0,
+                "original_max_position_embeddings": 16384, "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        windows=every_layer,
+        read=variants.ministral3_from_hf,
     ),
     Family(
         name="mixtral",

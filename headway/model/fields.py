@@ -50,6 +50,14 @@ class Fields:
             raise self.error(f"{key} is {value!r}; it must be a number above {minimum:g}")
         return float(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers above 0."""
+        listed = self._get(key, None)
+        if not isinstance(listed, list) or not listed:
+            raise self.error(f"{key} is {listed!r}; it must be a list of numbers")
+        parts = Fields({f"{key}[{place}]": value for place, value in enumerate(listed)}, self.where)
+        return tuple(parts.number(name) for name in parts.values)
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._get(key, default)
         if type(value) is not bool:

@@ -14,6 +14,7 @@ from headway.model.devices import Device, room_for_weights
 from headway.model.precision import weight_bytes
 from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint, ShardedCheckpoint
+from headway.model.weights.converted import ConvertedCheckpoint
 from headway.model.weights.gguf_checkpoint import GgufCheckpoint
 from headway.model.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from headway.model.weights.safetensors_files import safetensors_files
@@ -38,11 +39,15 @@ def open_checkpoint(
         return DummyCheckpoint(load_hf(path), device)
     if load_format in ("auto", "safetensors"):
         if (path / "config.json").exists() and safetensors_files(path):
-            return SafetensorsCheckpoint(path)
+            return _converted(SafetensorsCheckpoint(path))
         if load_format == "safetensors":
             raise ModelError(f"{path} is not a folder with config.json and *.safetensors")
     opened = GgufCheckpoint(_gguf_file(path, load_format))
-    return DummyCheckpoint(opened.config, device) if load_format == "dummy" else opened
+    return DummyCheckpoint(opened.config, device) if load_format == "dummy" else _converted(opened)
+
+
+def _converted(stored: Checkpoint) -> Checkpoint:
+    return ConvertedCheckpoint(stored) if stored.config.is_converted else stored
 
 
 def _gguf_file(path: Path, load_format: str) -> Path:

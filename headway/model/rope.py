@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from headway.model.config_keys import refuse_unread
 from headway.model.fields import Fields
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 # Keys of a config.json's rope parameters; each kind uses some of them.
 ROPE_KEYS = frozenset({
     "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
-    "low_freq_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+    "low_freq_factor", "mscale", "mscale_all_dim", "long_factor", "short_factor", "original_max_position_embeddings",
     "partial_rotary_factor", "rope_theta", "rope_type", "truncate", "type",
 })  # fmt: skip
 # Keys that a GGUF file may have for scaling; any other key is refused, as it changes the model.
@@ -39,22 +39,40 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
-    divisors: tuple[float, ...] | None = None  # GGUF's form of llama3 scaling
+    divisors: tuple[float, ...] | None = None  # of frequencies: longrope, GGUF's form of llama3
+    long_divisors: tuple[float, ...] | None = None  # of longrope, in contexts above the original
+    is_long: bool = False  # whether contexts are
+    rotated: float = 1.0  # the part of a head's dimensions that rotates
 
     @property
     def scale(self) -> float:
-        """The factor of cosine and sine; 1 except for yarn."""
-        if self.kind != "yarn":
-            return 1.0
-        return yarn_scale(self.factor) if self.attention_factor is None else self.attention_factor
+        """The factor of cosine and sine; 1 except for yarn and longrope."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return yarn_scale(self.factor) if self.kind == "yarn" else 1.0
+
+    def num_rotated(self, head_dim: int) -> int:
+        """Dimensions of a head that rotate, in pairs; the others do not depend on positions."""
+        return int(head_dim * self.rotated)
+
+    def for_length(self, length: int) -> Rope:
+        """The rope for contexts of at most `length` tokens: longrope has one for long contexts."""
+        is_long = self.long_divisors is not None and length > self.original_max_length
+        return self if is_long == self.is_long else replace(self, is_long=is_long)
 
     def inverse_frequencies(self, head_dim: int) -> NDArray[np.float32]:
-        """Radians per position for each of the head_dim / 2 pairs, rounded as in transformers."""
+        """Radians per position for each pair that rotates, rounded as in transformers."""
+        head_dim = self.num_rotated(head_dim)
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
         # Computed in float64 and rounded once, since float32 pow differs between libraries.
         theta = np.float64(np.float32(self.theta))
         powers = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
         plain: NDArray[np.float32] = np.float32(1.0) / powers
+        if self.kind == "longrope":
+            divisors = self.long_divisors if self.is_long else self.divisors
+            powers *= np.asarray(divisors, dtype=np.float32)
+            stretched: NDArray[np.float32] = np.float32(1.0) / powers
+            return stretched
         if self.divisors is not None:
             return np.divide(plain, self.divisors, dtype=np.float32)
         if self.kind == "linear":
@@ -102,8 +120,20 @@ def yarn_scale(factor: float, multiplier: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
 
-def rope_from_hf(fields: Fields) -> Rope:
-    """Read the RoPE of a config.json: one object (transformers 5), or rope_scaling and rope_theta."""
+def pair_order(num_rotated: int, head_dim: int) -> list[int]:
+    """A head's dimensions so that i and i + head_dim / 2 are a pair; pairs that rotate come first."""
+    half, middle = num_rotated // 2, (num_rotated + head_dim) // 2
+    parts = (0, half), (num_rotated, middle), (half, num_rotated), (middle, head_dim)
+    return [place for part in parts for place in range(*part)]
+
+
+def rope_from_hf(
+    fields: Fields, *, allows_partial: bool = False, more_keys: tuple[str, ...] = ()
+) -> Rope:
+    """Read the RoPE of a config.json: one object (transformers 5), or rope_scaling and rope_theta.
+
+    The family may have `more_keys` among the parameters.
+    """
     found = fields.get("rope_parameters") or {}
     found = fields.get("rope_scaling") or found
     if not isinstance(found, dict):
@@ -112,28 +142,43 @@ def rope_from_hf(fields: Fields) -> Rope:
     if any(isinstance(value, dict) for value in stated.values()):
         raise fields.error("different rope parameters for each type of layer are not supported")
     rope = Fields(stated, f"{fields.where}: rope parameters")
-    refuse_unread(rope, ROPE_KEYS, {})
+    refuse_unread(rope, ROPE_KEYS.union(more_keys), {})
     for key in ("rope_theta", "partial_rotary_factor"):
         stated.setdefault(key, fields.get(key))
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.error("partial_rotary_factor must be 1; other values are not supported")
+    rotated = rope.number("partial_rotary_factor", 1.0)
+    if rotated > 1 or (rotated < 1 and not allows_partial):
+        raise fields.error(
+            f"partial_rotary_factor is {rotated:g}; for this architecture it must be 1"
+        )
     theta = rope.number("rope_theta", 10000.0, minimum=1.0)
     kind = stated.get("rope_type") or stated.get("type")
+    if kind == "su" or (kind == "yarn" and "short_factor" in stated):
+        kind = "longrope"  # its names in older files
+    fields.read.add("original_max_position_embeddings")  # of scaled kinds only
     if kind in (None, "default"):
-        return Rope(theta=theta)
+        return Rope(theta=theta, rotated=rotated)
+    if rotated != 1.0 and kind != "longrope":
+        raise fields.error(f"rope type {kind!r} with partial_rotary_factor is not supported")
     if kind == "linear":
         return Rope(theta=theta, kind=kind, factor=rope.number("factor"))
-    # A length beside the parameters overrides the one among them, as in transformers.
-    length = fields.get("original_max_position_embeddings")
-    if length is not None:
-        stated["original_max_position_embeddings"] = length
+    return _scaled_from_hf(fields, rope, Rope(theta=theta, kind=str(kind), rotated=rotated))
+
+
+def _scaled_from_hf(fields: Fields, rope: Fields, plain: Rope) -> Rope:
+    """A kind of rope that depends on the length that the model was first trained with."""
     max_length = fields.count("max_position_embeddings")
+    # A length beside the parameters overrides the one among them, as in transformers.
+    if (beside := fields.get("original_max_position_embeddings")) is not None:
+        rope = Fields({**rope.values, "original_max_position_embeddings": beside}, rope.where)
     length = rope.count("original_max_position_embeddings", max_length)
-    if kind == "llama3":
-        return _llama3_from_hf(rope, theta, length)
-    if kind == "yarn":
-        return _yarn_from_hf(rope, theta, length, max_length)
-    raise fields.error(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    if plain.kind == "llama3":
+        return _llama3_from_hf(rope, plain.theta, length)
+    if plain.kind == "yarn":
+        return _yarn_from_hf(rope, plain.theta, length, max_length)
+    if plain.kind == "longrope":
+        return _longrope_from_hf(rope, plain, length, max_length)
+    supported = ", ".join(ROPE_KINDS)
+    raise fields.error(f"rope type {plain.kind!r} is not supported; supported: {supported}")
 
 
 def _llama3_from_hf(rope: Fields, theta: float, length: int) -> Rope:
@@ -166,6 +211,21 @@ def _yarn_from_hf(rope: Fields, theta: float, length: int, max_length: int) -> R
         beta_slow=rope.number("beta_slow", 1.0),
         attention_factor=attention,
         truncate=rope.flag("truncate", True),
+    )
+
+
+def _longrope_from_hf(rope: Fields, plain: Rope, length: int, max_length: int) -> Rope:
+    factor, scale = rope.number("factor", max_length / length), 1.0
+    if factor > 1:
+        scale = math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))
+    short, long = (rope.numbers(f"{kind}_factor") for kind in ("short", "long"))
+    return replace(
+        plain,
+        factor=factor,
+        original_max_length=length,
+        attention_factor=rope.number("attention_factor", scale),
+        divisors=short,
+        long_divisors=long,
     )
 
 

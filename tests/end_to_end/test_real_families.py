@@ -56,6 +56,28 @@ GLOBAL = {  # as the larger models have it
         WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
     }
 }
+LONG: dict[str, Any] = {  # of 6 pairs: 3/4 of a head rotates
+    "partial_rotary_factor": 0.75,
+    "max_position_embeddings": 2 * LENGTH,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0],
+        "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
+    },
+}
+OLMO3_ROPES = {
+    "rope_parameters": {
+        FULL: {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.2,
+        },
+        WINDOWED: {"rope_type": "default", "rope_theta": 5e5},
+    }
+}
 FAMILIES = {
     "qwen2": Family("Qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1} | TIED),
     "qwen3": Family("Qwen3", {"head_dim": 32}),
@@ -79,6 +101,25 @@ FAMILIES = {
     "tied bfloat16 in shards": Family("Qwen2", TIED, torch.bfloat16, "20KB"),
     "gemma3": Family("Gemma3Text", GEMMA),
     "gemma3 in shards": Family("Gemma3Text", {**GEMMA, **GLOBAL}, torch.bfloat16, "60KB"),
+    "smollm3": Family("SmolLM3", TIED | {"num_hidden_layers": 5, "attention_bias": True}),
+    "phi3 below its original length": Family(
+        "Phi3", LONG | {"original_max_position_embeddings": LENGTH}
+    ),
+    "phi3 above its original length, with a window, in shards": Family(
+        "Phi3", LONG | TIED | {"original_max_position_embeddings": 8, "sliding_window": 20},
+        torch.bfloat16, "60KB",
+    ),
+    "olmo2": Family("Olmo2", TIED | {"attention_bias": True}),
+    "olmo3": Family("Olmo3", {**OLMO3_ROPES, "num_hidden_layers": 4, "sliding_window": 20}),
+    "granite": Family(
+        "Granite", TIED | {"attention_multiplier": 0.4, "embedding_multiplier": 12.0,
+                           "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    ),
+    "ministral3": Family(
+        "Ministral3",
+        rope("yarn", factor=16.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0, llama_4_scaling_beta=0.3),
+    ),
     "odd heads": Family("Llama", {"head_dim": 10, "intermediate_size": 150}),
 }  # fmt: skip
 FITTING = [name for name in FAMILIES if name != "odd heads"]
@@ -135,18 +176,25 @@ def prompts(seed: int) -> dict[str, list[int]]:
 
 
 def check_against_transformers(model: Decoder, reference: Any) -> None:
-    """Compare logits at every position, and the tokens of a batch."""
+    """Compare logits at every position, and tokens under chunks, preemptions and prefix hits."""
     tokens = prompts(1)["150"]
+    model.use_length(LENGTH)
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]
     found = real.logits_of(model, tokens)
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.max() < 1e-4
-    trial = real.Trial(model, num_blocks=60)
-    for prompt, output in zip(
-        prompts(2).values(), trial.ask_one(prompts(2), 24).values(), strict=True
-    ):
-        logits = real.transformers_logits(reference, prompt, output)
+    trial = real.Trial(
+        model, "vllm_v1", num_blocks=60, block_size=4, chunk="at_most(29)", max_model_len=LENGTH
+    )
+    outputs = trial.ask_one(prompts(2), 24)
+    for _ in range(2):  # the first may have to recompute what the other requests evicted
+        again = trial.ask_one({"150": prompts(2)["150"]}, 4)["150"]
+    seen = trial.seen
+    assert seen.num_recomputed and seen.longest_chunk == 29 and seen.num_cached > 100, seen
+    assert again == outputs["150"][:4]
+    parts = [(prompt, outputs[name]) for name, prompt in prompts(2).items()]
+    for (_, output), logits in zip(parts, real.batched_logits(reference, parts), strict=True):
         best = logits.topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > real.TIE, "a tie: use another seed"
         assert output == logits.argmax(-1).tolist()

@@ -23,7 +23,9 @@ from safetensors.torch import save_file
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_hf
+from headway.model.families import INTERLEAVED
 from headway.model.loader import open_checkpoint
+from headway.model.sharding import Part
 from headway.model.weights.checkpoint import DummyCheckpoint, QuantizedMatrix
 from headway.model.weights.gguf import read_header, read_metadata
 from headway.model.weights.gguf_checkpoint import gguf_name
@@ -54,7 +56,7 @@ def weights_of(config: ModelConfig) -> dict[str, Array]:
 def as_llama_cpp(config: ModelConfig, name: str, rows: Array) -> Any:
     """The row order that llama.cpp's converter gives to a Llama's queries and keys."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(name.split(".")[-2][0])
-    if config.architecture != "llama" or name.split(".")[-2] not in ("q_proj", "k_proj"):
+    if config.architecture not in INTERLEAVED or name.split(".")[-2] not in ("q_proj", "k_proj"):
         return rows
     halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
@@ -538,3 +540,66 @@ def test_a_wrong_format_or_file_names_the_valid_ones(tmp_path: Path) -> None:
     (tmp_path / "w.bin").write_bytes(b"")
     with pytest.raises(ModelError, match=r"w.bin: .*\.gguf file"):
         open_checkpoint(tmp_path / "w.bin")
+
+
+FUSED = dict[str, Any](
+    VALUES, architectures=["Phi3ForCausalLM"], hidden_size=128, partial_rotary_factor=0.25
+)
+
+
+def write_fused(folder: Path) -> dict[str, torch.Tensor]:
+    """Write a model with fused projections; return its tensors as the file has them."""
+    config = from_hf(FUSED, "x")
+    random = np.random.default_rng(5)
+    tensors = {
+        name: torch.from_numpy(random.normal(size=shape).astype(np.float32))
+        for name, shape in config.stored_shapes().items()
+    }
+    (folder / "config.json").write_text(json.dumps(FUSED))
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def test_fused_projections_are_split_and_their_rotated_rows_paired(tmp_path: Path) -> None:
+    stored, checkpoint = write_fused(tmp_path), open_checkpoint(tmp_path)
+    first = "model.layers.0."
+    q, k, v = stored[f"{first}self_attn.qkv_proj.weight"].split([128, 64, 64])
+    # Of a head of 32, 8 dimensions rotate: 0 with 4, ..., 3 with 7.
+    order = [*range(4), *range(8, 20), *range(4, 8), *range(20, 32)]
+    for name, rows in (("q", q), ("k", k)):
+        expected = rows.view(-1, 32, 128)[:, order].reshape(rows.shape)
+        assert torch.equal(checkpoint.read(f"{first}self_attn.{name}_proj.weight"), expected)
+    gate, up = stored[f"{first}mlp.gate_up_proj.weight"].chunk(2)
+    for name, rows in (("self_attn.v", v), ("mlp.gate", gate), ("mlp.up", up)):
+        assert torch.equal(checkpoint.read(f"{first}{name}_proj.weight"), rows)
+
+
+def test_a_part_of_a_converted_tensor_is_that_of_the_whole(tmp_path: Path) -> None:
+    write_fused(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    for name, shape in checkpoint.config.shapes().items():
+        whole, half = checkpoint.read(name), Part(slice(shape[0] // 2, shape[0]), slice(0, 32))
+        assert tuple(whole.shape) == shape == checkpoint.shape(name) and checkpoint.has(name)
+        if len(shape) == 2:
+            assert torch.equal(checkpoint.read(name, half), whole[half])
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+def test_factors_of_a_family_are_multiplied_into_its_weights(kind: Kind, tmp_path: Path) -> None:
+    """Also into groups; llama.cpp interleaves the rows of this family."""
+    named = {"architectures": ["GraniteForCausalLM"], "rms_norm_eps": 1e-5}
+    plain = from_hf({**VALUES, **named, "attention_multiplier": 0.25}, "x")
+    assert not plain.is_converted
+    weights = weights_of(plain)
+    path = write_gguf(
+        tmp_path / "m.gguf", plain, weights, encoded(kind), granite__residual_scale=2,
+        granite__logit_scale=8, granite__attention__scale=1,
+    )  # fmt: skip
+    checkpoint, factors = open_checkpoint(path), {"q_proj": 4.0, "o_proj": 2.0, "down_proj": 2.0}
+    for name, values in weights.items():
+        used = kind if values.ndim == 2 else Kind.F32
+        factor = factors.get(name.split(".")[-2], 0.125 if name == "model.norm.weight" else 1.0)
+        expected = torch.from_numpy(factor * gguf.dequantize(gguf.quantize(values, used), used))
+        torch.testing.assert_close(checkpoint.read(name), expected)
+        if values.ndim == 2 and (groups := checkpoint.read_groups(name)) is not None:
+            torch.testing.assert_close(expand(groups), expected)

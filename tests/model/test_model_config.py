@@ -50,6 +50,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": partial(config_of, "Qwen2", tie_word_embeddings=True),
     "qwen3": partial(config_of, "Qwen3", head_dim=24),
     "gemma3": partial(config_of, "Gemma3Text", head_dim=32, layer_types=[WINDOWED, WINDOWED, FULL]),
+    "smollm3": partial(config_of, "SmolLM3", pad_token_id=0),
+    "phi3": partial(config_of, "Phi3", pad_token_id=0),
+    "olmo2": partial(config_of, "Olmo2", attention_bias=True),
+    "olmo3": partial(config_of, "Olmo3"),
+    "granite": partial(config_of, "Granite", mlp_bias=True),
+    "ministral3": partial(config_of, "Ministral3", head_dim=16),
     "qwen3, biases": partial(config_of, "Qwen3", head_dim=16, attention_bias=True),
 }
 SLIDING: dict[str, Any] = {"sliding_window": 128, "use_sliding_window": True}
@@ -108,7 +114,7 @@ def test_tensors_equal_those_of_transformers(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS[name]())
     theirs = {key: tuple(value.shape) for key, value in model.named_parameters()}
-    assert config.shapes() == theirs
+    assert config.stored_shapes() == theirs
     assert config.num_params == sum(p.numel() for p in model.parameters())
 
 
@@ -186,6 +192,36 @@ def test_old_and_new_files_give_the_same_rope(name: str) -> None:
     assert from_hf({**SMALL, "model_type": "llama"}, "x").rope == Rope(theta=10000.0)
 
 
+FACTORS = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_factor": 0.8}, {"factor": 32.0}])
+def test_longrope_of_both_lengths_equals_that_of_transformers(more: dict[str, Any]) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {"rope_type": "longrope", "partial_rotary_factor": 0.4, **FACTORS, **more}
+    theirs = config_of(
+        "Phi3", rope_parameters=parameters, original_max_position_embeddings=128,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    rope = from_hf(theirs.to_dict(), "x").rope
+    for length in (128, 129):
+        frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](
+            theirs, torch.device("cpu"), seq_len=length
+        )
+        found = rope.for_length(length)
+        np.testing.assert_allclose(found.inverse_frequencies(16), frequencies.numpy(), rtol=5e-7)
+        assert found.scale == pytest.approx(scale) and found.for_length(128) == rope
+    older = {**parameters, "rope_type": None, "type": "su"}
+    assert from_hf({**theirs.to_dict(), "rope_parameters": older}, "x").rope == rope
+    with pytest.raises(ModelError, match="the rope has 2 factors; it needs one for each of 3"):
+        short = {**parameters, "long_factor": [1.0, 2.0]}
+        from_hf({**theirs.to_dict(), "rope_parameters": short}, "x")
+    with pytest.raises(ModelError, match="gives 5 dimensions"):
+        odd = {"rope_type": "default", "partial_rotary_factor": 0.35}
+        from_hf({**theirs.to_dict(), "rope_parameters": odd}, "x")
+
+
 def test_a_length_beside_the_rope_parameters_overrides_theirs() -> None:
     parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert read(rope_parameters=parameters).rope.original_max_length == 128
@@ -245,8 +281,8 @@ def test_unsupported_values_are_named_with_the_supported_ones() -> None:
     assert "GPT2LMHeadModel" in text and "Qwen3ForCausalLM" in text
     assert "'bert'" in error_of(architectures=None, model_type="bert")
     assert "'gelu'" in error_of(hidden_act="gelu") and "silu" in error_of(hidden_act="gelu")
-    text = error_of(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
-    assert "'longrope'" in text and "llama3" in text
+    text = error_of(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4})
+    assert "'dynamic'" in text and "llama3" in text
     assert "partial_rotary_factor" in error_of(partial_rotary_factor=0.5)
     assert "each type of layer" in error_of(rope_parameters={"full_attention": {"rope_theta": 1e4}})
     assert "GGUF" in error_of(quantization_config={"quant_method": "hqq"})
@@ -314,6 +350,42 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 2.5": ("Qwen2", QWEN_KEYS),
     "a Qwen 2.5 distilled from DeepSeek R1": ("Qwen2", {**QWEN_KEYS, "use_mrope": False}),
     "Qwen 3": ("Qwen3", {**QWEN_KEYS, "attention_bias": False, "head_dim": 16}),
+    "SmolLM3": (
+        "SmolLM3",
+        {
+            "attention_bias": False, "layer_types": [FULL] * 3, "max_window_layers": 28,
+            "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 0],
+            "pretraining_tp": 2, "rope_theta": 5e6, "sliding_window": None,
+            "use_sliding_window": False,
+        },
+    ),
+    "Phi 3 mini": ("Phi3", {"sliding_window": 2047, "auto_map": {}, "embd_pdrop": 0.0}),
+    "Phi 4 mini": (
+        "Phi3",
+        {
+            "attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1,
+            "lm_head_bias": False, "mlp_bias": False, "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.375, "resid_pdrop": 0.0, "sliding_window": 262144,
+            "rope_scaling": {"type": "longrope", **FACTORS}, "rope_theta": 1e4,
+        },
+    ),
+    "OLMo 2": ("Olmo2", {"attention_bias": False, "attention_dropout": 0.0, "rope_theta": 5e5}),
+    "OLMo 3": (
+        "Olmo3",
+        {
+            "attention_bias": False, "layer_types": [WINDOWED] * 2 + [FULL], "rope_theta": 5e5,
+            "rope_scaling": {**ROPES["yarn, betas"], "rope_type": "yarn", "attention_factor": 1.2},
+            "sliding_window": 4096,
+        },
+    ),
+    "Granite 3.3": (
+        "Granite",
+        {
+            "attention_bias": False, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0, "mlp_bias": False, "residual_multiplier": 0.22,
+            "rope_theta": 1e7,
+        },
+    ),
     "Gemma 3 270M": (
         "Gemma3",
         {
@@ -415,6 +487,42 @@ GGUF: dict[str, Any] = {
 }
 
 
+def read_other_gguf(kind: str, **changes: Any) -> ModelConfig:
+    """The same with the keys of another architecture."""
+    own = {f"llama.{key.replace('__', '.')}": value for key, value in changes.items()}
+    values = {k.replace("llama.", f"{kind}."): v for k, v in {**GGUF, **own}.items()}
+    return from_gguf({**values, "general.architecture": kind}, "m.gguf", tensors=["output.weight"])
+
+
+def test_gguf_and_config_json_of_other_families_give_the_same_config() -> None:
+    more: dict[str, Any] = {"eos_token_id": [2, 5], "bos_token_id": 1, "rope_theta": 5e5}
+    more["tie_word_embeddings"] = False
+    for kind, theirs, keys in (
+        ("SmolLM3", {"num_hidden_layers": 9}, {"block_count": 9}),
+        ("Olmo2", {}, {}),
+        (
+            "Granite",
+            {
+                "attention_multiplier": 0.5, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+                "residual_multiplier": 0.22,
+            },
+            {"attention__scale": 0.5, "embedding_scale": 12.0, "logit_scale": 8.0,
+             "residual_scale": 0.22},
+        ),
+    ):  # fmt: skip
+        config = from_hf(config_of(kind, **more, **theirs).to_dict(), "x")
+        assert read_other_gguf(kind.lower(), **keys) == config
+
+
+def test_what_runs_on_a_gpu_is_known_from_the_config() -> None:
+    reasons = {name: from_hf(values_of(name), "x").cpu_only for name in CONFIGS}
+    named = {name: reason for name, reason in reasons.items() if reason}
+    assert named.keys() == {"gemma3", "olmo2", "olmo3", "smollm3", "ministral3"} - {"smollm3"}
+    listed = {**values_of("smollm3"), "no_rope_layers": [1, 0, 1]}
+    assert "layers without rope" in str(from_hf(listed, "x").cpu_only)
+    assert "queries scaled by position" in str(named["ministral3"])
+
+
 def read_gguf(*tensors: str, **changes: Any) -> ModelConfig:
     """The config of a small GGUF file; `__` in a key stands for a dot."""
     values = {**GGUF, **{f"llama.{k.replace('__', '.')}": v for k, v in changes.items()}}
@@ -482,7 +590,7 @@ def test_an_unsupported_gguf_is_rejected_by_name(changes: dict[str, Any], detail
 
 
 def test_an_unknown_gguf_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ModelError, match=r"'gemma2'.*llama, qwen2, qwen3, gemma3"):
+    with pytest.raises(ModelError, match=r"'gemma2'.*llama, qwen2, qwen3, gemma3, smollm3"):
         from_gguf({**GGUF, "general.architecture": "gemma2"}, "m.gguf", tensors=())
 
 

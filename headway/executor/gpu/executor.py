@@ -73,6 +73,7 @@ class GpuExecutor:
         self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.decoder, self.now = decoder, now
+        decoder.use_length(config.max_model_len)
         self.free_at = 0.0  # when the device was last seen idle
         size, num_rows = config.block_size, config.max_num_seqs
         self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)

@@ -58,17 +58,18 @@ class ExpertWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWeights:
-    input_norm: Tensor
+    input_norm: Tensor | None  # None: the input is not normalized
     qkv: Weight
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Weight
-    post_norm: Tensor
+    post_norm: Tensor | None  # of the MLP's input
     gate_up: Weight  # with experts: of the one that all tokens use, or NoWeight
     down: Weight
     attention_norm: Tensor | None = None  # of the attention's output
     mlp_norm: Tensor | None = None  # of the MLP's output
     experts: ExpertWeights | None = None
+    is_rotated: bool = True  # q and k have a rope
 
     @property
     def num_bytes(self) -> int:
@@ -107,6 +108,7 @@ class PassArguments(NamedTuple):
     blocks: Tensor  # [B, L, 2, G, P, D]
     cosine: Tensor  # of each token, or of each position: see Backend.uses_rope_table
     sine: Tensor
+    query_scale: Tensor | None = None  # of each token or position like cosine; None: 1
 
 
 class ForwardPass(Protocol):

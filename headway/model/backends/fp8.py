@@ -124,8 +124,9 @@ class NormedDecodePass(FusedDecodePass):
     """A decode of one row, where norm weights are not part of the matrices."""
 
     def _normed_product(
-        self, x: Tensor, norm: Tensor, weight: Weight, *, is_gated: bool = False
+        self, x: Tensor, norm: Tensor | None, weight: Weight, *, is_gated: bool = False
     ) -> Tensor:
+        assert norm is not None, "a GPU runs models with norms of inputs only"
         return multiply(rms_norm(x, norm, self._config.norm_eps), weight, is_gated=is_gated)
 
 
@@ -156,7 +157,8 @@ class ScaledPass(ForwardPass):
         normed = self._normed(x, layer.post_norm, layer.gate_up)
         self._add(x, self._gated(normed, layer), layer.down, self._columns[1])
 
-    def _normed(self, x: Tensor, norm: Tensor, weight: Weight) -> Rows:
+    def _normed(self, x: Tensor, norm: Tensor | None, weight: Weight) -> Rows:
+        assert norm is not None
         if not is_fp8(weight):
             self._add_pending(x)
             return rms_norm(x, norm, self._epsilon)

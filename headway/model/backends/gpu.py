@@ -111,6 +111,7 @@ class GpuBackend(PlainBackend):
         self.name = f"gpu {dtype}".replace("torch.", "")
 
     def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
+        assert layer.input_norm is not None and layer.post_norm is not None
         ones = torch.ones_like(layer.input_norm)
         return replace(
             layer,
@@ -184,7 +185,8 @@ class GpuPass(ForwardPass):
     """One batch; `attention` is that of decodes."""
 
     def __init__(self, given: PassArguments, shard: Shard | None = None) -> None:
-        self._config, self._batch, self._blocks, *self._rope = given
+        self._config, self._batch, self._blocks = given[:3]
+        self._rope = given.cosine, given.sine
         self._shard = shard
         self._columns = (shard.attended, shard.inner) if shard else ([], [])
 
@@ -218,7 +220,7 @@ class FusedDecodePass(GpuPass):
         return x
 
     def _normed_product(
-        self, x: Tensor, norm: Tensor, weight: Weight, *, is_gated: bool = False
+        self, x: Tensor, norm: Tensor | None, weight: Weight, *, is_gated: bool = False
     ) -> Tensor:
         """norm(x) w; the norm's weight is in w, unless a subclass says otherwise."""
         epsilon = self._config.norm_eps
@@ -259,6 +261,7 @@ class UnfusedPass(GpuPass):
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps
+        assert layer.input_norm is not None and layer.post_norm is not None
         qkv = _linear(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
         self._add(x, self.attention(number, layer, qkv), layer.output, self._columns[0])
         inner = _gated(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)

@@ -99,7 +99,7 @@ class PlainPass(StepwisePass):
     """One batch; attention computes one sequence at a time."""
 
     def __init__(self, backend: PlainBackend, given: PassArguments) -> None:
-        config, batch, self._blocks, cosine_td, sine_td = given
+        config, batch, self._blocks, cosine_td, sine_td, query_scale_t = given
         super().__init__(backend, config)
         tables, row_ids_s = batch.tables_sw, batch.row_ids_s
         self._tables = (tables if row_ids_s is None else tables[row_ids_s.long()]).long()
@@ -107,16 +107,29 @@ class PlainPass(StepwisePass):
         self._starts, self._ends = batch.starts_s.tolist(), batch.ends_s.tolist()
         self._cosine = cosine_td.to(backend.dtype)[:, None]
         self._sine = sine_td.to(backend.dtype)[:, None]
+        self._query_scale = None if query_scale_t is None else query_scale_t[:, None, None]
         self._rows = (batch.slots_t >= 0).nonzero().squeeze(1)
         slots, size = batch.slots_t[self._rows], self._blocks.shape[4]
         self._slots = slots // size, slots % size
 
     def rotate_and_store(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        *,
+        is_rotated: bool = True,
     ) -> None:
         q_thd, k_tgd, v_tgd = self._split(qkv)
         for heads, norm in ((q_thd, q_norm), (k_tgd, k_norm)):
-            heads.copy_(self._rotated(self._normed(heads, norm)))
+            if norm is not None:
+                whole = heads.flatten(1) if self._config.has_whole_qk_norm else heads
+                heads.copy_(self._normed(whole, norm).view(heads.shape))
+            if is_rotated:
+                heads.copy_(self._rotated(heads))
+        if self._query_scale is not None:
+            q_thd *= self._query_scale.to(q_thd.dtype)
         block, offset = self._slots
         self._blocks[block, layer, 0, :, offset] = k_tgd[self._rows]
         self._blocks[block, layer, 1, :, offset] = v_tgd[self._rows]

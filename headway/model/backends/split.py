@@ -31,7 +31,13 @@ class StepwisePass(ForwardPass):
 
     @abstractmethod
     def rotate_and_store(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        *,
+        is_rotated: bool = True,
     ) -> None:
         """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
 
@@ -43,13 +49,13 @@ class StepwisePass(ForwardPass):
         """
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        ops, epsilon, shard = self._backend, self._config.norm_eps, self._backend.shard
+        ops, shard = self._backend, self._backend.shard
         attended = shard.attended if shard else []
-        qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
-        self.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
+        qkv = ops.linear(self._normed(x, layer.input_norm), layer.qkv)
+        self.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm, is_rotated=layer.is_rotated)
         out = self._project(self.attention(number, qkv), layer.output, attended)
         x = x + self._normed(out, layer.attention_norm)
-        normed = ops.rms_norm(x, layer.post_norm, epsilon)
+        normed = self._normed(x, layer.post_norm)
         if layer.experts is None:
             out = self._mlp(normed, layer, shard.inner if shard else [])
         else:

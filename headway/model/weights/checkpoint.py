@@ -34,7 +34,7 @@ class Checkpoint:
 
     def __init__(self, config: ModelConfig, path: Path | None) -> None:
         self.config, self.path = config, path
-        self._shapes = config.shapes()
+        self._shapes = config.stored_shapes()
 
     def has(self, name: str) -> bool:
         """Whether the model has this tensor and the file contains it."""
@@ -110,6 +110,7 @@ class DummyCheckpoint(Checkpoint):
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         """`device` creates the weights: a GPU takes seconds for billions of them."""
         super().__init__(config, None)
+        self._shapes = config.shapes()
         self._device = torch.device(device)
 
     def whole(self, name: str) -> torch.Tensor:

@@ -215,7 +215,7 @@ class NativePass(StepwisePass):
     _backend: NativeBackend
 
     def __init__(self, backend: NativeBackend, given: PassArguments) -> None:
-        config, batch, blocks, cosine, sine = given
+        config, batch, blocks, cosine, sine, query_scale = given
         super().__init__(backend, config)
         rows, size = batch.tokens_t.shape[0], config.head_dim
         task_rows = MAX_QUERIES // (config.num_heads // config.num_kv_heads)
@@ -225,15 +225,15 @@ class NativePass(StepwisePass):
             blocks.data_ptr(), *strides, blocks.shape[4], config.num_kv_heads, size, 8 * itemsize
         )
         inputs = (
-            cosine, sine, batch.tokens_t, batch.positions_t, batch.slots_t, batch.tables_sw,
+            cosine, sine, query_scale, batch.tokens_t, batch.positions_t, batch.slots_t, batch.tables_sw,
             batch.starts_s, batch.ends_s, batch.sampled_n,
         )  # fmt: skip
         num_sampled, scale = batch.sampled_n.shape[0], config.attention_scale
         self._buffers = buffers = backend.buffers(config, rows, num_sampled)
         self._struct = structs.PassStruct(
             cache, buffers.space.struct, rows, config.num_heads, batch.ends_s.shape[0],
-            batch.tables_sw.stride(0), num_sampled, *map(Tensor.data_ptr, inputs),
-            buffers.tasks, 0, task_rows, 1, batch.window or 0,
+            batch.tables_sw.stride(0), num_sampled, *map(address, inputs),
+            buffers.tasks, 0, task_rows, 1, batch.window or 0, config.has_whole_qk_norm,
             1 / math.sqrt(size) if scale is None else scale, *buffers.results,
         )  # fmt: skip
         self._kept = (blocks, inputs)  # keeps pointers valid
@@ -272,11 +272,17 @@ class NativePass(StepwisePass):
         return x
 
     def rotate_and_store(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        *,
+        is_rotated: bool = True,
     ) -> None:
         norms, epsilon = (address(q_norm), address(k_norm)), self._config.norm_eps
         self._backend.library.rotate_and_store(
-            self._pointer, layer, qkv.data_ptr(), *norms, epsilon
+            self._pointer, layer, qkv.data_ptr(), *norms, epsilon, is_rotated
         )
 
     def attention(self, layer: int, qkv: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class LayerStruct(ctypes.Structure):
         *_pointers("input_norm", "post_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm"),
         *((name, WeightStruct) for name in ("qkv", "output", "gate_up", "down")),
         ("epsilon", ctypes.c_double),
-        *_integers("activation", "is_windowed"),
+        *_integers("activation", "is_windowed", "is_rotated"),
         *_pointers("experts"),
     )
 
@@ -73,9 +73,9 @@ class PassStruct(ctypes.Structure):
         ("cache", CacheStruct),
         ("space", SpaceStruct),
         *_integers("rows", "heads", "sequences", "table_width", "num_sampled"),
-        *_pointers("cosine", "sine", "tokens", "positions", "slots", "tables", "starts", "ends"),
-        *_pointers("sampled", "tasks"),
-        *_integers("num_tasks", "task_rows", "split", "window"),
+        *_pointers("cosine", "sine", "query_scale", "tokens", "positions", "slots", "tables"),
+        *_pointers("starts", "ends", "sampled", "tasks"),
+        *_integers("num_tasks", "task_rows", "split", "window", "has_whole_norms"),
         ("scale", ctypes.c_double),
         *_pointers("qkv", "attended", "inner", "unnormed", "routing"),
     )
@@ -94,7 +94,7 @@ def layer_struct(
     struct = LayerStruct(
         *map(address, norms),
         *map(struct_of, (layer.qkv, layer.output, layer.gate_up, layer.down)),
-        config.norm_eps, ACTIVATIONS[config.activation], is_windowed,
+        config.norm_eps, ACTIVATIONS[config.activation], is_windowed, layer.is_rotated,
         experts.address if experts else 0,
     )  # fmt: skip
     struct.kept = experts

@@ -25,22 +25,41 @@ ALWAYS void rotate(float *x, const float *cosine, const float *sine, int64_t hal
     }
 }
 
+/* The angles of every position; cosine 0: no rotation. Queries are multiplied by the factors of their
+   positions, if there are any. */
+typedef struct {
+    const float *cosine, *sine, *query_scale;
+    const int64_t *positions;
+} Turn;
+
+/* Norm weights of q and k, for each head or for all heads of a row together; 0: none. */
+typedef struct {
+    const float *q, *k;
+    float epsilon;
+    int is_whole;
+} HeadNorms;
+
+ALWAYS void normalize_heads(float *x, const float *norm, int64_t heads, int64_t D, const HeadNorms *norms) {
+    if (!norm) return;
+    if (norms->is_whole) normalize(x, norm, heads * D, norms->epsilon, x);
+    else
+        for (int64_t h = 0; h < heads; h++) normalize(x + h * D, norm, D, norms->epsilon, x + h * D);
+}
+
 /* For rows qkv[M, (H + 2 G) D]: normalize q and k if there are norm weights, rotate them in place
    by the angles of their positions, and store k and v in their slots (block * block_size + offset;
    negative: do not store). */
-static void share_rotate_and_store(Member *me, float *qkv, int64_t M, int64_t H, const float *cosine,
-                                   const float *sine, const int64_t *positions,
-                                   const float *q_norm, const float *k_norm, double epsilon,
-                                   const int64_t *slots, const Cache *cache) {
+static void share_rotate_and_store(Member *me, float *qkv, int64_t M, int64_t H, const Turn *turn,
+                                   const HeadNorms *norms, const int64_t *slots, const Cache *cache) {
     const int64_t G = cache->heads, D = cache->head_size, half = D / 2;
     for (int64_t m; (m = next_task(me, M)) >= 0;) {
         float *row = qkv + m * (H + 2 * G) * D;
-        const int64_t angle = positions[m] * half;
-        for (int64_t h = 0; h < H + G; h++) {
-            const float *norm = h < H ? q_norm : k_norm;
-            if (norm) normalize(row + h * D, norm, D, (float)epsilon, row + h * D);
-            rotate(row + h * D, cosine + angle, sine + angle, half);
-        }
+        const int64_t position = turn->positions[m], angle = position * half;
+        normalize_heads(row, norms->q, H, D, norms);
+        normalize_heads(row + H * D, norms->k, G, D, norms);
+        for (int64_t h = 0; turn->cosine && h < H + G; h++)
+            rotate(row + h * D, turn->cosine + angle, turn->sine + angle, half);
+        for (int64_t i = 0; turn->query_scale && i < H * D; i++) row[i] *= turn->query_scale[position];
         if (slots[m] < 0) continue;
         for (int64_t g = 0; g < G; g++) {
             char *key = key_of(cache, slots[m] / cache->block_size, g, slots[m] % cache->block_size);

@@ -5,7 +5,7 @@ typedef struct {
     const float *attention_norm, *mlp_norm; /* of the outputs of attention and MLP; 0: none */
     Weight qkv, output, gate_up, down;
     double epsilon;
-    int64_t activation, is_windowed;
+    int64_t activation, is_windowed, is_rotated;
     const Experts *experts; /* 0: the layer has none, but gate_up and down */
 } Layer;
 
@@ -24,12 +24,14 @@ typedef struct {
     Space space;
     int64_t rows, heads, sequences, table_width, num_sampled;
     const float *cosine, *sine; /* of every position */
+    const float *query_scale;   /* factors of queries at every position; 0: none */
     const int64_t *tokens, *positions, *slots;
     const int32_t *tables, *starts, *ends;
     const int64_t *sampled; /* rows whose logits are computed */
     int32_t *tasks;         /* of attention: sequence and first row; at most one for each row */
     int64_t num_tasks, task_rows, split;
     int64_t window; /* tokens that a token sees, itself included; 0: all before it */
+    int64_t has_whole_norms; /* q and k are normalized over all heads, not each head */
     double scale;
     float *qkv, *attended, *inner;
     float *unnormed; /* outputs that are normalized before they are added; 0: the model has none */
@@ -50,6 +52,14 @@ static void share_add(Member *me, const Input *in, const Weight *w, const float 
     meet(me);
 }
 
+/* Normalize and rotate the q and k of rows qkv, and store k and v. */
+static void share_heads(Member *me, const Pass *p, float *qkv, const float *q_norm,
+                        const float *k_norm, double epsilon, int is_rotated, const Cache *cache) {
+    const Turn turn = {is_rotated ? p->cosine : 0, p->sine, p->query_scale, p->positions};
+    const HeadNorms norms = {q_norm, k_norm, (float)epsilon, (int)p->has_whole_norms};
+    share_rotate_and_store(me, qkv, p->rows, p->heads, &turn, &norms, p->slots, cache);
+}
+
 static void share_layer(Member *me, const Layer *l, const Pass *p, const Cache *cache, float *x) {
     const Input normed = {.x = x, .norm = l->input_norm, .epsilon = l->epsilon};
     const Input attended = {.x = p->attended};
@@ -58,8 +68,7 @@ static void share_layer(Member *me, const Layer *l, const Pass *p, const Cache *
     mark(me, &p->space, BEGINNING);
     share_multiply(me, &normed, p->rows, &l->qkv, p->qkv, 0, &p->space);
     mark(me, &p->space, QKV);
-    share_rotate_and_store(me, p->qkv, p->rows, p->heads, p->cosine, p->sine, p->positions,
-                           l->q_norm, l->k_norm, l->epsilon, p->slots, cache);
+    share_heads(me, p, p->qkv, l->q_norm, l->k_norm, l->epsilon, (int)l->is_rotated, cache);
     meet(me);
     mark(me, &p->space, ROTATION);
     share_attention(me, p->qkv, p->heads, cache, p->tables, p->table_width, p->starts, p->ends,
@@ -248,18 +257,18 @@ typedef struct {
     const float *q_norm, *k_norm;
     double epsilon;
     float *qkv, *out;
+    int is_rotated;
 } StepCall;
 
 static void run_rotate_and_store(Member *me, const void *call) {
     const StepCall *c = call;
     const Pass *p = c->pass;
-    share_rotate_and_store(me, c->qkv, p->rows, p->heads, p->cosine, p->sine, p->positions,
-                           c->q_norm, c->k_norm, c->epsilon, p->slots, &c->cache);
+    share_heads(me, p, c->qkv, c->q_norm, c->k_norm, c->epsilon, c->is_rotated, &c->cache);
 }
 
 void rotate_and_store(const Pass *pass, int64_t layer, float *qkv, const float *q_norm,
-                      const float *k_norm, double epsilon) {
-    const StepCall call = {pass, cache_of(pass, layer), q_norm, k_norm, epsilon, qkv, 0};
+                      const float *k_norm, double epsilon, int64_t is_rotated) {
+    const StepCall call = {pass, cache_of(pass, layer), q_norm, k_norm, epsilon, qkv, 0, (int)is_rotated};
     run_team(pass->rows > 4 ? pass->space.threads : 1, run_rotate_and_store, &call);
 }
 
@@ -272,6 +281,6 @@ static void run_attention(Member *me, const void *call) {
 
 void attention(Pass *pass, int64_t layer, float *qkv, float *out) {
     divide(pass);
-    const StepCall call = {pass, cache_of(pass, layer), 0, 0, 0, qkv, out};
+    const StepCall call = {pass, cache_of(pass, layer), 0, 0, 0, qkv, out, 0};
     run_team(pass->space.threads, run_attention, &call);
 }
