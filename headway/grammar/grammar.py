@@ -16,7 +16,7 @@ from headway.grammar.checker import GrammarChecker
 from headway.grammar.json_schema import MAX_DEPTH, close_objects, is_too_deep
 from headway.grammar.sandbox import MatcherLimits
 
-KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "tool_calls")
+KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "tool_calls", "after")
 MAX_CHARACTERS = 100_000
 MAX_CHOICE_CHARACTERS = 500_000  # a choice is one terminal, which compiles faster than rules
 # One space, or a line break with indentation. Unbounded whitespace would let a model never end.
@@ -38,6 +38,8 @@ class Grammar:
         if not isinstance(self.text, str):
             raise InvalidRequest(f"{self.kind} must be a string, not {shorten(self.text)}")
         _check_characters(self.kind, self.text)
+        if self.kind == "after":  # the grammar in it has been checked
+            return
         limit = MAX_CHOICE_CHARACTERS if self.kind == "choice" else MAX_CHARACTERS
         if (size := len(self.text)) > limit:
             raise InvalidRequest(f"{self.kind} must have at most {limit} characters, not {size}")
@@ -92,8 +94,21 @@ class Grammar:
         """Tool calls, in Lark written by the server around the schemas of the tools."""
         return cls("tool_calls", text)
 
+    @classmethod
+    def after(cls, text: str, answer: Grammar) -> Grammar:
+        """An answer after some text, such as reasoning: Lark whose @answer is the other grammar."""
+        written = _to_json("after", [text, answer.kind, answer.text])
+        return cls("after", written, param=answer.param)
+
+    @property
+    def answer(self) -> Grammar:
+        """The grammar of the answer, without what precedes it."""
+        return Grammar(*json.loads(self.text)[1:]) if self.kind == "after" else self
+
     @property
     def limits(self) -> MatcherLimits:
+        if self.kind == "after":
+            return self.answer.limits
         # Large schemas need 2000 items. An ambiguous Lark grammar uses them all: 0.2 s per token.
         max_items = 500 if self.kind == "lark" else 2000
         return {"max_items_in_row": max_items, "max_lexer_states": 50_000, "verbose_errors": False}
@@ -103,6 +118,12 @@ class Grammar:
         """The grammar in llguidance's format."""
         from llguidance import LLMatcher
 
+        if self.kind == "after":
+            source = self.answer.source
+            is_lark = not source.startswith("{")
+            (inner,) = [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
+            grammars = [{"lark_grammar": json.loads(self.text)[0]}, {**inner, "name": "answer"}]
+            return json.dumps({"grammars": grammars})
         if self.kind == "regex":
             return LLMatcher.grammar_from_regex(self.text)
         if self.kind in ("lark", "tool_calls"):
@@ -128,7 +149,11 @@ def is_checked(grammar: Grammar) -> bool:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """InvalidGrammar, with the reason, if a grammar cannot be compiled or allows no text."""
+    """InvalidGrammar, with the reason, if a grammar cannot be compiled or allows no text.
+
+    Of the text before an answer nothing is checked: it may have special tokens of a model.
+    """
+    grammar = grammar.answer
     try:
         raise_if_invalid(grammar, CHECKER.problem(grammar))
     except ImportError:
@@ -140,7 +165,7 @@ def check_grammar(grammar: Grammar) -> None:
 def raise_if_invalid(grammar: Grammar, problem: str) -> None:
     """InvalidGrammar unless `problem` is empty."""
     if problem:
-        raise InvalidGrammar(f"{grammar.kind} cannot be used: {problem}")
+        raise InvalidGrammar(f"{grammar.answer.kind} cannot be used: {problem}")
 
 
 CHECKER = GrammarChecker()

@@ -10,6 +10,8 @@ from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.server.generation.ignored_fields import IgnoredFields
 from headway.server.settings import Settings
+from headway.server.toolcalls.formats import HARMONY
+from headway.text.reasoning import Reasoning, reasoning_of
 
 HealthCheck = Callable[[AsyncEngine], Awaitable[str | None]]  # a problem; None: healthy
 
@@ -17,6 +19,12 @@ HealthCheck = Callable[[AsyncEngine], Awaitable[str | None]]  # a problem; None:
 async def check_engine_running(engine: AsyncEngine) -> str | None:
     """Report a problem only if the engine has stopped."""
     return None if engine.stop_reason is None else f"the engine has stopped: {engine.stop_reason}"
+
+
+def reasoning_parser(processor: InputProcessor, settings: Settings) -> Reasoning | None:
+    """How the model writes its reasoning; ConfigError if the parser is not one for the model."""
+    tokenizer, parser = processor.tokenizer, settings.reasoning_parser
+    return None if tokenizer is None else reasoning_of(tokenizer, parser)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +40,15 @@ class Context:
     fingerprint: str = ""  # changes with the version, the model and its settings
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+
+    @property
+    def reasoning(self) -> Reasoning | None:
+        """How the model writes its reasoning; None: it is a part of the text."""
+        return reasoning_parser(self.input_processor, self.settings)
+
+    @property
+    def tool_call_parser(self) -> str:
+        """The name of the format of tool calls, or auto."""
+        reasoning = self.reasoning
+        is_harmony = reasoning is not None and reasoning.calls_functions
+        return HARMONY.name if is_harmony else self.settings.tool_call_parser

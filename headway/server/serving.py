@@ -21,6 +21,7 @@ from headway.engine.loop import EngineLoop
 from headway.engine.queue_limits import QueueLimits
 from headway.observe import spans
 from headway.options import EngineOptions
+from headway.server.context import reasoning_parser
 from headway.server.process.log_setup import LogFormat, setup
 from headway.server.process.serve import ServedEngine, ServerFactory
 from headway.server.settings import Settings
@@ -87,6 +88,7 @@ def server_factory(options: ServerOptions, load: Load) -> ServerFactory:
 def make_engine(options: ServerOptions, load: Load) -> ServedEngine:
     """Load the model, with its metrics and watchdog."""
     llm = load(options.engine)
+    reasoning_parser(llm.input_processor, options.settings)  # a wrong one fails before serving
     llm.executor.sampler.grammars.matchers.warm_up()  # the first use would delay all streams
     config, loaded = llm.config, llm.loaded
     info = ModelInfo(

@@ -38,6 +38,7 @@ class Settings(Checked):
     max_choices: int = count(2048, 1)  # choices of one request: prompts times n
     metrics_prefix: str = "headway"
     tool_call_parser: str = "auto"  # one of PARSERS
+    reasoning_parser: str | None = None  # one of REASONING_PARSERS; None: reasoning is text
     disable_additional_properties: bool = False  # close the objects of all JSON schemas
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call; none: CORS is off
     allowed_hosts: tuple[str, ...] = ("*",)  # accepted in the Host header; *: any

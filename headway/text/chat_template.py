@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from headway.errors import ConfigError, InvalidRequest, ModelError
 
 Message = Mapping[str, Any]
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 PROBE = "a text to look for"
 
 
@@ -43,6 +44,7 @@ def render_chat(
     _check(messages)
     if not _reads_parts(template):  # else the template fails, or prints a Python list
         messages = [_with_plain_content(message) for message in messages]
+    messages = [_with_reasoning(message) for message in messages]
     if continue_final_message and add_generation_prompt:
         raise InvalidRequest("add_generation_prompt and continue_final_message cannot both be true")
     if add_generation_prompt is None:
@@ -134,6 +136,18 @@ def _with_plain_content(message: Message) -> Message:
     if content is None or isinstance(content, str):
         return message
     return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _with_reasoning(message: Message) -> Message:
+    """The message with its reasoning, if any, by all the names under which templates look for it."""
+    texts = (message.get(name) for name in REASONING_NAMES)
+    text = next((text for text in texts if isinstance(text, str) and text), None)
+    if text is None or message["role"] != "assistant":
+        return message
+    found = {**message, **dict.fromkeys(REASONING_NAMES, text)}
+    if message.get("tool_calls") and message.get("content"):
+        del found["thinking"]  # gpt-oss's template refuses it beside both
+    return found
 
 
 @lru_cache(maxsize=32)

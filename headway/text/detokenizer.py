@@ -41,7 +41,11 @@ class Detokenizer:
                 self._run += spelled
                 self._is_simple = False
             else:
-                parts += self._stripped(self._end_run()), self._stripped(self._decoded(spelled))
+                if text is None:
+                    text = self._decoded(spelled)
+                else:
+                    text = self._utf8.decode(b"", final=True) + text
+                parts += self._stripped(self._end_run()), self._stripped(text)
                 self._is_simple = not (self._utf8.getstate()[0] or self._num_to_strip)
         return "".join(parts)
 

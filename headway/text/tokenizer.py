@@ -155,6 +155,13 @@ class Tokenizer:
         other.chat_template = template
         return other
 
+    def with_marks(self, marks: Mapping[int, str]) -> Tokenizer:
+        """This tokenizer for a Detokenizer that writes special tokens as these texts."""
+        other = copy(self)
+        other.special_ids = self.special_ids - marks.keys()
+        other._pieces = {id: Piece(b"", False, text) for id, text in marks.items()}
+        return other
+
 
 def _check_text(text: str) -> None:
     """InvalidRequest if a text contains half of a surrogate pair."""

@@ -121,6 +121,7 @@ FLEET_FLAGS = {
 }  # fmt: skip
 SERVE_FLAGS = {
     "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",
+    "--reasoning-parser",
     "--api-server-count", "--engine-process", "--no-engine-process",
     "--api-key", "--api-key-file", "--allowed-origins", "--allowed-host", "--grace", "--watchdog",
     "--metrics-prefix", "--disable-additional-properties", "--spans", "--max-waiting", "--max-waiting-tokens",

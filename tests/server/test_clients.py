@@ -28,6 +28,7 @@ from headway.server.openai import protocol
 from headway.server.openai.embeddings import EmbeddingRequest
 from headway.server.settings import Settings
 from tests.support import real
+from tests.support.served import Server, with_server
 from tests.support.waiting import LIMIT, until, wait_until
 
 NAME = "smollm2-135m"
@@ -36,6 +37,7 @@ MAX_MODEL_LEN = 1024
 PROMPT = "The capital of France is"
 TALK: list[Any] = [{"role": "user", "content": "Name one colour, in one word."}]
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0}
+THOUGHT = b"<think>\nhm\n</think>\n\nyes"  # a scripted output
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [1, 2, 3]}},
@@ -449,3 +451,46 @@ def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:
     served = (*ServeOptions.__dataclass_fields__, "chat_template")
     flags = {f"--{name.replace('_', '-')}" for name in served}
     assert sorted(flag for flag in flags if f"`{flag}" not in document) == []
+
+
+@with_server(reasoning_parser="qwen3")
+async def test_openais_client_reads_the_reasoning(here: Server, openai: Any) -> None:
+    client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=here.client)
+    here.executor.says = THOUGHT
+    done = await client.chat.completions.create(model="letters", messages=TALK)
+    assert done.choices[0].message.reasoning_content == done.choices[0].message.reasoning == "hm"
+    assert done.usage.completion_tokens_details.reasoning_tokens == len(THOUGHT) - 5
+    thought = ""
+    async for chunk in await client.chat.completions.create(
+        model="letters", messages=TALK, stream=True
+    ):
+        thought += getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+    assert thought == "hm"
+    whole = await client.responses.create(model="letters", input="?")
+    async with client.responses.stream(model="letters", input="?") as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    for response in (whole, final):
+        reasoning, message = response.output
+        assert (reasoning.type, reasoning.status) == ("reasoning", "completed")
+        assert reasoning.content[0].text == "hm" and message.content[0].text == "yes"
+        assert response.usage.output_tokens_details.reasoning_tokens == len(THOUGHT) - 5
+    deltas = [event for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(event.delta for event in deltas) == "hm"
+
+
+@with_server(reasoning_parser="qwen3")
+async def test_anthropics_client_reads_the_thinking(here: Server, anthropic: Any) -> None:
+    asked = {"model": "letters", "max_tokens": 200, "messages": TALK}
+    httpx2 = import_module("httpx2")
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=here.app))
+    client = anthropic.AsyncAnthropic(base_url="http://test", api_key="x", http_client=http)
+    here.executor.says = THOUGHT
+    whole = await client.messages.create(**asked)
+    async with client.messages.stream(**asked) as stream:
+        final = await stream.get_final_message()
+    for message in (whole, final):
+        thinking, text = message.content
+        assert (thinking.type, thinking.thinking, text.text) == ("thinking", "hm", "yes")
+        assert thinking.signature == message.id
+        assert message.usage.output_tokens_details.thinking_tokens == len(THOUGHT) - 5

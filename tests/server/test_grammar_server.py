@@ -139,6 +139,21 @@ async def test_objects_are_closed_if_requested(
 
 
 @on_loop
+async def test_a_grammar_is_that_of_the_answer_after_the_reasoning() -> None:
+    async with letters_server(reasoning_parser="qwen3") as here:
+        seen: list[Any] = []
+        send = here.engine_client.send
+        here.engine_client.send = lambda messages: (seen.extend(messages), send(messages))[1]  # type: ignore[method-assign]
+        talk = [*HELLO, {"role": "assistant", "content": "</think>"}]
+        for more in ({"messages": HELLO}, {"messages": talk, "continue_final_message": True}):
+            response = await here.post(CHAT, **more, structured_outputs={"choice": ["yes"]})
+            assert response.status_code == 200, response.text
+        sent = [each.params.sampling.grammar for each in seen if hasattr(each, "params")]
+        assert [grammar.kind for grammar in sent] == ["after", "choice"]
+        assert {grammar.answer.text for grammar in sent} == {'["yes"]'}
+
+
+@on_loop
 async def test_disable_additional_properties_alone_is_refused() -> None:
     async with letters_server() as here:
         form = {"disable_additional_properties": True}

@@ -57,12 +57,17 @@ MODEL = "letters"
 routing.create_model_field = functools.cache(routing.create_model_field)  # type: ignore[assignment]
 
 
-def letters(template: str = TEMPLATE, bos: str = "") -> Tokenizer:
-    """A tokenizer: each byte is a token; 256 and 257 begin and end messages; `bos` begins texts."""
+def letters(template: str = TEMPLATE, bos: str = "", specials: Sequence[str] = ()) -> Tokenizer:
+    """A tokenizer: each byte is a token; 256 and 257 begin and end messages; `bos` begins texts.
+
+    `specials` are further special tokens, from 258 on.
+    """
     backend = Backend(models.BPE(vocab=dict(ALPHABET), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<start>"), AddedToken("<end>")])
+    backend.add_special_tokens(
+        [AddedToken("<start>"), AddedToken("<end>"), *map(AddedToken, specials)]
+    )
     if bos:
         added = [(bos, backend.token_to_id(bos))]
         backend.post_processor = processors.TemplateProcessing(f"{bos} $A", None, added)
@@ -105,7 +110,7 @@ class Capitals:
         self.gate = threading.Event()
         self.gate.set()
         self.fault: Exception | None = None
-        self.says: bytes | None = None  # a fixed output for all requests
+        self.says: Sequence[int] | None = None  # a fixed output for all requests
         self.num_free_steps: int | None = None  # steps until the gate closes
         self.seconds = 0.0  # of every step
         self.is_blocked = False  # a step waits at the gate
@@ -195,6 +200,7 @@ async def server(
     vocab_size: int = VOCAB_SIZE,
     policies: Mapping[str, Any] | None = None,
     bos: str = "",
+    specials: Sequence[str] = (),
     clock: Clock | None = None,
     **settings: Any,
 ) -> AsyncIterator[Server]:
@@ -205,7 +211,7 @@ async def server(
     engine_client.loop.handle(GetMetrics, lambda query: f"# {query.prefix}\n")
     engine = AsyncEngine(engine_client)
     processor = InputProcessor(
-        tokenizer=letters(template, bos), vocab_size=vocab_size, hidden_size=HIDDEN_SIZE,
+        tokenizer=letters(template, bos, specials), vocab_size=vocab_size + len(specials), hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
     )  # fmt: skip
     context = Context(

@@ -13,6 +13,7 @@ from headway.cli.options.model import uses_gpu
 from headway.engine.queue_limits import QueueLimits
 from headway.errors import ConfigError
 from headway.server.toolcalls.formats import PARSERS
+from headway.text.split import REASONING_PARSERS
 
 if TYPE_CHECKING:
     from headway.options import EngineOptions
@@ -35,6 +36,12 @@ class ServeOptions:
         "auto",
         f"Format of tool calls: {', '.join(PARSERS)}. Unless it is auto, the system message "
         "describes the tools if the chat template does not.",
+    )
+    reasoning_parser: str | None = _server(
+        None,
+        f"Parser that separates reasoning from the answer: {', '.join(REASONING_PARSERS)}. "
+        "auto detects it by the model's tokens and chat template.",
+        show_default="none",
     )
     api_server_count: int = _server(1, "Number of processes that handle HTTP requests.", min=1)
     engine_process: bool | None = _server(
@@ -122,6 +129,8 @@ class ServeOptions:
             )
         one_of("--log-format", self.log_format, ("human", "json"))
         one_of("--tool-call-parser", self.tool_call_parser, PARSERS)
+        if self.reasoning_parser is not None:
+            one_of("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         one_of("--log-level", self.log_level, ("debug", "info", "warning", "error"))
 
     def has_engine_process(self, device: str) -> bool:
@@ -147,7 +156,7 @@ class ServeOptions:
             watchdog=self.watchdog, max_connections=self.max_connections,
             max_connections_per_address=self.max_connections_per_address,
             max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
-            tool_call_parser=self.tool_call_parser,
+            tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser,
             disable_additional_properties=self.disable_additional_properties,
             allowed_origins=tuple(self.allowed_origins or ()),
             allowed_hosts=tuple(self.allowed_host or hosts), api_keys=keys,

@@ -20,7 +20,12 @@ from headway.server.generation.request_fields import check_model
 from headway.server.generation.stream import Output, named_event
 from headway.server.http.errors import ApiError, rename_params
 from headway.server.toolcalls.choice import tool_use
-from headway.server.toolcalls.formats import OutputPiece, merge_pieces
+from headway.server.toolcalls.formats import (
+    OutputPiece,
+    ReasoningDelta,
+    merge_pieces,
+    merge_reasoning,
+)
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -40,7 +45,7 @@ async def count_tokens(context: Context, body: CountRequest) -> CountResponse:
     check_model(context, body.model)
     chat = chat_request(body)
     template = context.input_processor.need_tokenizer().chat_template
-    use = tool_use(template, chat.tools, chat.tool_choice, parser=context.settings.tool_call_parser)
+    use = tool_use(template, chat.tools, chat.tool_choice, parser=context.tool_call_parser)
     tokens = await chat_tokens_of(context, chat, use, context.max_model_len)
     return {"input_tokens": len(tokens)}
 
@@ -55,8 +60,10 @@ class MessageOutput(Output):
         self._open: str | None = None  # the type of the open content block
 
     async def value(self, deltas: list[Delta]) -> object:
-        parsed = merge_pieces(self._parser.push(deltas[0]))
-        content: list[object] = []
+        pieces = self._parser.push(deltas[0])
+        parsed, content = merge_pieces(pieces), list[object]()
+        if thinking := merge_reasoning(pieces):
+            content.append({"type": "thinking", "thinking": thinking, "signature": self.id})
         if parsed.content:
             content.append({"type": "text", "text": parsed.content})
         for call in parsed.calls:
@@ -94,6 +101,11 @@ class MessageOutput(Output):
         if isinstance(piece, str):
             begun = b"" if self._open == "text" else self._begin("text", text="")
             return begun + self._delta(type="text_delta", text=piece)
+        if isinstance(piece, ReasoningDelta):
+            begun = b""
+            if self._open != "thinking":
+                begun = self._begin("thinking", thinking="", signature="")
+            return begun + self._delta(type="thinking_delta", thinking=piece.text)
         begun = b""
         if piece.id is not None:
             begun = self._begin("tool_use", id=piece.id, name=piece.name, input={})
@@ -112,8 +124,11 @@ class MessageOutput(Output):
     def _close(self) -> bytes:
         if self._open is None:
             return b""
+        signed = b""
+        if self._open == "thinking":  # clients return only signed thinking
+            signed = self._delta(type="signature_delta", signature=self.id)
         self._open = None
-        return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
+        return signed + named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
 
     def _delta(self, **delta: str) -> bytes:
         index = self._num_blocks - 1
@@ -126,10 +141,14 @@ class MessageOutput(Output):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
         return {"stop_reason": STOP_REASONS.get(reason or ""), "stop_sequence": None}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, object]:
         """Token counts; Anthropic's input tokens exclude cached ones."""
-        run = self._run
+        run, details = self._run, dict[str, object]()
+        if self._parser.has_reasoning:
+            num_thinking = self._parser.num_reasoning_tokens
+            details["output_tokens_details"] = {"thinking_tokens": num_thinking}
         return {
+            **details,
             "input_tokens": len(run.prompt) - run.num_cached, "output_tokens": run.num_generated,
             "cache_creation_input_tokens": 0, "cache_read_input_tokens": run.num_cached,
         }  # fmt: skip

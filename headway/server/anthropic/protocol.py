@@ -25,6 +25,9 @@ from headway.server.openai.protocol import (
 # Fields of a chat request, and their names in this API.
 FIELD_NAMES = {"stop": "stop_sequences", "user": "metadata", "response_format": "output_config"}
 SERVER_TOOLS = ("container", "mcp_servers")
+# The template's variables for a type of thinking; the budget has no effect.
+THINKING = {"enabled": {"enable_thinking": True}, "disabled": {"enable_thinking": False}}
+THINKING |= {"adaptive": {}, "between_tools": {}}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -79,7 +82,7 @@ class MessagesResponse(TypedDict):
     content: list[dict[str, Any]]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
-    usage: dict[str, int]
+    usage: dict[str, Any]
 
 
 class CountResponse(TypedDict):
@@ -88,8 +91,10 @@ class CountResponse(TypedDict):
 
 def chat_request(body: CountRequest) -> ChatRequest:
     """Convert a request to a chat request; ApiError names a field that is wrong or unsupported."""
-    if (kind := (body.thinking or {}).get("type", "disabled")) not in ("disabled", "adaptive"):
-        raise field_error("thinking", f"must be disabled or adaptive, not {format_value(kind)}")
+    kind = (body.thinking or {}).get("type", "adaptive")
+    if not isinstance(kind, str) or kind not in THINKING:
+        known = ", ".join(THINKING)
+        raise field_error("thinking", f"must be of type {known}, not {format_value(kind)}")
     for name in SERVER_TOOLS:
         if (body.model_extra or {}).get(name):
             raise field_error(name, "is not supported: the server runs no tools; leave it out")
@@ -108,6 +113,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
             "model": body.model, "messages": messages, "tools": _tools(body.tools),
             "continue_final_message": last.role == "assistant" and not last.tool_calls,
             "response_format": _response_format(config.format), "reasoning_effort": config.effort,
+            "chat_template_kwargs": {**THINKING[kind]},
             "tool_choice": None if choice is None else _tool_choice(choice),
             "parallel_tool_calls": not (choice or {}).get("disable_parallel_tool_use", False),
             **more,
@@ -138,20 +144,24 @@ def _messages(body: CountRequest) -> list[ChatMessage]:
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> ChatMessage:
-    """An assistant message: text and tool calls."""
-    texts, calls = [], []
+    """An assistant message: thinking, text and tool calls."""
+    texts, calls, thoughts = [], [], []
     for number, block in enumerate(blocks):
         kind = block.get("type")
         if kind == "tool_use":
             name, arguments = block.get("name"), json.dumps(block.get("input") or {})
             function = {"name": name, "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind not in ("thinking", "redacted_thinking"):  # not shown to the model again
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking") or ""))
+        elif kind != "redacted_thinking":
             texts.append(_block_text(block, f"{where}[{number}]"))
-    text = "\n".join(texts)
+    text, more = "\n".join(texts), dict[str, Any]()
+    if thoughts:
+        more["reasoning_content"] = "\n".join(thoughts)
     if not calls:
-        return ChatMessage(role="assistant", content=text)
-    return ChatMessage(role="assistant", content=text or None, tool_calls=calls)
+        return ChatMessage(role="assistant", content=text, **more)
+    return ChatMessage(role="assistant", content=text or None, tool_calls=calls, **more)
 
 
 def _user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[ChatMessage]:

@@ -1,16 +1,25 @@
 """Chat requests of all chat APIs, validated and tokenized.
 
 Chat completions, responses and messages are all read as a `ChatRequest`. The APIs differ only in
-how they write the output: text and tool calls. Knows no connections and writes no JSON.
+how they write the output: reasoning, text and tool calls. Knows no connections and writes no JSON.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from random import Random
 from typing import NamedTuple
 
+from headway.grammar.grammar import Grammar
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
-from headway.server.generation.prompt_runs import Delta, PromptRun
+from headway.server.generation.output_parser import (
+    OutputParser,
+    ReasoningOutputParser,
+    TokenKinds,
+)
+from headway.server.generation.prompt_runs import PromptRun
 from headway.server.generation.prompts import chat_tokens_of, max_prompt_tokens, truncate_prompt
 from headway.server.generation.request_fields import (
     check_model,
@@ -22,32 +31,11 @@ from headway.server.generation.stream import new_id
 from headway.server.http.errors import attribute_errors_to, field_error
 from headway.server.openai.protocol import ChatRequest
 from headway.server.toolcalls.choice import ToolUse, tool_use
-from headway.server.toolcalls.formats import OutputPiece
-from headway.server.toolcalls.parser import ToolCallParser
+from headway.server.toolcalls.formats import HARMONY, new_call_id
+from headway.text.detokenizer import Detokenizer
+from headway.text.reasoning import Reasoning
+from headway.text.split import Splitter
 from headway.text.tokenizer import Tokenizer
-
-
-class OutputParser:
-    """Splits the output of one sample into text and tool calls."""
-
-    def __init__(self, parser: ToolCallParser | None) -> None:
-        self._parser, self.has_tools = parser, parser is not None
-
-    def push(self, delta: Delta) -> list[OutputPiece]:
-        """The text and the parts of tool calls that a delta adds."""
-        if self._parser is None:
-            return [delta.text] if delta.text else []
-        pieces = self._parser.push(delta.text)
-        if delta.finish_reason == "length":
-            pieces += self._parser.cut_off()
-        elif delta.finish_reason is not None:
-            pieces += self._parser.finish()
-        return pieces
-
-    def finish_reason(self, reason: str | None) -> str | None:
-        """The finish reason, or "tool_calls" if the output ended after a call."""
-        has_called = self._parser is not None and self._parser.num_calls > 0
-        return "tool_calls" if has_called and reason == "stop" else reason
 
 
 class PreparedChat(NamedTuple):
@@ -71,18 +59,52 @@ async def prepare_chat(
     tokenizer = context.input_processor.need_tokenizer()
     use = tool_use(
         tokenizer.chat_template, body.tools, body.tool_choice,
-        parallel=body.parallel_tool_calls is not False, parser=context.settings.tool_call_parser,
+        parallel=body.parallel_tool_calls is not False, parser=context.tool_call_parser,
         disable_additional_properties=context.settings.disable_additional_properties,
     )  # fmt: skip
     params = await _sampling_params(context, body, use, tokenizer)
     tokens = await chat_tokens_of(context, body, use, max_prompt_tokens(context, body))
-    id = new_id(id_prefix)
-    parsers = [
-        OutputParser(use.parser(f"{id}/{sample}") if use else None) for sample in range(params.n)
-    ]
-    prompt = truncate_prompt(tokens, body)
-    run = PromptRun(context, id, prompt, params, field=field, is_live=is_live)
+    id, prompt = new_id(id_prefix), truncate_prompt(tokens, body)
+    make_run = partial(PromptRun, context, id, prompt, field=field)
+    if (reasoning := context.reasoning) is None:
+        run = make_run(params, is_live=is_live)
+        parsers = [OutputParser(use.parser(f"{id}/{n}") if use else None) for n in range(params.n)]
+        return PreparedChat(id, run, parsers, tokenizer)
+    splitters = _splitters(reasoning, body, prompt, use)
+    before = reasoning.grammar(splitters[0])
+    if params.grammar is not None and before is not None:
+        params = replace(params, grammar=Grammar.after(before, params.grammar))
+    run = make_run(params, is_live=True, tokenizer=reasoning.tokenizer)
+    parsers = _reasoning_parsers(run, reasoning, splitters, use)
     return PreparedChat(id, run, parsers, tokenizer)
+
+
+def _splitters(
+    reasoning: Reasoning, body: ChatRequest, prompt: list[int], use: ToolUse | None
+) -> list[Splitter]:
+    """A splitter for each sample."""
+    names, continued = use.names if use else (), None
+    if body.continue_final_message:
+        content = body.messages[-1].content or ""
+        texts = [content] if isinstance(content, str) else [part.text for part in content]
+        continued = "\n".join(texts)
+    return [reasoning.splitter(prompt, names, continued) for _ in range(body.n or 1)]
+
+
+def _reasoning_parsers(
+    run: PromptRun, reasoning: Reasoning, splitters: list[Splitter], use: ToolUse | None
+) -> list[OutputParser]:
+    parsers, skips = list[OutputParser](), run.sampling_params.skip_special_tokens
+    for number, (splitter, sample) in enumerate(zip(splitters, run.samples, strict=True)):
+        detokenizer, seed = (
+            Detokenizer(reasoning.tokenizer, skip_special=skips),
+            f"{run.id}/{number}",
+        )
+        kinds = TokenKinds(sample.tokens, detokenizer, run.params.stops)
+        tools = None if use is None or use.format is HARMONY else use.parser(seed)
+        new_id = partial(new_call_id, HARMONY, Random(seed))
+        parsers.append(ReasoningOutputParser(tools, splitter, kinds, new_id))
+    return parsers
 
 
 async def _sampling_params(

@@ -28,6 +28,7 @@ from headway.server.generation.response_format import grammar_error
 from headway.server.generation.submissions import merge_submissions
 from headway.server.http.errors import RETRY_AFTER, ApiError, too_long
 from headway.server.http.middleware import TRACEPARENT
+from headway.text.tokenizer import Tokenizer
 
 SEARCH_SECONDS = 2.0  # for replicas to be connected to a new gateway
 SEARCH_INTERVAL = 0.05
@@ -57,7 +58,7 @@ class PromptRun(OutputBuilder):
 
     `field` is the body's field that holds the prompt. With `is_live`, text is made as it is
     generated. `number` is the position of the prompt in the body. `params` are the engine's
-    params, if the caller has made them already.
+    params, if the caller has made them already. `tokenizer` makes the texts, by default the model's.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PromptRun(OutputBuilder):
         is_live: bool,
         number: int = 0,
         params: RequestParams | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.field = field
         processor = context.input_processor
@@ -79,7 +81,8 @@ class PromptRun(OutputBuilder):
         self._broken: Exception | None = None  # raised while writing directly
         self._cursor = CURSOR.get()
         super().__init__(
-            id, prompt, sampling_params, processor.tokenizer, partial(self.engine.stop_sample, id),
+            id, prompt, sampling_params, tokenizer or processor.tokenizer,
+            partial(self.engine.stop_sample, id),
             hidden=self.params.stops, is_live=is_live, first_choice=number * sampling_params.n,
         )  # fmt: skip
 
@@ -245,6 +248,7 @@ async def collect(runs: Sequence[PromptRun], num_choices: int) -> list[Delta]:
         Delta(
             choice, "".join(delta.text for delta in deltas),
             [entry for delta in deltas for entry in delta.logprobs], deltas[-1].finish_reason,
+            num_tokens=deltas[-1].num_tokens,
         )
         for choice, deltas in enumerate(deltas_of)
     ]  # fmt: skip

@@ -92,6 +92,8 @@ def _template_options(body: ChatRequest, use: ToolUse | None) -> dict[str, Any]:
     for name in ("add_generation_prompt", "documents", "reasoning_effort"):
         if (value := getattr(body, name)) is not None:
             options[name] = value
+    if body.reasoning_effort == "none":  # the names of most templates
+        options = {"enable_thinking": False, "thinking": False, **options}
     if body.continue_final_message:
         options["continue_final_message"] = True
     if body.add_special_tokens is not None:

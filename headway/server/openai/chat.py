@@ -8,14 +8,20 @@ from json.encoder import encode_basestring_ascii as quoted
 
 from headway.server.context import Context
 from headway.server.generation.logprobs import prompt_logprobs_of, token_entries
+from headway.server.generation.output_parser import OutputParser
 from headway.server.generation.prepared_chat import PreparedChat, prepare_chat
 from headway.server.generation.prompt_runs import Delta
 from headway.server.generation.stream import ChunkOutput
 from headway.server.http.json_output import to_json
 from headway.server.http.offload import offload
 from headway.server.openai.protocol import ChatRequest
-from headway.server.openai.response_models import ChatLogprobs
-from headway.server.toolcalls.formats import OutputPiece, ParsedOutput, merge_pieces
+from headway.server.openai.response_models import ChatLogprobs, Usage
+from headway.server.toolcalls.formats import (
+    OutputPiece,
+    ReasoningDelta,
+    merge_pieces,
+    merge_reasoning,
+)
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 
@@ -38,17 +44,19 @@ class ChatOutput(ChunkOutput):
         self._body, self._run, self._parsers = body, run, prepared.parsers
         self._tokenizer = prepared.tokenizer
         self._num_sent = [0] * num_choices  # token ids
-        has_tools = any(parser.has_tools for parser in prepared.parsers)
-        self.is_plain = not (has_tools or body.logprobs or body.return_token_ids)
+        is_text = all(parser.is_plain for parser in prepared.parsers)
+        self.is_plain = is_text and not (body.logprobs or body.return_token_ids)
 
     async def value(self, deltas: list[Delta]) -> object:
         run, num_logprobs, choices = self._run, self._body.prompt_logprobs, list[object]()
         for index, (parser, delta) in enumerate(zip(self._parsers, deltas, strict=True)):
+            length = len(delta.text) if parser.has_reasoning else 0  # its tokens are read, too
+            pieces = await offload(length, partial(parser.push, delta))
             size = len(delta.logprobs) * ((run.sampling_params.logprobs or 0) + 1)
             choices.append({
                 "index": index,
-                "message": _message(merge_pieces(parser.push(delta))),
-                "logprobs": await offload(size, partial(self._logprobs, delta)),
+                "message": _message(pieces, has_reasoning=parser.has_reasoning),
+                "logprobs": await offload(size, partial(self._logprobs, parser)),
                 "finish_reason": parser.finish_reason(delta.finish_reason),
                 **self._token_ids(index),
             })  # fmt: skip
@@ -75,25 +83,34 @@ class ChatOutput(ChunkOutput):
         The finish reason has its own chunk, because clients ignore the content of the last chunk.
         """
         parser, choice = self._parsers[delta.choice], delta.choice
-        members = [_member(piece) for piece in parser.push(delta)]
-        logprobs = self._logprobs(delta)
-        if not members and delta.logprobs:
-            members = [_member("")]
+        pieces = parser.push(delta)
+        logprobs = self._logprobs(parser)
+        if parser.logprobs and all(isinstance(piece, ReasoningDelta) for piece in pieces):
+            pieces.append("")
         chunks = ""
-        for member in members:
-            ids = self._token_ids(choice)
-            chunks += self.chunk(choice, member, logprobs, choice=ids, top=top)
-            logprobs = None
+        for piece in pieces:
+            ids, is_answer = self._token_ids(choice), not isinstance(piece, ReasoningDelta)
+            entries = logprobs if is_answer else None
+            chunks += self.chunk(choice, _member(piece), entries, choice=ids, top=top)
+            logprobs = None if is_answer else logprobs
         if delta.finish_reason is not None:
             reason, ids = parser.finish_reason(delta.finish_reason), self._token_ids(choice)
             chunks += self.chunk(choice, '"delta":{}', None, reason, choice=ids, top=top)
         return chunks
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    @property
+    def usage(self) -> Usage:
+        usage = super().usage
+        if self._parsers[0].has_reasoning:
+            num_reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
+
+    def _logprobs(self, parser: OutputParser) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
         as_ids = bool(self._body.return_tokens_as_token_ids)
-        content = token_entries(self._tokenizer, delta.logprobs, as_ids=as_ids)
+        content = token_entries(self._tokenizer, parser.logprobs, as_ids=as_ids)
         return {"content": content, "refusal": None}
 
     def _prompt_ids(self) -> Mapping[str, Sequence[int]]:
@@ -109,9 +126,15 @@ class ChatOutput(ChunkOutput):
         return {"token_ids": tokens[start:]}
 
 
-def _message(parsed: ParsedOutput) -> object:
+def _message(pieces: list[OutputPiece], *, has_reasoning: bool) -> object:
+    """The message. Clients read the reasoning by vLLM's name or by DeepSeek's."""
+    parsed = merge_pieces(pieces)
     calls = [call.as_message() for call in parsed.calls]
-    message = {"role": "assistant", "content": parsed.content, "refusal": None}
+    message: dict[str, object] = {"role": "assistant", "content": parsed.content, "refusal": None}
+    if has_reasoning:
+        text = merge_reasoning(pieces)
+        message |= {"reasoning": text, "reasoning_content": text}
+        message["content"] = parsed.content or None
     return {**message, "tool_calls": calls} if calls else message
 
 
@@ -119,4 +142,7 @@ def _member(piece: OutputPiece) -> str:
     """A piece of output as the member `"delta":{...}` of a chunk."""
     if isinstance(piece, str):
         return f'"delta":{{"content":{quoted(piece)}}}'
+    if isinstance(piece, ReasoningDelta):
+        text = quoted(piece.text)
+        return f'"delta":{{"reasoning":{text},"reasoning_content":{text}}}'
     return f'"delta":{{"tool_calls":[{to_json(piece.as_chunk()).decode()}]}}'

@@ -14,11 +14,16 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[ReasoningTokens]
 
 
 class PromptLogprob(TypedDict):
@@ -87,6 +92,8 @@ class ChatResponseMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
     tool_calls: NotRequired[list[ChatToolCall] | None]
 
 

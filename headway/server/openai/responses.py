@@ -1,6 +1,6 @@
 """POST /v1/responses: OpenAI's Responses API, without stored responses.
 
-The output is a sequence of items: text messages and function calls. One item is open at a time.
+The output is a sequence of items: reasoning, text messages and function calls. One item is open at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headway.server.generation.stream import Output, named_event
 from headway.server.http.errors import ApiError, rename_params
 from headway.server.openai.response_models import TokenLogprob
 from headway.server.openai.responses_input import FIELD_NAMES, ResponsesRequest, chat_request
-from headway.server.toolcalls.formats import CallDelta
+from headway.server.toolcalls.formats import CallDelta, ReasoningDelta
 
 INCOMPLETE = {"length": "max_output_tokens"}
 
@@ -77,12 +77,15 @@ class ResponseOutput(Output):
 
     def _push(self, delta: Delta) -> None:
         """Emit the events of a delta; the last delta closes the open item."""
-        logprobs: list[TokenLogprob] = []  # attached to the first text
+        parser, logprobs = self._chat.parsers[0], list[TokenLogprob]()  # attached to the first text
+        pieces = parser.push(delta)
         if self._body.wants_logprobs:
-            logprobs = token_entries(self._chat.tokenizer, delta.logprobs)
-        for piece in self._chat.parsers[0].push(delta):
+            logprobs = token_entries(self._chat.tokenizer, parser.logprobs)
+        for piece in pieces:
             if isinstance(piece, CallDelta):
                 self._call(piece)
+            elif isinstance(piece, ReasoningDelta):
+                self._reason(piece.text)
             else:
                 self._text(piece, logprobs)
                 logprobs = []
@@ -97,14 +100,26 @@ class ResponseOutput(Output):
                 "id": self._new_id("msg"), "type": "message", "role": "assistant",
                 "status": "in_progress", "content": [],
             })  # fmt: skip
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self._items[-1]["content"].append(part)
-            self._emit("response.content_part.added", **self._place(), content_index=0, part=part)
+            self._begin_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
         (part,) = self._items[-1]["content"]
         part["text"] += text
         part["logprobs"] += logprobs
         more = {"content_index": 0, "delta": text, "logprobs": logprobs}
         self._emit("response.output_text.delta", **self._place(), **more)
+
+    def _reason(self, text: str) -> None:
+        if not self._is_open or self._items[-1]["type"] != "reasoning":
+            self._begin({
+                "id": self._new_id("rs"), "type": "reasoning", "status": "in_progress",
+                "summary": [], "content": [],
+            })  # fmt: skip
+            self._begin_part({"type": "reasoning_text", "text": ""})
+        self._items[-1]["content"][0]["text"] += text
+        self._emit("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
+
+    def _begin_part(self, part: dict[str, Any]) -> None:
+        self._items[-1]["content"].append(part)
+        self._emit("response.content_part.added", **self._place(), content_index=0, part=part)
 
     def _call(self, piece: CallDelta) -> None:
         if piece.id is not None:
@@ -134,8 +149,8 @@ class ResponseOutput(Output):
             self._emit("response.function_call_arguments.done", **place, **done)
         else:
             (part,) = item["content"]
-            done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
-            self._emit("response.output_text.done", **place, **done)
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            self._emit(f"response.{part['type']}.done", **place, content_index=0, **done)
             self._emit("response.content_part.done", **place, content_index=0, part=part)
         self._emit("response.output_item.done", output_index=place["output_index"], item=item)
 
@@ -157,7 +172,7 @@ class ResponseOutput(Output):
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "model": self.context.model_name, "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None, "reasoning": {"effort": None, "summary": None},
+            "previous_response_id": None, "reasoning": {"effort": body.effort, "summary": None},
             "store": False, "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
@@ -170,10 +185,11 @@ class ResponseOutput(Output):
     def _usage(self) -> dict[str, object]:
         run = self._chat.run
         num_prompt, num_generated = len(run.prompt), run.num_generated
+        num_reasoning = self._chat.parsers[0].num_reasoning_tokens
         return {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": run.num_cached},
             "output_tokens": num_generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": num_prompt + num_generated,
         }

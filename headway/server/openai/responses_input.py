@@ -70,6 +70,11 @@ class ResponsesRequest(GenerationFields):
     chat_template_kwargs: dict[str, object] | None = None
 
     @property
+    def effort(self) -> str | None:
+        effort = (self.reasoning or {}).get("effort")
+        return effort if isinstance(effort, str) else None
+
+    @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
@@ -88,7 +93,6 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     fields = {name: getattr(body, name) for name in names}
     # Fields of chat requests that this API does not have would not be validated: drop them.
     more = {name: given[name] for name in given if name not in ChatRequest.model_fields}
-    effort = (body.reasoning or {}).get("effort")
     return ChatRequest.model_construct(
         _fields_set=None,
         **{
@@ -99,7 +103,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
             "parallel_tool_calls": body.parallel_tool_calls,
             "response_format": _response_format(body.text),
             "chat_template_kwargs": body.chat_template_kwargs,
-            "reasoning_effort": effort if isinstance(effort, str) else None,
+            "reasoning_effort": body.effort,
         },
     )  # fmt: skip
 
@@ -112,8 +116,15 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
         return [*found, ChatMessage(role="user", content=body.input)]
     if not body.input:
         raise field_error("input", "is empty; at least one item is needed")
+    reasoning = ""
     for number, item in enumerate(body.input):
         _add(found, item, f"input[{number}]")
+        if item.get("type") == "reasoning":
+            reasoning = _reasoning_text(item)
+        else:
+            if reasoning and found[-1].role == "assistant":
+                found[-1] = found[-1].model_copy(update={"reasoning_content": reasoning})
+            reasoning = ""
     if len(found) > 1 and found[0].role == found[1].role == "system":
         # Most templates do not allow two system messages.
         content = f"{found[0].content}\n\n{found[1].content}"
@@ -138,11 +149,20 @@ def _add(found: list[ChatMessage], item: Mapping[str, Any], where: str) -> None:
             output = _text(item.get("output"), f"{where}.output")
             id = short_text(item.get("call_id"), f"{where}.call_id")
             found.append(ChatMessage(role="tool", content=output, tool_call_id=id))
-        case "reasoning":  # not shown to the model again
+        case "reasoning":  # belongs to the next message
             pass
         case _:
             known = "message, function_call, function_call_output, reasoning"
             raise field_error(f"{where}.type", f"must be one of {known}, not {format_value(kind)}")
+
+
+def _reasoning_text(item: Mapping[str, Any]) -> str:
+    """The text of a reasoning item; empty if it is malformed."""
+    content = item.get("content")
+    parts = (
+        [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    )
+    return "\n".join(part["text"] for part in parts if isinstance(part.get("text"), str))
 
 
 def _add_call(found: list[ChatMessage], item: Mapping[str, Any], where: str) -> None:

@@ -27,7 +27,7 @@ async def tokenize(context: Context, body: TokenizeRequest) -> TokenizeResponse:
         raise field_error("prompt", "and messages exclude each other; send only one")
     limit = max_listed_tokens(context)
     if body.messages is not None:
-        parser = context.settings.tool_call_parser
+        parser = context.tool_call_parser
         use = tool_use(tokenizer.chat_template, body.tools, parser=parser)
         given = {name: getattr(body, name) for name in TEMPLATE_FIELDS}
         chat = ChatRequest.model_construct(messages=body.messages, **given)

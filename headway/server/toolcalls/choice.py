@@ -21,6 +21,7 @@ from headway.grammar.json_schema import close_objects
 from headway.server.toolcalls.formats import (
     AUTO,
     FORMATS,
+    HARMONY,
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -111,6 +112,9 @@ def tool_use(
     format, is_described = format_of(template, parser)
     grammar, are_closed = None, disable_additional_properties
     if chosen.must_call:
+        if format is HARMONY:
+            problem = f"must be auto or none with --reasoning-parser {HARMONY.name}"
+            raise InvalidRequest(f"tool_choice {problem}, not {shorten(choice)}")
         is_one = chosen.is_one or not (parallel and format.between)
         grammar = _calls_grammar(format, chosen.allowed, is_one=is_one, is_closed=are_closed)
     return ToolUse(
@@ -123,13 +127,15 @@ def tool_use(
 def format_of(template: str | None, parser: str = AUTO) -> tuple[ToolFormat, bool]:
     """The format of calls of a model, and whether tools must be described in the system message."""
     prompt = render_tool_prompt(template)
-    if parser != AUTO:
+    if parser not in (AUTO, HARMONY.name):
         return FORMATS[parser], not prompt
     if not prompt:
         raise InvalidRequest(
             "tools are not supported by this model's chat template; leave them out, or start the "
             f"server with --tool-call-parser {HERMES.name} to describe them in the system message"
         )
+    if parser == HARMONY.name:
+        return HARMONY, False
     for pattern, format in FORMAT_PATTERNS:
         if pattern.search(prompt):
             return format, False

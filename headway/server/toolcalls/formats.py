@@ -28,6 +28,7 @@ HERMES = ToolFormat(
 )
 LLAMA3 = ToolFormat("llama3", "", "", "parameters", "", "", "")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments", "", "", ", ", is_list=True)
+HARMONY = ToolFormat("gpt_oss", "", "", "arguments", "", "", "")  # parsed with the reasoning
 FORMATS = {"hermes": HERMES, "qwen": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
 AUTO = "auto"  # the format of the model's chat template
 PARSERS = (AUTO, *FORMATS)
@@ -63,6 +64,12 @@ class CallDelta(NamedTuple):
         return {"index": self.number, "id": self.id, "type": "function", "function": function}
 
 
+class ReasoningDelta(NamedTuple):
+    """A part of the reasoning of a model, which is not part of its answer."""
+
+    text: str
+
+
 class ParsedOutput(NamedTuple):
     """A complete output as OpenAI's `content` and `tool_calls`."""
 
@@ -70,16 +77,17 @@ class ParsedOutput(NamedTuple):
     calls: list[ToolCall]
 
 
-OutputPiece = str | CallDelta
+OutputPiece = str | CallDelta | ReasoningDelta
 
 
 def merge_pieces(pieces: list[OutputPiece]) -> ParsedOutput:
-    """Join the pieces of one output into its text and calls."""
+    """Join the pieces of one output into its text and calls, without the reasoning."""
     texts: list[str] = []
     calls: dict[int, ToolCall] = {}
     for piece in pieces:
         if isinstance(piece, str):
             texts.append(piece)
+        if not isinstance(piece, CallDelta):
             continue
         before = calls.get(piece.number)
         id, name, arguments = piece.id or "", piece.name or "", piece.arguments
@@ -88,6 +96,11 @@ def merge_pieces(pieces: list[OutputPiece]) -> ParsedOutput:
         calls[piece.number] = ToolCall(id, name, arguments)
     content = "".join(texts)
     return ParsedOutput(None if calls and not content.strip() else content, list(calls.values()))
+
+
+def merge_reasoning(pieces: list[OutputPiece]) -> str | None:
+    """The reasoning of one output; None if there is none."""
+    return "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta)) or None
 
 
 def new_call_id(format: ToolFormat, chance: Random | None = None) -> str:
