@@ -38,6 +38,10 @@ class Reasoning(NamedTuple):
         """Whether the splitter finds calls, so that no other parser of calls is needed."""
         return self.parser == GPT_OSS
 
+    def literal(self, tokenizer: Tokenizer) -> Reasoning:
+        """The same for texts of the model's own tokenizer that include special tokens."""
+        return self._replace(tokenizer=tokenizer, tags={tag: tag for tag in self.tags})
+
     def splitter(
         self, prompt: Sequence[int], names: Collection[str] = (), continued: str | None = None
     ) -> Splitter:

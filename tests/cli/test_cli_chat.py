@@ -27,6 +27,7 @@ from rich.cells import cell_len
 from headway import LLM, SamplingParams
 from headway.cli.commands.chat import MAX_HELD, Writer
 from headway.cli.view.chat_session import HELP, ChatSession
+from headway.engine.outputs import Delta
 from tests.cli.test_cli import headway, refused, sentence
 from tests.cli.test_cli_generate import ROOT, SHAPE, options_of, save_tiny, typed
 from tests.support.waiting import LIMIT
@@ -110,6 +111,34 @@ def test_an_answer_that_reaches_the_models_length_is_marked(llm: LLM) -> None:
     session = ChatSession(llm, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     reply = said(session, "x" * (512 - len("user: \nassistant: ") - 6))
     assert "model length" in reply and "6 tokens" in reply
+
+
+def test_reasoning_is_dimmed_and_not_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm.tokenizer is not None
+    template = llm.tokenizer.chat_template or ""
+    with_tags = llm.tokenizer.with_chat_template(template + "{# <think> #}")
+    monkeypatch.setattr(llm, "tokenizer", with_tags)
+    for said, thought, answer in (("<think>hm</think>yes", "hm", "yes"), ("<think>h", "h", "")):
+        deltas = [Delta(0, letter) for letter in said] + [Delta(0, "", finish_reason="length")]
+        monkeypatch.setattr(llm, "stream", lambda *given, deltas=deltas: iter(deltas))
+        dim, pieces = list[str](), list[str]()
+        session = ChatSession(llm, GREEDY, write_dim=dim.append)
+        session.take("hello", pieces.append)
+        assert "".join(dim) == thought
+        assert "".join(pieces).partition(" (")[0].strip() == answer
+        assert [each["content"] for each in session.messages[1:]] == [answer] * bool(answer)
+
+
+def test_dimmed_text_is_marked_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for term, width, marks in (("xterm", 20, True), ("dumb", 20, False), ("xterm", None, False)):
+        monkeypatch.setenv("TERM", term)
+        with redirect_stdout(io.StringIO()) as out:
+            write = Writer(width)
+            write.dim("hm, ")
+            write.dim("hm")
+            write("\n\nyes\n")
+        shown = "\x1b[2mhm, hm\x1b[22m\n\nyes\n"
+        assert out.getvalue() == (shown if marks else "hm, hm\n\nyes\n")
 
 
 def interrupting(after: int, times: int, pieces: list[str]) -> Callable[[str], None]:

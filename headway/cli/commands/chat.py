@@ -5,6 +5,7 @@ Reads lines from the terminal or a pipe. Ctrl-C ends an answer, Ctrl-D the chat.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -38,9 +39,9 @@ def chat_command(
     """Chat with a model. Commands: /reset, /system, /stats, /help, /exit."""
     params = sampling.params()
     with load_model(model) as llm:
-        session = ChatSession(llm, params, system)
-        session.check()
         write = Writer(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+        session = ChatSession(llm, params, system, write.dim)
+        session.check()
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401  # enables line editing and history
@@ -69,6 +70,7 @@ def _lines() -> Iterator[str]:
                 yield line.strip()
 
 
+DIM, PLAIN = "\x1b[2m", "\x1b[22m"
 MAX_HELD = 24  # columns; some languages do not separate words
 
 
@@ -79,9 +81,24 @@ class Writer:
         self._width = width
         self._column = 0
         self._held = ""
+        self._style = PLAIN
+
+    def dim(self, text: str) -> None:
+        """Write a text that is less important, dimmed if the terminal can."""
+        is_dim = self._width is not None and os.environ.get("TERM") != "dumb"
+        self._write(text, DIM if is_dim else PLAIN)
 
     def __call__(self, text: str) -> None:
+        self._write(text, PLAIN)
+
+    def _write(self, text: str, style: str) -> None:
         text = live.safe(text)
+        if style != self._style:
+            held, self._held = self._held, ""
+            if self._width is not None:
+                self._put(held, self._width)
+            print(style, end="")
+            self._style = style
         if self._width is None:
             print(text, end="", flush=True)
             return

@@ -17,6 +17,9 @@ from headway.errors import HeadwayError, RequestTooLong
 from headway.events import Event
 from headway.record.timeline import RequestTimeline
 from headway.sampling_params import SamplingParams
+from headway.text.reasoning import reasoning_of
+from headway.text.split import ANSWER, AUTO, REASONING, Splitter
+from headway.text.think import ThinkSplitter
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -34,9 +37,16 @@ Write = Callable[[str], None]
 class ChatSession:
     """A conversation with a model, and its statistics."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str = "") -> None:
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str = "", write_dim: Write | None = None
+    ) -> None:
+        """`write_dim` writes reasoning; the default is to write it like the answer."""
         self.llm = llm
         self.params = params
+        self._write_dim = write_dim
+        self._reasoning = llm.tokenizer and reasoning_of(llm.tokenizer, AUTO)
+        if self._reasoning and self._reasoning.special:
+            self.params = replace(params, skip_special_tokens=False)
         self.system = system
         self.messages: list[Message] = []
         self.metrics = live.measure(llm)
@@ -113,12 +123,24 @@ class ChatSession:
     def _stream(
         self, prompt: list[int], params: SamplingParams, write: Write
     ) -> tuple[str, str | None]:
-        said, reason = "", None
+        said, reason, kinds = "", None, set[str]()
+        dim, tokenizer = self._write_dim or write, self.llm.get_tokenizer()
+        splitter: Splitter = ThinkSplitter(is_open=False)
+        if self._reasoning:
+            splitter = self._reasoning.literal(tokenizer).splitter(prompt)
         num_cached = self.metrics.totals["cached_tokens"]
         with stopped_by_interrupt(self.llm):
             for delta in self.llm.stream(prompt, params):
-                write(delta.text)
-                said, reason = said + delta.text, delta.finish_reason
+                reason = delta.finish_reason
+                parts = splitter.push(delta.text)
+                if reason is not None:
+                    parts += splitter.finish(is_cut=reason != "stop")
+                for kind, text, _ in parts:
+                    if kind == ANSWER and kinds == {REASONING}:
+                        write("\n\n")
+                    kinds.add(kind)
+                    (write if kind == ANSWER else dim)(text)
+                    said += text if kind == ANSWER else ""
         self.num_cached = self.metrics.totals["cached_tokens"] - num_cached
         return said, reason
 
