@@ -103,12 +103,16 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
             for (int p = 0; p < panels; p++) dots[r][p] = (ivec){0};
         const uint8_t *group = w + g * GROUP_BYTES(bits);
         const int8_t *from = x.q + g * GROUP * INTERLEAVED;
-        if (starts)
+        if (starts) {
+            /* At the end of the panels follow those of the next tile, not the neighbouring ones. */
+            const int is_end = (g + 1) * GROUP_BYTES(bits) + PREFETCH_BYTES > panel;
+            const uint8_t *ahead = group + PREFETCH_BYTES + (is_end ? (panels - 1) * panel : 0);
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++)
 #pragma GCC unroll 16
                 for (int i = 0; i < GROUP_BYTES(bits); i += 64)
-                    __builtin_prefetch(group + p * panel + PREFETCH_BYTES + i);
+                    __builtin_prefetch(ahead + p * panel + i);
+        }
 #pragma GCC unroll 8
         for (int quad = 0; quad < GROUP / 4; quad++) {
             bytes b[QUANT_PANELS];
