@@ -50,5 +50,6 @@ class Context:
     def tool_call_parser(self) -> str:
         """The name of the format of tool calls, or auto."""
         reasoning = self.reasoning
-        is_harmony = reasoning is not None and reasoning.calls_functions
-        return HARMONY.name if is_harmony else self.settings.tool_call_parser
+        if reasoning is not None and reasoning.parser == HARMONY.name:
+            return HARMONY.name  # its splitter finds the calls, too
+        return self.settings.tool_call_parser

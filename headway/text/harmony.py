@@ -22,8 +22,7 @@ SHOWN = ("final", "commentary")
 class HarmonySplitter(Splitter):
     """The text begins in the header of a message, before its channel.
 
-    `names` are the functions that the model
-    may call; a call of another one is reasoning.
+    `names` are the functions that the model may call; a call of another one is reasoning.
     """
 
     def __init__(self, tags: Mapping[str, str], names: Collection[str] = ()) -> None:

@@ -33,11 +33,6 @@ class Reasoning(NamedTuple):
     tags: Mapping[str, str]  # what stands for each tag in a text
     special: Mapping[str, int]  # the ids of the tags that are special tokens
 
-    @property
-    def calls_functions(self) -> bool:
-        """Whether the splitter finds calls, so that no other parser of calls is needed."""
-        return self.parser == GPT_OSS
-
     def literal(self, tokenizer: Tokenizer) -> Reasoning:
         """The same for texts of the model's own tokenizer that include special tokens."""
         return self._replace(tokenizer=tokenizer, tags={tag: tag for tag in self.tags})
@@ -53,9 +48,10 @@ class Reasoning(NamedTuple):
         end = Detokenizer(self.tokenizer, skip_special=False).push(prompt[-TAIL:]).rstrip()
         if self.parser == GPT_OSS:
             splitter = HarmonySplitter(self.tags, names)
+            _, start, header = end.rpartition(self.tags[harmony.START])
             if continued is not None:
-                end = f"{self.tags[harmony.CHANNEL]}final{self.tags[harmony.MESSAGE]}"
-            splitter.push(end.rpartition(self.tags[harmony.START])[2])
+                header = f"{self.tags[harmony.CHANNEL]}final{self.tags[harmony.MESSAGE]}"
+            splitter.push(header if start or continued is not None else "")
             splitter.skip()
             return splitter
         if continued is not None:

@@ -25,8 +25,7 @@ class Part(NamedTuple):
 class Splitter:
     """Base of the splitters: `push` takes text, `finish` ends it.
 
-    `tags` maps each tag to what stands for it in the text: itself, or a mark.
-    `kinds` has a pair (offset, kind) for each place of the raw text where the kind changes, and
+    `tags` maps each tag to what stands for it in the text: itself, or a mark. `kinds` has a pair (offset, kind) for each place of the raw text where the kind changes, and
     `num_read` is the length of the raw text that has been read, so that its kinds are known.
     """
 

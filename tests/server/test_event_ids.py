@@ -24,12 +24,14 @@ from headway.remote.service import EngineService
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.generation import prompt_runs
+from headway.server.settings import Settings
 from tests.support.served import END, MODEL, TEMPLATE, TOOL_TEMPLATE, VOCAB_SIZE, Capitals, letters
 from tests.support.waiting import LIMIT, on_loop
 
 EVENTS = {"accept": "text/event-stream"}
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
 SAYS = b'so <tool_call>\n{"name": "f", "arguments": {"x": "yz"}}\n</tool_call>'
+THOUGHT = b"<think>hm</think>yes"
 CHAT = {"messages": [{"role": "user", "content": "hey you"}], "max_tokens": 9}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("completions", {"prompt": "hello"}),
@@ -43,6 +45,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat tools": ("chat/completions", {
         **CHAT, "max_tokens": 99, "n": 2, "tools": [{"type": "function", "function": TOOL}],
     }),
+    "chat reasoning": ("chat/completions", {
+        **CHAT, "max_tokens": 19, "logprobs": True, "stream_options": {"include_usage": True},
+    }),
+    "messages reasoning": ("messages", {**CHAT, "max_tokens": 19}),
     "responses": ("responses", {"input": "hey you", "max_output_tokens": 9}),
     "responses tools": ("responses", {"input": "hey", "tools": [{"type": "function", **TOOL}]}),
     "messages": ("messages", {**CHAT, "stop_sequences": ["Y"]}),
@@ -71,7 +77,9 @@ class Gateways:
 
 
 @asynccontextmanager
-async def gateways(folder: Path, says: bytes | None = None) -> AsyncIterator[Gateways]:
+async def gateways(
+    folder: Path, says: bytes | None = None, **settings: Any
+) -> AsyncIterator[Gateways]:
     executor = Capitals()
     executor.says = says
     config = preset("headway", max_model_len=256, num_blocks=256, block_size=16)
@@ -86,7 +94,11 @@ async def gateways(folder: Path, says: bytes | None = None) -> AsyncIterator[Gat
             vocab_size=VOCAB_SIZE, eos_ids=frozenset({END}),
         )  # fmt: skip
         context = Context(
-            engine=engine, input_processor=processor, model_name=MODEL, max_model_len=256
+            engine=engine,
+            input_processor=processor,
+            model_name=MODEL,
+            max_model_len=256,
+            settings=Settings(**settings),
         )
         apps.append(create_app(context))
     for engine in engines:
@@ -119,7 +131,9 @@ def test_a_stream_continues_behind_any_event(kind: str, tmp_path: Path) -> None:
     @on_loop
     async def run() -> None:
         path, body = BODIES[kind]
-        async with gateways(tmp_path, SAYS if "tools" in kind else None) as here:
+        says = SAYS if "tools" in kind else THOUGHT if "reasoning" in kind else None
+        parser = "qwen3" if "reasoning" in kind else None
+        async with gateways(tmp_path, says, reasoning_parser=parser) as here:
             response = await here.post(0, path, EVENTS, **body)
             assert response.status_code == 200, response.text
             whole = split(response.text)
@@ -160,10 +174,11 @@ def parts_of(value: dict[str, Any]) -> Iterator[tuple[int, str, Any]]:
     if isinstance(delta, str):
         yield value["output_index"], "delta", delta
     elif value.get("type") == "content_block_delta":
-        yield value["index"], "block", delta.get("text") or delta["partial_json"]
+        yield value["index"], "block", next(text for name, text in delta.items() if name != "type")
     for choice in value.get("choices", ()):
         where, delta = choice["index"], choice.get("delta", {})
         found = {"text": choice.get("text"), "content": delta.get("content")}
+        found |= {"reasoning": delta.get("reasoning")}
         found |= {"ids": choice.get("token_ids"), "end": choice["finish_reason"]}
         found |= {f"scores {name}": each for name, each in (choice["logprobs"] or {}).items()}
         for call in delta.get("tool_calls", ()):

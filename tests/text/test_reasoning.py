@@ -179,6 +179,8 @@ def test_harmony_reads_the_header_in_the_prompt() -> None:
     text = f"{found.tags['<|channel|>']}final{found.tags['<|message|>']}b"
     assert split(splitter, [text]) == {ANSWER: "b"} and splitter.num_read == len(text)
     assert split(found.splitter([], continued="x"), ["b"]) == {ANSWER: "b"}
+    other = found.splitter(encode("to=functions.f<|message|>", special=False), ["f"])
+    assert split(other, ["b"]) == {REASONING: "b"}, "not the header of an answer"
 
 
 def test_auto_reads_the_tokens_and_the_template() -> None:

@@ -99,7 +99,8 @@ class Matchers:
         """
         sampling = params.sampling
         assert isinstance(sampling, Sampling) and sampling.grammar is not None, "nothing to compile"
-        raise_if_invalid(sampling.grammar, self._vocabulary_checker().problem(sampling.grammar))
+        for grammar in dict.fromkeys((sampling.grammar.answer, sampling.grammar)):
+            raise_if_invalid(grammar, self._vocabulary_checker().problem(grammar))
         return _with_grammar(params, sampling, self.read(sampling.grammar))
 
     def read(self, grammar: Grammar) -> CompiledGrammar:
