@@ -124,6 +124,23 @@ def test_every_architecture_generates_the_tokens_of_plain_torch(about: ModelConf
     assert answers(on_device, config, about, async_scheduling=1) == answers(plain, config, about)
 
 
+@pytest.mark.parametrize("max_model_len", [16, 64])
+def test_partial_rotation_and_scaled_embeddings_need_only_other_tables(max_model_len: int) -> None:
+    """Longrope has other angles above the original length."""
+    parameters = {
+        "rope_type": "longrope", "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.5, 2.0, 3.0],
+        "long_factor": [2.0, 3.0, 5.0, 9.0],
+    }  # fmt: skip
+    about = model(
+        "Phi3", rope_theta=None, rope_parameters=parameters, num_attention_heads=2,
+        original_max_position_embeddings=32,
+    )  # fmt: skip
+    about = replace(about, embedding_scale=0.5)
+    config = settings(max_model_len=max_model_len)
+    found = answers(on_device, config, about, count=2)
+    assert found == answers(plain, config, about, count=2)
+
+
 @pytest.mark.parametrize("about", FAMILIES.values(), ids=list(FAMILIES))
 def test_products_of_decodes_by_cublas_generate_the_same_tokens(
     about: ModelConfig, monkeypatch: pytest.MonkeyPatch
