@@ -19,6 +19,7 @@ from headway.server.generation.prompts import chat_tokens_of
 from headway.server.generation.request_fields import check_model
 from headway.server.generation.stream import Output, named_event
 from headway.server.http.errors import ApiError, rename_params
+from headway.server.http.offload import offload
 from headway.server.toolcalls.choice import tool_use
 from headway.server.toolcalls.formats import (
     OutputPiece,
@@ -60,7 +61,8 @@ class MessageOutput(Output):
         self._open: str | None = None  # the type of the open content block
 
     async def value(self, deltas: list[Delta]) -> object:
-        pieces = self._parser.push(deltas[0])
+        (delta,), parser = deltas, self._parser
+        pieces = await offload(parser.work(delta), lambda: parser.push(delta))
         parsed, content = merge_pieces(pieces), list[object]()
         if thinking := merge_reasoning(pieces):
             content.append({"type": "thinking", "thinking": thinking, "signature": self.id})
@@ -69,7 +71,7 @@ class MessageOutput(Output):
         for call in parsed.calls:
             block = {"type": "tool_use", "id": call.id, "name": call.name}
             content.append({**block, "input": _object(call.arguments)})
-        return self._message(content, self._parser.finish_reason(deltas[0].finish_reason))
+        return self._message(content, parser.finish_reason(delta.finish_reason))
 
     def first(self) -> bytes:
         return named_event({"type": "message_start", "message": self._message([], None)})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence, Set
 
 from headway.sampling_params import TokenLogprobs
 from headway.server.generation.prompt_runs import Delta
+from headway.server.http.offload import yield_gil
 from headway.server.toolcalls.formats import CallDelta, OutputPiece, ReasoningDelta
 from headway.server.toolcalls.parser import JsonScanner, ToolCallParser
 from headway.text.detokenizer import Detokenizer
@@ -22,6 +23,10 @@ class OutputParser:
     def __init__(self, tools: ToolCallParser | None) -> None:
         self._tools = tools
         self.logprobs: list[TokenLogprobs] = []  # of the answer, as far as the last push decided it
+
+    def work(self, delta: Delta) -> int:
+        """The size of the work of `push`, for `offload`: reasoning is read token by token."""
+        return len(delta.text) if self.has_reasoning else 0
 
     @property
     def is_plain(self) -> bool:
@@ -131,6 +136,7 @@ class TokenKinds:
                 self._length += len(text)
                 self._pending.extend((self._length, entry) for entry in self._unspelled)
                 self._unspelled.clear()
+            yield_gil()
         self._num_added = num_tokens
 
     def take(self, splitter: Splitter, *, is_end: bool) -> list[TokenLogprobs]:

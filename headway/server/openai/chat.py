@@ -50,8 +50,7 @@ class ChatOutput(ChunkOutput):
     async def value(self, deltas: list[Delta]) -> object:
         run, num_logprobs, choices = self._run, self._body.prompt_logprobs, list[object]()
         for index, (parser, delta) in enumerate(zip(self._parsers, deltas, strict=True)):
-            length = len(delta.text) if parser.has_reasoning else 0  # its tokens are read, too
-            pieces = await offload(length, partial(parser.push, delta))
+            pieces = await offload(parser.work(delta), partial(parser.push, delta))
             size = len(delta.logprobs) * ((run.sampling_params.logprobs or 0) + 1)
             choices.append({
                 "index": index,

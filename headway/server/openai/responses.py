@@ -14,6 +14,7 @@ from headway.server.generation.prepared_chat import PreparedChat, prepare_chat
 from headway.server.generation.prompt_runs import Delta
 from headway.server.generation.stream import Output, named_event
 from headway.server.http.errors import ApiError, rename_params
+from headway.server.http.offload import offload
 from headway.server.openai.response_models import TokenLogprob
 from headway.server.openai.responses_input import FIELD_NAMES, ResponsesRequest, chat_request
 from headway.server.toolcalls.formats import CallDelta, ReasoningDelta
@@ -43,8 +44,9 @@ class ResponseOutput(Output):
         self._events: list[bytes] = []  # encoded, because the items in them change
 
     async def value(self, deltas: list[Delta]) -> object:
-        self._push(deltas[0])
-        return self._response(deltas[0].finish_reason)
+        (delta,) = deltas
+        await offload(self._chat.parsers[0].work(delta), lambda: self._push(delta))
+        return self._response(delta.finish_reason)
 
     def first(self) -> bytes:
         for status in ("created", "in_progress"):
