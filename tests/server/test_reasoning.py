@@ -177,7 +177,7 @@ async def test_harmony_calls(here: Server) -> None:
     assert forced.status_code == 400 and "tool_choice" in forced.json()["error"]["message"]
 
 
-@with_server(template=THINK, reasoning_parser="qwen3")
+@with_server(template=THINK, reasoning_parser="qwen3", policies={"num_scheduler_steps": 22})
 async def test_logprobs_are_those_of_the_answer(here: Server) -> None:
     here.executor.says = SAID
     for more in ({"logprobs": True}, {"logprobs": True, "top_logprobs": 1, "max_tokens": 24}):
