@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_hf
-from headway.model.families import INTERLEAVED
+from headway.model.families import FAMILIES, INTERLEAVED
 from headway.model.loader import open_checkpoint
 from headway.model.sharding import Part
 from headway.model.weights.checkpoint import DummyCheckpoint, QuantizedMatrix
@@ -201,6 +201,8 @@ def test_types_that_only_dequantize_are_read_by_rows(kind: Kind, tmp_path: Path)
         {"model_type": "qwen2"},
         {"model_type": "qwen2", "tie_word_embeddings": True},
         {"model_type": "qwen3", "head_dim": 32},
+        {"model_type": "olmo2"},
+        {"model_type": "smollm3"},
         {"attention_bias": True, "mlp_bias": True},
         {"num_key_value_heads": 4},
     ],
@@ -215,6 +217,15 @@ def test_every_architecture_is_read_in_its_row_order(
     assert checkpoint.config.shapes() == config.shapes()
     for name, values in weights.items():
         np.testing.assert_array_equal(checkpoint.read(name).numpy(), values)
+
+
+@pytest.mark.parametrize("kind", [family.gguf for family in FAMILIES if family.gguf])
+def test_tensors_have_the_names_of_the_gguf_package(kind: str) -> None:
+    config = config_of(model_type="gemma3_text" if kind == "gemma3" else kind)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_layers)
+    for name in config.shapes():
+        own = gguf_name(name, has_output_norms=config.has_output_norms)
+        assert own == names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 def test_rope_divisors_are_read_from_their_tensor(tmp_path: Path) -> None:
