@@ -29,18 +29,19 @@ COMPRESSED = {
 }
 # Keys that say how the weights were found, or how another program computes with them.
 IGNORED = frozenset({
-    "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
-    "damp_percent", "dataset", "desc_act", "disable_exllama", "do_fuse", "dynamic",
-    "exllama_config", "format", "fuse_max_seq_len", "global_compression_ratio",
-    "kv_cache_scheme", "lm_head", "max_input_length", "meta", "model_file_base_name",
-    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
-    "modules_in_block_to_quantize", "modules_to_fuse", "mse", "observer", "observer_kwargs",
+    "act_group_aware", "activation_scheme", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize",
+    "desc_act", "disable_exllama", "do_fuse", "dynamic", "exllama_config", "fmt", "format",
+    "fuse_max_seq_len", "global_compression_ratio", "gptaq", "kv_cache_scheme", "lm_head",
+    "max_input_length", "meta", "mock_quantization", "model_file_base_name", "model_name_or_path",
+    "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+    "modules_to_convert", "modules_to_fuse", "mse", "observer", "observer_kwargs",
     "offload_to_disk", "pack_dtype", "pad_token_id", "quant_method", "quantization_status",
     "scale_dtype", "scale_fmt", "static_groups", "sym", "targets", "tokenizer", "true_sequential",
     "use_cuda_fp16", "use_exllama", "version", "zp_dtype",
 })  # fmt: skip
 # Values with which other keys have no effect.
-OFF = {"is_marlin_format": False, "sparsity_config": {}, "transform_config": {}}
+OFF = {"expert_dtype": "fp8", "is_marlin_format": False, "transform_config": {}, "zero_point": True}
 GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what the stored zero points lack
 
 
@@ -96,14 +97,14 @@ def stored_quantization(fields: Fields) -> Quantization | None:
 
 def _fp8(fields: Fields) -> Quantization:
     """The format in which makers publish their models."""
-    _choice(fields, "fmt", ("e4m3",), "e4m3")
-    _choice(fields, "activation_scheme", ("dynamic", "static"), "dynamic")
     rows, columns = _block(fields, "weight_block_size")
     kept = _names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers")
     return Quantization(method="fp8", layout=FP8, rows=rows, columns=columns, kept=kept)
 
 
 def _compressed_tensors(fields: Fields) -> Quantization:
+    sparsity = _object(fields, fields.get("sparsity_config", {}), "sparsity_config")
+    _choice(sparsity, "format", ("dense",), "dense")
     groups = _object(fields, fields.get("config_groups"), "config_groups").values
     found = {_group(fields, _object(fields, group, name)) for name, group in groups.items()}
     if len(found) != 1:
@@ -115,14 +116,12 @@ def _group(fields: Fields, group: Fields) -> Quantization:
     weights = _object(group, group.get("weights"), "weights")
     name = _choice(group if group.get("format") else fields, "format", COMPRESSED)
     layout, kinds = COMPRESSED[name]
-    inputs = _object(
-        group, group.get("input_activations", {"type": "int", "num_bits": 8}), "input_activations"
-    )
-    for scheme, supported in ((weights, kinds), (inputs, ("int8", "float8"))):
+    inputs = group.get("input_activations", {"type": "int", "num_bits": 8})
+    activations = _object(group, inputs, "input_activations")
+    for scheme, supported in ((weights, kinds), (activations, ("int8", "float8"))):
         if (kind := f"{scheme.get('type')}{scheme.get('num_bits')}") not in supported:
             raise _unsupported(scheme, f"type {kind}")
-    if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise _unsupported(fields, "act-order (actorder)")
+    _choice(weights, "actorder", ("weight", "static"), "weight")
     many = "block" if layout == FP8 else "group"
     strategy = _choice(weights, "strategy", ("tensor", "channel", many))
     rows, columns = _block(weights, "block_structure") if strategy == "block" else (1, None)
@@ -138,24 +137,24 @@ def _group(fields: Fields, group: Fields) -> Quantization:
 
 
 def _awq(fields: Fields) -> Quantization:
-    _choice(fields, "version", ("gemm", "GEMM"), "gemm")
-    if not fields.flag("zero_point", True):
-        raise _unsupported(fields, "awq without zero_point")
+    _choice(fields, "version" if fields.get("version") else "format", ("gemm", "GEMM"), "gemm")
+    bits, columns = _sizes(fields, 4)
     return Quantization(
-        method="awq", layout="awq", bits=_bits(fields, 4), columns=_group_size(fields),
-        is_symmetric=False, kept=_names(fields, "modules_to_not_convert"),
+        method="awq", layout="awq", bits=bits, columns=columns, is_symmetric=False,
+        kept=_names(fields, "modules_to_not_convert"),
     )  # fmt: skip
 
 
 def _gptq(fields: Fields) -> Quantization:
-    version = _choice(fields, "checkpoint_format", GPTQ_OFFSETS, "gptq")
+    key = "checkpoint_format" if fields.get("checkpoint_format") else "format"
+    version = _choice(fields, key, GPTQ_OFFSETS, "gptq")
     special = _object(fields, fields.get("dynamic", {}), "dynamic").values
     if not all(key.startswith("-:") for key in special):
         raise _unsupported(fields, "gptq with other schemes for some modules (dynamic)")
+    bits, columns = _sizes(fields, 4, 8)
     return Quantization(
-        method="gptq", layout="gptq", bits=_bits(fields, 4, 8), columns=_group_size(fields),
-        is_symmetric=False, zero_offset=GPTQ_OFFSETS[version],
-        is_reordered=fields.flag("desc_act"),
+        method="gptq", layout="gptq", bits=bits, columns=columns, is_symmetric=False,
+        zero_offset=GPTQ_OFFSETS[version], is_reordered=fields.flag("desc_act"),
         kept=tuple(f"re:{key[2:]}" for key in special),
     )  # fmt: skip
 
@@ -171,16 +170,11 @@ def _object(fields: Fields, found: Any, name: str) -> Fields:
     return Fields(found, f"{fields.where}: {name}")
 
 
-def _bits(fields: Fields, *supported: int) -> int:
+def _sizes(fields: Fields, *supported: int) -> tuple[int, int | None]:
+    """Bits of a number, and the inputs that share a scale."""
     if (bits := fields.count("bits")) not in supported:
         raise _unsupported(fields, f"{fields.get('quant_method')} with {bits} bits")
-    return bits
-
-
-def _group_size(fields: Fields) -> int | None:
-    if fields.get("group_size") == -1:  # all inputs
-        return None
-    return fields.count("group_size")
+    return bits, None if fields.get("group_size") == -1 else fields.count("group_size")
 
 
 def _block(fields: Fields, key: str) -> tuple[int, int | None]:

@@ -20,6 +20,7 @@ from headway.cli.main import COMMANDS, HEADINGS, app, main
 from headway.errors import ConfigError
 from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS
 from headway.version import commit
+from tests.support import quantized
 
 WORK = "requests=12,arrivals=poisson(100),prompt=uniform(5,60),output=uniform(2,30),max_tokens=30"
 PROFILE = "qwen3-0.6b-h200"
@@ -377,6 +378,15 @@ def test_lists_are_complete() -> None:
     assert PROFILE in profiles and all(set(p) == {"kv_tokens"} for p in profiles.values())
     assert PROFILE in headway("models", "--profiles").out
     assert "--presets and --profiles" in sentence("models", "--presets", "--profiles")
+
+
+def test_a_model_is_described_from_its_header(tmp_path: Path) -> None:
+    quantized.write(tmp_path, quantized.SCHEMES["awq"])
+    shown = json.loads(headway("models", str(tmp_path), "--json").out)
+    assert shown["family"] == "llama" and shown["format"] == "awq, 4 bits, groups of 64"
+    assert (shown["CPU"], shown["GPU"]) == ("float32", "bfloat16")
+    assert "groups of 64" in headway("models", str(tmp_path)).out
+    assert "no such" in sentence("models", str(tmp_path / "none"))
 
 
 def test_the_demo_names_the_command_that_runs_it() -> None:

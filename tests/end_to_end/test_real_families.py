@@ -23,6 +23,8 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend, why_not_native
+from headway.model.weights import mxfp4
+from headway.model.weights.scaled import ScaledMatrix
 from tests.parallel import test_laws
 from tests.support import real
 
@@ -291,3 +293,18 @@ def test_end_tokens_of_both_config_files_end_an_output(saved: Saved, tmp_path: P
         sample = llm.generate(prompts(3)["9"], SamplingParams(temperature=0))[0].outputs[0]
     assert sample.token_ids == free[: free.index(end) + 1]
     assert (sample.finish_reason, sample.stop_reason) == ("stop", end)
+
+
+def test_numbers_in_8_and_4_bits_equal_transformers() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(4)
+    q = (60 * torch.randn(96, 64, generator=generator)).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 2, generator=generator)
+    matrix = ScaledMatrix(q=q, scale=scale, zero=None, rows=32, columns=32, bits=8)
+    assert torch.equal(matrix.wide(), Fp8Dequantize(None)._dequantize_one(q, scale, torch.float32))
+    blocks = torch.randint(256, (3, 10, 4, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(255, (3, 10, 4), dtype=torch.uint8, generator=generator)
+    expected = _convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(mxfp4.dequantize(blocks, scales), expected.transpose(1, 2))

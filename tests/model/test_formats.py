@@ -25,7 +25,7 @@ from headway.model.config import from_hf
 from headway.model.decoder import Decoder
 from headway.model.fields import Fields
 from headway.model.loader import open_checkpoint
-from headway.model.precision import why_not_native
+from headway.model.precision import choose_backend, why_not_native
 from headway.model.quantization import stored_quantization
 from headway.model.sharding import EVERYTHING, Part
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
@@ -156,7 +156,7 @@ def test_matrices_in_floats_are_read_as_floats(
         assert checkpoint.read_groups(each) is None and checkpoint.read_fp8(each) is None
         assert torch.equal(checkpoint.read(f"{DOWN}.weight"), floats[f"{DOWN}.weight"])
     quantized.write(tmp_path, replace(scheme, config=config))
-    with pytest.raises(ModelError, match=r"o_proj\S* contradicts quantization_config"):
+    with pytest.raises(ModelError, match=r"o_proj\S* is quantized, but the config keeps"):
         open_checkpoint(tmp_path).read(each)
 
 
@@ -209,8 +209,6 @@ def int4(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt'"),
         ({"quant_method": "auto-round"}, "'auto-round'"),
-        (MAKER | {"fmt": "e5m2"}, "'e5m2'"),
-        (MAKER | {"activation_scheme": "other"}, "'other'"),
         (MAKER | {"weight_block_size": [128]}, "2 integers"),
         (MAKER | {"quant_method": ["fp8"]}, "quant_method"),
         (MAKER | {"weight_block_size": [128, 0]}, "2 integers"),
@@ -220,7 +218,7 @@ def int4(**changes: Any) -> dict[str, Any]:
         (int4(num_bits=3), "int3"),
         (int4(group_size=0), "group_size is 0"),
         (int4(strategy="tensor_group"), "'tensor_group'"),
-        (int4(actorder="group"), "act-order"),
+        (int4(actorder="group"), "actorder 'group'"),
         (int4() | {"config_groups": {}}, "config_groups"),
         (int4() | {"config_groups": {"a": 1}}, "must be an object"),
         (int4() | {"ignore": ["re:("]}, "pattern"),
@@ -230,7 +228,7 @@ def int4(**changes: Any) -> dict[str, Any]:
             "b": int4(group_size=32)["config_groups"]["group_0"]}}, "2 schemes"),
         (compressed("float-quantized", 8, "float", "group"), "strategy 'group'"),
         (AWQ | {"group_size": 128, "version": "gemv"}, "gemv"),
-        (AWQ | {"group_size": 128, "zero_point": False}, "without zero_point"),
+        (AWQ | {"group_size": 128, "zero_point": False}, "zero_point False"),
         (AWQ | {"group_size": 128, "bits": 8}, "8 bits"),
         (AWQ | {"group_size": 128, "rotation": "hadamard"}, "rotation"),
         (AWQ | {"group_size": 0}, "group_size is 0"),
@@ -238,6 +236,9 @@ def int4(**changes: Any) -> dict[str, Any]:
         (GPTQ, "bits is missing"),
         (GPTQ | {"bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
         (GPTQ | {"bits": 4, "is_marlin_format": True}, "marlin"),
+        (GPTQ | {"bits": 4, "format": "marlin"}, "'marlin'"),
+        (AWQ | {"group_size": 128, "version": None, "format": "gemv"}, "gemv"),
+        (MAKER | {"expert_dtype": "fp4"}, "fp4"),
         (GPTQ | {"bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic"),
     ],
 )  # fmt: skip
@@ -282,8 +283,30 @@ def test_a_model_generates_the_tokens_of_its_dequantized_weights(
     save_file(floats, tmp_path / "model.safetensors")
     settings: dict[str, Any] = {"num_blocks": 24, "max_num_batched_tokens": 16}
     outputs = [
-        real.Trial(Decoder(source, PlainBackend()), **settings).ask_one(prompts, 8)
+        real.Trial(Decoder(source, choose_backend(source.config, "float32")), **settings).ask_one(
+            prompts, 8
+        )
         for source in (checkpoint, open_checkpoint(tmp_path))
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_experts_may_be_quantized(prompts: dict[str, list[int]], tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "moe_intermediate_size": 64,
+        "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    }  # fmt: skip
+    folders = tmp_path / "awq", tmp_path / "floats"
+    floats = quantized.write(folders[0], SCHEMES["awq"], kept=("mlp.gate",), **values)
+    assert sum("experts" in name for name in floats) == 2 * 4 * 3
+    folders[1].mkdir()
+    (folders[1] / "config.json").write_text(json.dumps(quantized.VALUES | values))
+    save_file(floats, folders[1] / "model.safetensors")
+    outputs = [
+        real.Trial(Decoder(open_checkpoint(folder), PlainBackend()), num_blocks=24).ask_one(
+            prompts, 6
+        )
+        for folder in folders
     ]
     assert outputs[0] == outputs[1]
 
@@ -316,3 +339,30 @@ def test_numbers_are_those_of_the_compressed_tensors_package(name: str, tmp_path
     assert matrices.has(f"{name}.weight")
     found = matrices.read(f"{name}.weight", write_compressed.SHAPE, EVERYTHING).wide()
     assert torch.equal(found.to(expected.dtype), expected)
+
+
+def test_the_configs_that_transformers_writes_are_understood() -> None:
+    """With all keys, also those that say how the weights were found."""
+    gptq = {
+        "act_group_aware": True, "backend": "auto", "batch_size": 1, "cache_block_outputs": True,
+        "damp_percent": 0.1, "dataset": "c4", "desc_act": False, "group_size": 128, "meta": None,
+        "modules_in_block_to_quantize": None, "sym": True, "true_sequential": True,
+    }  # fmt: skip
+    fp8 = {"modules_to_convert": None, "dequantize": False, "scale_fmt": "float"}
+    written = {
+        "awq, 4 bits, groups of 128": gptq | AWQ | {"format": "gemm"},
+        "gptq, 8 bits, a scale per output": gptq
+        | {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq"},
+        "fp8, 8 bits, blocks of 128 x 64": MAKER | fp8
+        | {"expert_dtype": "fp8", "weight_block_size": [128, 64]},
+        "fp8, 8 bits, a scale per output": MAKER | fp8 | {"activation_scheme": "static"},
+    }  # fmt: skip
+    for text, config in written.items():
+        fields = Fields({"quantization_config": config}, "config.json")
+        assert str(stored_quantization(fields)) == text
+
+
+def test_newer_gptq_names_its_version_in_another_key() -> None:
+    config = GPTQ | {"bits": 4, "format": "gptq_v2"}
+    given = stored_quantization(Fields({"quantization_config": config}, "config.json"))
+    assert given is not None and given.zero_offset == 0

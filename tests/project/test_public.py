@@ -155,7 +155,7 @@ COMMANDS = {
         "--trace", "--speed", "--max-input-len", "--max-output-len", "--goodput", "--plot",
         "--json",
     },
-    "models": {"--fetch", "--json", "--verbose", "--presets", "--profiles"},
+    "models": {"--fetch", "--json", "--verbose", "--presets", "--profiles", "path"},
     "bench profile": {
         "model", "--device", "--json", "--kv-memory", "--load-format", "--name", "--out",
         "--dtype", "--quantization", "--quick", "--threads",

@@ -150,7 +150,7 @@ def compressed(
     }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": name, "ignore": ["lm_head"],
-        "quantization_status": "compressed", "kv_cache_scheme": None, "sparsity_config": {},
+        "quantization_status": "compressed", "kv_cache_scheme": None, "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
         "transform_config": {}, "config_groups": {"group_0": group},
     }  # fmt: skip
 

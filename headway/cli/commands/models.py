@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from headway.cli.options.common import JSON, option, progress_bar
+from headway.cli.options.common import JSON, argument, option, progress_bar
 from headway.cli.options.packages import install
 from headway.cli.view import render
 from headway.errors import ConfigError, ModelError
@@ -29,6 +29,7 @@ framed_table = partial(render.table, box=HEAVY_HEAD, pad_edge=True)
 
 
 def models_command(
+    path: str | None = argument(None, "Describe this model instead, from its header."),
     fetch: str | None = option(None, "Download this model into the cache first."),
     verbose: bool = option(
         False,
@@ -46,6 +47,9 @@ def models_command(
     """List bundled and cached models, the GPUs, and which --quantization is fastest on this CPU."""
     if presets and profiles:
         raise ConfigError("--presets and --profiles cannot be combined; give one of them")
+    if path is not None:
+        _describe(path, json_)
+        return
     if presets or profiles:
         _list_presets(json_) if presets else _list_profiles(json_)
         return
@@ -62,6 +66,24 @@ def models_command(
         "[dim]--model also takes a model folder, a .gguf file or a Hugging Face id (org/name).[/]\n"
     )
     _print_machine(console, machine)
+
+
+def _describe(path: str, as_json: bool) -> None:
+    """The family and the format of a model, and how each device runs it."""
+    from headway.model.loader import open_checkpoint
+    from headway.model.quantization import keeps_fp8
+
+    checkpoint = open_checkpoint(resolve(path))
+    config, file = checkpoint.config, checkpoint.path
+    quantized = config.quantization or ("GGUF" if file and file.suffix == ".gguf" else "floats")
+    on_gpu = "fp8" if keeps_fp8(config.quantization) else "bfloat16"
+    rows = {
+        "family": config.architecture, "format": str(quantized),
+        "parameters": f"{config.num_params:,}", "CPU": "float32",
+        "GPU": f"not supported: {config.cpu_only}" if config.cpu_only else on_gpu,
+    }  # fmt: skip
+    shown = render.table(("", ""), rows.items(), ("", ""), show_header=False)
+    render.show(rows, shown, as_json=as_json)
 
 
 def fractions(advance: Callable[[float], None]) -> Callable[[int, int], None]:

@@ -18,6 +18,7 @@ from headway.model.quantization import FP8, Quantization
 from headway.model.sharding import Part
 
 Shape = tuple[int, int]
+Values = Callable[[Shape], Tensor]
 SCALES = ("F32", "F16", "BF16")
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each output in a word
 WORD = 32  # bits
@@ -40,16 +41,19 @@ class Stored:
 
     def part(self, part: Part) -> tuple[slice, slice]:
         """What a part of the matrix, which begins at a whole number, needs: outputs, inputs."""
-        columns = _divided(part.columns, self.columns) if self.columns else slice(0, 1)
-        return _divided(part.rows, self.rows), columns
+        rows, columns = (
+            slice(each.start // size, ceil(each.stop / size)) if size else slice(0, 1)
+            for each, size in zip(part, (self.rows, self.columns), strict=True)
+        )
+        return rows, columns
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fixed:
     """A tensor that must have certain values for a matrix [N, K], if the file has it."""
 
     name: str
-    values: Callable[[Shape], Tensor]
+    values: Values
     problem: str
     is_required: bool = False
 
@@ -82,10 +86,6 @@ class Format:
         return Part(*around), Part(*inside)
 
 
-def format_of(given: Quantization) -> Format:
-    return FORMATS[given.layout](given)
-
-
 def _fp8(given: Quantization) -> Format:
     return Format(
         numbers=Stored(names=("weight",), types=("F8_E4M3",)), zero=None,
@@ -94,79 +94,55 @@ def _fp8(given: Quantization) -> Format:
     )  # fmt: skip
 
 
-def _ints(given: Quantization) -> Format:
-    """Signed bytes."""
-    scale = _scale(given, "weight_scale")
-    zero = replace(scale, names=("weight_zero_point",), types=("I8",))
+def _integers(given: Quantization) -> Format:
+    """Signed bytes; or words of numbers, and along the outputs of zero points, plus half the range."""
+    is_packed, scale = given.layout == "packed", _scale(given, "weight_scale")
+    name, kind = ("weight_packed", "I32") if is_packed else ("weight", "I8")
+    count = WORD // given.bits if is_packed else 1
+
+    def unsigned(numbers: Tensor, axis: int) -> Tensor:
+        if is_packed:
+            return unpack(numbers, given.bits, axis)
+        return numbers.view(torch.uint8) ^ 128
 
     def decode(numbers: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
-        above = torch.tensor([[128.0]]) if zero is None else zero.float() + 128
-        return numbers.view(torch.uint8) ^ 128, above
+        half = torch.tensor([[1 << given.bits - 1]])
+        return unsigned(numbers, 1), half if zero is None else unsigned(zero, 0)
 
+    zero = replace(scale, names=("weight_zero_point",), types=(kind,), rows=count)
+    shape = Fixed("weight_shape", torch.tensor, "differs", is_packed)
     return Format(
-        numbers=Stored(names=("weight",), types=("I8",)), scale=scale,
-        zero=None if given.is_symmetric else zero, decode=decode, fixed=_no_zeros(given, scale),
+        numbers=Stored(names=(name,), types=(kind,), columns=count), scale=scale, bits=given.bits,
+        zero=None if given.is_symmetric else zero, decode=decode,
+        fixed=(shape, _order(given, "weight_g_idx"), *_no_zeros(given, scale)),
     )  # fmt: skip
 
 
-def _packed(given: Quantization) -> Format:
-    """Numbers, and zero points along the outputs, in words; all are stored plus half the range."""
-    count, scale = WORD // given.bits, _scale(given, "weight_scale")
-    zero = replace(scale, names=("weight_zero_point",), types=("I32",), rows=count)
+def _transposed(given: Quantization) -> Format:
+    """AWQ and GPTQ, [K, N]. Words are along the outputs, but GPTQ's numbers along the inputs."""
+    is_awq, count = given.layout == "awq", WORD // given.bits
+    scale = replace(_scale(given, "scales"), is_transposed=True)
+    words = Stored(names=("qweight",), types=("I32",), rows=count, is_transposed=True)
 
     def decode(numbers: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
-        half = torch.tensor([[float(1 << given.bits - 1)]])
-        zeros = half if zero is None else unpack(zero, given.bits, axis=0)
-        return unpack(numbers, given.bits, axis=1), zeros
+        assert zero is not None, "both formats have zero points"
+        zeros, q = unpack(zero, given.bits, 0), unpack(numbers, given.bits, 0 if is_awq else 1)
+        if is_awq:
+            q, zeros = (
+                each.unfold(0, 8, 8)[..., AWQ_ORDER].movedim(-1, 1).flatten(0, 1)
+                for each in (q, zeros)
+            )
+        return q, zeros.float() + given.zero_offset
 
     return Format(
-        numbers=Stored(names=("weight_packed",), types=("I32",), columns=count), scale=scale,
-        zero=None if given.is_symmetric else zero, decode=decode, bits=given.bits,
-        fixed=(
-            Fixed(name="weight_shape", values=torch.tensor, problem="differs", is_required=True),
-            _order(given, "weight_g_idx"),
-            *_no_zeros(given, scale),
-        ),
-    )  # fmt: skip
-
-
-def _awq(given: Quantization) -> Format:
-    """Transposed; numbers and zero points in words along the outputs, in an order of their own."""
-    words = Stored(names=("qweight",), types=("I32",), rows=8, is_transposed=True)
-
-    def decode(numbers: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert zero is not None, "the format has zero points"
-        numbers, zero = (
-            unpack(each, 4, axis=0).reshape(len(each), 8, -1)[:, AWQ_ORDER].flatten(0, 1)
-            for each in (numbers, zero)
-        )
-        return numbers, zero
-
-    scale = replace(_scale(given, "scales"), is_transposed=True)
-    zero = replace(words, names=("qzeros",), columns=scale.columns)
-    return Format(numbers=words, scale=scale, zero=zero, decode=decode, bits=4)
-
-
-def _gptq(given: Quantization) -> Format:
-    """Transposed; numbers in words along the inputs, zero points along the outputs."""
-    count = WORD // given.bits
-    scale = replace(_scale(given, "scales"), is_transposed=True)
-
-    def decode(numbers: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert zero is not None, "the format has zero points"
-        zeros = unpack(zero, given.bits, axis=0).float() + given.zero_offset
-        return unpack(numbers, given.bits, axis=1), zeros
-
-    words = Stored(names=("qweight",), types=("I32",), columns=count, is_transposed=True)
-    return Format(
-        numbers=words, scale=scale, decode=decode, bits=given.bits,
-        zero=replace(words, names=("qzeros",), rows=count, columns=scale.columns),
-        fixed=(_order(given, "g_idx"),),
+        numbers=words if is_awq else replace(words, rows=1, columns=count), scale=scale,
+        zero=replace(words, names=("qzeros",), columns=scale.columns), decode=decode,
+        bits=given.bits, fixed=() if is_awq else (_order(given, "g_idx"),),
     )  # fmt: skip
 
 
 FORMATS: dict[str, Callable[[Quantization], Format]] = {
-    FP8: _fp8, "ints": _ints, "packed": _packed, "awq": _awq, "gptq": _gptq,
+    FP8: _fp8, "ints": _integers, "packed": _integers, "awq": _transposed, "gptq": _transposed,
 }  # fmt: skip
 
 
@@ -176,20 +152,15 @@ def _scale(given: Quantization, *names: str) -> Stored:
 
 def _order(given: Quantization, name: str) -> Fixed:
     """The group of each input."""
-    return Fixed(
-        name=name, values=lambda matrix: torch.arange(matrix[1]) // (given.columns or matrix[1]),
-        problem="puts the inputs in another order: act-order is not supported",
-        is_required=given.is_reordered,
-    )  # fmt: skip
+    problem, size = "has another order of inputs: act-order is not supported", given.columns
+    values: Values = lambda shape: torch.arange(shape[1]) // (size or shape[1])  # noqa: E731
+    return Fixed(name, values, problem, given.is_reordered)
 
 
 def _no_zeros(given: Quantization, scale: Stored) -> tuple[Fixed, ...]:
     problem = "is not zero, but the config says that the weights are symmetric"
-    named = Fixed(
-        name="weight_zero_point", values=lambda matrix: torch.zeros(scale.shape(matrix)).long(),
-        problem=problem,
-    )  # fmt: skip
-    return (named,) if given.is_symmetric else ()
+    values: Values = lambda shape: torch.zeros(scale.shape(shape)).long()  # noqa: E731
+    return (Fixed("weight_zero_point", values, problem),) if given.is_symmetric else ()
 
 
 def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
@@ -198,7 +169,3 @@ def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
     if bits == 4:
         last = torch.stack((last & 15, last >> 4), -1).flatten(-2)
     return last.movedim(-1, axis)
-
-
-def _divided(numbers: slice, size: int) -> slice:
-    return slice(numbers.start // size, ceil(numbers.stop / size))

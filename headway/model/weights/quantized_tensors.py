@@ -1,10 +1,11 @@
 """Reads quantized matrices from the tensors of safetensors files, and checks what the file has.
 
-A matrix is quantized if the file has no float tensor of its name. A float tensor beside quantized
-ones, and a quantized matrix that the config lists as kept in floats, are errors.
+A matrix may be stored in floats. One that the config keeps in floats must be.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from headway.errors import ModelError
 from headway.model.quantization import Quantization
 from headway.model.sharding import Part
-from headway.model.weights.formats import Fixed, Shape, Stored, format_of
+from headway.model.weights.formats import FORMATS, Fixed, Shape, Stored
 from headway.model.weights.safetensors_files import TensorFiles
 from headway.model.weights.scaled import ScaledMatrix
 
@@ -23,7 +24,7 @@ class QuantizedTensors:
     """The quantized matrices of a checkpoint."""
 
     def __init__(self, given: Quantization, files: TensorFiles) -> None:
-        self._given, self._format, self._files = given, format_of(given), files
+        self._given, self._format, self._files = given, FORMATS[given.layout](given), files
 
     def has(self, name: str) -> bool:
         """Whether the matrix of this name is quantized."""
@@ -36,13 +37,9 @@ class QuantizedTensors:
         names -= {name} if is_float else set()
         found = sorted(other for other in names if self._files.entry(other) is not None)
         if is_float and found:
-            raise self._error(
-                f"tensor {name} is stored in {whole.get_dtype()}, but {found[0]} is stored too"
-            )
+            raise self._error(f"tensor {name} is stored in floats, but {found[0]} is stored too")
         if found and self._given.keeps(module):
-            raise self._error(
-                f"tensor {found[0]} contradicts quantization_config, which keeps {module} in floats"
-            )
+            raise self._error(f"tensor {found[0]} is quantized, but the config keeps it in floats")
         return bool(found)
 
     def read(self, name: str, shape: Shape, part: Part) -> ScaledMatrix:
@@ -51,11 +48,9 @@ class QuantizedTensors:
         for fixed in own.fixed:
             self._check_fixed(module, fixed, shape)
         around, inside = own.cut(part, shape)
-        numbers, scale, zero = (
-            None if each is None else self._tensor(module, each, shape, around)
-            for each in (own.numbers, own.scale, own.zero)
-        )
-        assert numbers is not None and scale is not None, "only zero points may be missing"
+        read = partial(self._tensor, module, shape, around)
+        numbers, scale = read(own.numbers), read(own.scale)
+        zero = None if own.zero is None else read(own.zero)
         if not scale.float().isfinite().all():
             raise self._error(f"the scales of {name} are NaN or infinite: the file is damaged")
         q, zero = own.decode(numbers, zero)
@@ -68,20 +63,17 @@ class QuantizedTensors:
 
     def _check_fixed(self, module: str, fixed: Fixed, shape: Shape) -> None:
         name = f"{module}.{fixed.name}"
-        if self._files.entry(name) is None:
-            if fixed.is_required:
-                raise self._error(f"tensor {name} is missing")
-            return
-        expected, found = fixed.values(shape), self._files.read(name)
-        if found.shape != expected.shape or not torch.equal(found.long(), expected):
+        is_missing = self._files.entry(name) is None
+        if is_missing and fixed.is_required:
+            raise self._error(f"tensor {name} is missing")
+        if not is_missing and not torch.equal(self._files.read(name).long(), fixed.values(shape)):
             raise self._error(f"tensor {name} {fixed.problem}")
 
-    def _tensor(self, module: str, stored: Stored, shape: Shape, part: Part) -> Tensor:
+    def _tensor(self, module: str, shape: Shape, part: Part, stored: Stored) -> Tensor:
         """A part of a tensor [outputs, inputs]."""
         names = [f"{module}.{name}" for name in stored.names]
-        entries = ((name, self._files.entry(name)) for name in names)
-        name, entry = next((pair for pair in entries if pair[1] is not None), (names[0], None))
-        if entry is None:
+        name = next((each for each in names if self._files.entry(each) is not None), names[0])
+        if (entry := self._files.entry(name)) is None:
             raise self._error(f"tensor {name} is missing, which {self._given} needs")
         if entry.get_dtype() not in stored.types:
             raise self._error(

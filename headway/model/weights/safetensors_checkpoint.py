@@ -25,9 +25,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self._quantized = None if given is None else QuantizedTensors(given, self._files)
 
     def has(self, name: str) -> bool:
-        if not super().has(name):
-            return False
-        return self._files.entry(name) is not None or self._is_quantized(name)
+        is_stored = self._files.entry(name) is not None or self._is_quantized(name)
+        return super().has(name) and is_stored
 
     def read(self, name: str, part: Part = EVERYTHING) -> torch.Tensor:
         if (quantized := self._scaled(name, part)) is not None:
@@ -51,9 +50,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _scaled(self, name: str, part: Part) -> ScaledMatrix | None:
         """The matrix, or a part of it, in its quantized form; None if it is stored in floats."""
-        if not self._is_quantized(name):
+        if self._quantized is None or not self._is_quantized(name):
             return None
-        assert self._quantized is not None
         rows, columns = self._shapes[name]
         return self._quantized.read(name, (rows, columns), part)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from headway.model.sharding import EVERYTHING, Part
@@ -34,44 +35,36 @@ class ScaledMatrix:
 
     def wide(self) -> Tensor:
         """float32 numbers, each rounded once; with 16-bit scales they are exact."""
-        found = self.q.float()
+        found = self.q[self.part].contiguous().float()
         if self.zero is not None:
-            found -= self._spread(self.zero)
-        found *= self._spread(self.scale)
-        return found[self.part].contiguous()
+            found -= self._covering(self.zero)
+        found *= self._covering(self.scale)
+        return found
 
     def fp8(self) -> Fp8Matrix | None:
         """8-bit floats with a scale per output; None for integers and for blocks."""
         if self.zero is not None or self.rows > 1 or self.scale.shape[1] > 1:
             return None
-        scale = self.scale[:, 0].expand(len(self.q))[self.part.rows]
-        return Fp8Matrix(q=self.q[self.part], scale=scale.contiguous())
+        q = self.q[self.part]
+        return Fp8Matrix(q=q, scale=self._covering(self.scale)[:, 0].expand(len(q)).contiguous())
 
     def groups(self) -> QuantizedMatrix | None:
         """Integers in groups of 32; None for floats, or if groups of 32 would have two scales."""
-        start, stop, _ = self.part.columns.indices(self.q.shape[1])
-        has_one = self.scale.shape[1] == 1
-        is_whole = has_one or self.columns % GROUP == start % GROUP == 0
-        if self.zero is None or not is_whole or (stop - start) % GROUP:
+        start, q = self.part.columns.indices(self.q.shape[1])[0], self.q[self.part].contiguous()
+        is_whole = self.scale.shape[1] == 1 or self.columns % GROUP == start % GROUP == 0
+        if self.zero is None or not is_whole or q.shape[1] % GROUP:
             return None
         scale, minimum = (
-            self._by_group(each, start, stop) for each in (self.scale, -self.zero * self.scale)
+            self._covering(each, GROUP).expand(len(q), q.shape[1] // GROUP).contiguous()
+            for each in (self.scale, -self.zero * self.scale)
         )
-        q = self.q[self.part].contiguous()
         return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=self.bits)
 
-    def _by_group(self, each: Tensor, start: int, stop: int) -> Tensor:
-        """One number for each group of 32 in the columns [start, stop) and the part's rows."""
-        wanted = slice(start // GROUP, stop // GROUP)
-        if each.shape[1] == 1:
-            found = each.expand(len(self.q), (stop - start) // GROUP)
-        else:
-            found = each.repeat_interleave(self.columns // GROUP, 1)[:, wanted]
-        return found[self.part.rows].contiguous()
-
-    def _spread(self, each: Tensor) -> Tensor:
-        """One number for each of q; axes of length 1 stay so."""
-        for axis, size in enumerate((self.rows, self.columns)):
-            if each.shape[axis] > 1 and size > 1:
-                each = each.repeat_interleave(size, axis).narrow(axis, 0, self.q.shape[axis])
+    def _covering(self, each: Tensor, step: int = 1) -> Tensor:
+        """Scales or zeros of the part, one for every `step` columns; axes of length 1 stay so."""
+        sizes, steps = (self.rows, self.columns), (1, step)
+        for axis, (wanted, size, stride) in enumerate(zip(self.part, sizes, steps, strict=True)):
+            if each.shape[axis] > 1:
+                start, stop, _ = wanted.indices(self.q.shape[axis])
+                each = each.index_select(axis, torch.arange(start, stop, stride) // size)
         return each
