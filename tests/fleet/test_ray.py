@@ -248,7 +248,7 @@ def autoscaling(server: FleetServer, hold: Hold, deployed: int) -> None:
 
 def monitoring(server: FleetServer) -> None:
     """Every replica is in the metrics and on the live page, and the sums are sums."""
-    wait_until(lambda: server.client.get("/health").json() == {"status": "ok"})
+    wait_until(lambda: is_healthy(server))
     text = wait_until(lambda: answered(server, "/metrics")).text
     each = re.findall(r'^headway:generation_tokens_total\{.*replica="(.+)"\} (\S+)$', text, re.M)
     total = re.search(r"^headway_fleet:generation_tokens_total\{.*\} (\S+)$", text, re.M)
@@ -330,6 +330,7 @@ def outages(server: FleetServer, hold: Hold) -> None:
         wait_until(lambda: logged(server, known, "is started again"))
 
     def stop_gcs() -> None:
+        wait_until(lambda: is_healthy(server))  # after an earlier outage
         os.kill(stopped := pid("gcs"), signal.SIGSTOP)
         wait_until(lambda: server.client.get("/health").json()["status"] == "degraded")
         assert server.metric("headway_fleet:directory_ok") == 0
@@ -345,8 +346,12 @@ def outages(server: FleetServer, hold: Hold) -> None:
     kill("raylet")  # its replicas end with it
     wait_for_replicas(server, NUM_REPLICAS)
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
-    wait_until(lambda: server.client.get("/health").json() == {"status": "ok"})
+    wait_until(lambda: is_healthy(server))
     assert server.metric("headway_fleet:failed_total") == failed
+
+
+def is_healthy(server: FleetServer) -> bool:
+    return bool(server.client.get("/health").json() == {"status": "ok"})
 
 
 def ray_state(server: FleetServer) -> dict[str, Any]:
