@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,8 @@ def test_what_needs_other_code_is_named(saved: Saved) -> None:
         config_of("Qwen3Moe", mlp_only_layers=[None])
     wide = config_of("Qwen3Moe", moe_intermediate_size=90)
     assert why_not_native() or "expert width 90" in str(why_not_native(wide))
+    normed = replace(config, has_output_norms=True)
+    assert why_not_native() or "experts without a norm" in str(why_not_native(normed))
     many = config_of("Mixtral", num_local_experts=2000)
     assert why_not_native() or "2000 experts, above 1024" in str(why_not_native(many))
 

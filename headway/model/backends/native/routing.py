@@ -120,6 +120,8 @@ def why_not_routed(config: ModelConfig, lanes: int) -> str | None:
     for width in (about.width, about.shared_width):
         if width % lanes:
             return f"expert width {width} is not a multiple of {lanes}"
+    if config.has_output_norms or not config.has_input_norms:
+        return "experts without a norm before them, or with one after them"
     if about.num_experts > MAX_EXPERTS:
         return f"{about.num_experts} experts, above {MAX_EXPERTS}"
     return None
