@@ -16,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 from headway.errors import ConfigError
 from headway.on_ray import private
 from headway.on_ray.directory import NAMESPACE, RayDirectory
-from headway.on_ray.options import FleetOptions, check_reachable, no_cluster
+from headway.on_ray.options import FleetOptions, check_reachable, end_without_gcs, no_cluster
 from headway.on_ray.serve import QUIET, application, num_running, wait_until_ready
 from headway.server.process.serve import ServerFactory
 
@@ -97,6 +97,7 @@ def deploy(
     are those of Serve's proxies; ConfigError if Serve already runs with others.
     """
     with connected(options.address or "auto"):
+        end_without_gcs(ray.get_runtime_context().gcs_address)
         check_resources(options)
         was_running, is_new = serve_is_used(), options.name not in serve.status().applications
         if not was_running:
@@ -131,6 +132,7 @@ def _proxy_url(host: str, port: int) -> str:
 def delete(options: FleetOptions) -> None:
     """Stop a deployed application; ConfigError if there is none of this name."""
     with connected(options.address or "auto"):
+        end_without_gcs(ray.get_runtime_context().gcs_address)
         found = serve.status().applications
         if options.name not in found:
             known = ", ".join(found) or "none"

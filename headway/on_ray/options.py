@@ -6,7 +6,11 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headway.errors import ConfigError
@@ -37,6 +41,8 @@ CLUSTER_ENVIRONMENT: Mapping[str, str] = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # of this process, not of the cluster
 }
 CONNECT_SECONDS = 3.0  # for a connection to be made, and for an answer
+GONE_SECONDS = 60.0  # without an answer of the GCS: a command on an existing Ray ends
+PROBE_SECONDS = 2.0  # between two questions whether it is there
 HTTP2_SETTINGS = b"\4"  # the type of the first frame in both directions
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5
 ADDRESS = re.compile(r"auto|[^/]+:\d+")
@@ -113,6 +119,33 @@ def check_reachable(address: str, given: str) -> None:
         raise no_cluster(given, str(error)) from None
     if answer[3:4] != HTTP2_SETTINGS:
         raise no_cluster(given, "the server there does not speak gRPC")
+
+
+def _exit(problem: str) -> None:
+    print(f"error: {problem}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def end_without_gcs(address: str, end: Callable[[str], None] = _exit) -> None:
+    """End this process once no GCS has answered at its address for GONE_SECONDS.
+
+    Calls of Ray would wait for it, also those that disconnect.
+    """
+
+    def watch() -> None:
+        answered, silent = time.monotonic(), 0.0
+        while silent <= GONE_SECONDS:
+            time.sleep(PROBE_SECONDS)
+            with suppress(ConfigError):
+                check_reachable(address, address)
+                answered = time.monotonic()
+            silent = time.monotonic() - answered
+        end(
+            f"Ray at {address} has not answered for {silent:.0f} s; run the command again once "
+            "`ray status` works there: it may not have done all"
+        )
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def no_cluster(given: str, reason: str) -> ConfigError:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,12 @@ from headway.cli.options import fleet
 from headway.errors import ConfigError, ExecutorError
 from headway.model import devices
 from headway.on_ray.gateway import Published
-from headway.on_ray.options import HTTP2_SETTINGS, FleetOptions, check_reachable
+from headway.on_ray.options import (
+    HTTP2_SETTINGS,
+    FleetOptions,
+    check_reachable,
+    end_without_gcs,
+)
 from headway.options import EngineOptions
 from tests.support.waiting import LIMIT
 
@@ -192,6 +198,15 @@ def test_a_server_that_speaks_grpc_is_reachable(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("headway.on_ray.options.CONNECT_SECONDS", LIMIT)
     with listening(b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5) as address:
         check_reachable(address, address)
+
+
+def test_a_command_ends_with_an_error_when_its_ray_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("CONNECT", LIMIT), ("GONE", 0.01), ("PROBE", 0.01)):
+        monkeypatch.setattr(f"headway.on_ray.options.{name}_SECONDS", seconds)
+    ended = Queue[str]()
+    with listening(b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5) as address:
+        end_without_gcs(address, ended.put)
+    assert f"Ray at {address} has not answered for 0 s" in ended.get(timeout=LIMIT)
 
 
 def test_auto_names_the_address_of_a_ray_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
