@@ -105,7 +105,7 @@ test-gemma: $(READY)  ## compare gemma3-270m with transformers; downloads 238 MB
 	HEADWAY_TEST_GEMMA=1 $(BIN)/python -m pytest tests/end_to_end/test_gemma_weights.py
 
 test-deploy: $(READY)  ## the fleet on Ray, also from a config file and updated by `headway deploy`
-	HEADWAY_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/fleet/test_ray.py tests/fleet/test_ray_ranks.py
+	HEADWAY_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/fleet/test_ray.py tests/fleet/test_ray_config.py tests/fleet/test_ray_ranks.py
 
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON names a Python with CUDA torch and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch finds no GPU')"

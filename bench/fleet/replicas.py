@@ -44,10 +44,10 @@ from bench.fleet.streams import (
     bodies,
     descendants,
     fleet_server,
-    once_after,
     one_by_one,
     served,
     stopped,
+    streams_during,
 )
 from bench.harness import Bench, Figures, log, percentile
 
@@ -157,7 +157,7 @@ def faults(number: int, asked: Namespace, late: bool = False) -> Figures:
             victim, known = server.replica_pids()[place % 2], len(server.lines)
             work = partial(lost_after, server, number, victim, moments, noticed)
             with stopped(server.ray_pids("ServeController") if late else []):
-                streams = asyncio.run(all_streams(server.url, sent, once_after(100, work)))
+                streams = streams_during(server.url, sent, work, after=100)
             for name, count in compare(streams, alone).items():
                 totals[name] += count
             pauses.add(streams, moments[-1], server.lines[known:])

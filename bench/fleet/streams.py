@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -89,17 +90,6 @@ class Stream:
 OnEvent = Callable[[], None]
 
 
-def once_after(number: int, work: Callable[[], object]) -> OnEvent:
-    """A callback for `all_streams` that starts `work` on a thread at this event."""
-    counts = count(1)
-
-    def on_event() -> None:
-        if next(counts) == number:
-            threading.Thread(target=work).start()
-
-    return on_event
-
-
 async def stream(
     client: httpx.AsyncClient, body: dict[str, Any], on_event: OnEvent = lambda: None
 ) -> Stream:
@@ -125,6 +115,26 @@ async def all_streams(
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, verify=False) as client:
         return list(await asyncio.gather(*(stream(client, body, on_event) for body in bodies)))
+
+
+def streams_during(
+    url: str, bodies: Sequence[dict[str, Any]], work: Callable[[], object], after: int = 1
+) -> list[Stream]:
+    """Send all requests at once, do `work` on a thread from this event on, and wait for both.
+
+    Raises what `work` raises. It is not done if there are fewer events.
+    """
+    counts, started = count(1), list[Future[object]]()
+    with ThreadPoolExecutor(1) as pool:
+
+        def on_event() -> None:
+            if next(counts) == after:
+                started.append(pool.submit(work))
+
+        found = asyncio.run(all_streams(url, bodies, on_event))
+    for each in started:
+        each.result()
+    return found
 
 
 async def one_by_one(url: str, bodies: Sequence[dict[str, Any]]) -> list[Stream]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -37,9 +37,9 @@ from bench.fleet.streams import (
     command,
     descendants,
     fleet_server,
-    once_after,
     served,
     stopped,
+    streams_during,
 )
 from headway.cli.main import app
 from headway.on_ray.options import environment
@@ -102,14 +102,7 @@ def check_letters(streams: list[Stream], sent: list[dict[str, Any]]) -> None:
 
 def run_with(server: FleetServer, sent: list[dict[str, Any]], work: Callable[[], object]) -> None:
     """Send requests for capitals; do `work` when the first has a token, and wait for both."""
-    with ThreadPoolExecutor(1) as pool:
-        done = list[Future[object]]()
-        start = once_after(1, lambda: done.append(pool.submit(work)))
-        streams = asyncio.run(all_streams(server.url, sent, start))
-        if not any(stream.times for stream in streams):
-            check_letters(streams, sent)  # shows why `work` was not started
-        wait_until(lambda: done)[0].result()
-    check_letters(streams, sent)
+    check_letters(streams_during(server.url, sent, work), sent)
 
 
 def kills(server: FleetServer, hold: Hold) -> None:
@@ -444,7 +437,7 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
                 os.kill(victim, signal.SIGSTOP)
             # A new replica would only take CPU time.
             with stopped(server.ray_pids("ServeController")):
-                streams = asyncio.run(all_streams(other.url, sent, once_after(1, kill)))
+                streams = streams_during(other.url, sent, kill)
             assert [stream.error for stream in streams if stream.error] == []
             assert [stream.choices for stream in streams] == alone
             if other.metric("headway_fleet:moves_total"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import time
@@ -18,7 +17,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from bench.fleet.streams import Stream, all_streams, command, descendants, once_after
+from bench.fleet.streams import Stream, command, descendants, streams_during
 from bench.harness import ROOT
 from headway.cli.commands import deploy
 from headway.cli.main import app
@@ -162,7 +161,7 @@ def test_streams_outlive_a_machine_and_an_update_of_a_fleet_from_a_config_file(
     ]  # fmt: skip
 
     def streams(work: Any) -> list[Stream]:
-        found = asyncio.run(all_streams(url, sent, once_after(8, work)))
+        found = streams_during(url, sent, work, after=8)
         assert [stream.error for stream in found if stream.error] == []
         return found
 
@@ -183,6 +182,6 @@ def test_streams_outlive_a_machine_and_an_update_of_a_fleet_from_a_config_file(
         update = partial(deploy, *flags, "--max-model-len", "3500", "--grace", "0")
         assert [stream.choices for stream in streams(update)] == before
         wait_until(lambda: client.get("/v1/models").json()["data"][0]["max_model_len"] == 3500)
-        delete = once_after(8, partial(deploy, "--delete"))  # these gateways have no grace
-        ended = asyncio.run(all_streams(url, sent, delete))
+        # These gateways have no grace.
+        ended = streams_during(url, sent, partial(deploy, "--delete"), after=8)
         assert ["shutting_down" in (stream.error or "") for stream in ended] == [True] * len(sent)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from bench.fleet.streams import all_streams, command, descendants, fleet_server, once_after, served
+from bench.fleet.streams import command, descendants, fleet_server, served, streams_during
 from headway.on_ray.options import CLUSTER_ENVIRONMENT
 from headway.server.process.serve import restored_signal_handlers
 from tests.fleet.test_ray import PATIENT, SERVE, answer, run
@@ -80,8 +80,7 @@ def test_a_lost_rank_replaces_its_replica_and_streams_are_those_of_one_process(
         with fleet_server(*flags, *fleet, program=program) as server:
             (first,) = ranks()
             assert len(set(run("-c", MACHINES, address, environment={}).split())) == 2
-            kill = once_after(8, lambda: os.kill(first, signal.SIGKILL))
-            streams = asyncio.run(all_streams(server.url, sent, kill))
+            streams = streams_during(server.url, sent, partial(os.kill, first, signal.SIGKILL), 8)
             assert [stream.error for stream in streams if stream.error] == []
             assert [stream.choices for stream in streams] == alone
             assert server.metric("headway_fleet:moves_total") > 0
