@@ -54,6 +54,8 @@ class ModelConfig(Variant):
     @property
     def cpu_only(self) -> str | None:
         """The reason that this model runs on a CPU only; None if there is none."""
+        if self.has_sinks:
+            return f"{self.architecture} has attention sinks"
         return f"{self.architecture} has experts" if self.experts else self.one_rank_only
 
     @property
@@ -153,6 +155,8 @@ class ModelConfig(Variant):
             norms["self_attn.q_norm"] = queries if is_whole else self.head_dim
             norms["self_attn.k_norm"] = keys if is_whole else self.head_dim
         shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (s,) for n, s in norms.items()}
+        if self.has_sinks:
+            shapes["self_attn.sinks"] = (self.num_heads,)
         for name, (rows, columns, has_bias) in matrices.items():
             shapes[f"{name}.weight"] = (rows, columns)
             if has_bias:

@@ -74,8 +74,11 @@ class Decoder:
         weight, config, prefix = self.backend.weight, self.config, f"model.layers.{number}"
         attention, mlp = f"{prefix}.self_attn", config.mlp_names(number)
 
+        def vector(name: str, exists: bool) -> Tensor | None:
+            return self.backend.vector(checkpoint, f"{prefix}.{name}") if exists else None
+
         def norm(name: str, exists: bool) -> Tensor | None:
-            return self.backend.vector(checkpoint, f"{prefix}.{name}.weight") if exists else None
+            return vector(f"{name}.weight", exists)
 
         has_input, has_output = config.has_input_norms, config.has_output_norms
         before_mlp = "pre_feedforward" if has_output else "post_attention"
@@ -92,6 +95,7 @@ class Decoder:
             attention_norm=norm("post_attention_layernorm", has_output),
             mlp_norm=norm("post_feedforward_layernorm", has_output),
             is_rotated=number not in config.unrotated_layers,
+            sinks=vector("self_attn.sinks", config.has_sinks),
         )
 
     def _experts(self, checkpoint: Checkpoint, number: int) -> ExpertWeights | None:

@@ -109,6 +109,7 @@ class Shard:
             return Part(WHOLE, _slice((self.attended if kind == "o_proj" else inner)[rank]))
         keys = [_scaled(heads, self.model.head_dim) for heads in self.kv_heads]
         rows = {
+            "self_attn": self.heads,  # the tensor `sinks` itself
             "q_proj": self.attended, "k_proj": keys, "v_proj": keys, "gate_proj": inner, "up_proj": inner,
             "embed_tokens": self.vocabulary, "lm_head": self.vocabulary,
         }.get(kind)  # fmt: skip

@@ -20,6 +20,8 @@ class Variant:
     has_whole_qk_norm: bool = False  # q and k are normalized over all heads, not each head
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    # The softmax of a query head has one more logit, learned, of no token: attention to nothing.
+    has_sinks: bool = False
     # Layers that see only the latest `sliding_window` tokens, the current one included.
     sliding_window: int | None = None
     windowed_layers: frozenset[int] = frozenset()

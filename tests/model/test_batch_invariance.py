@@ -395,6 +395,11 @@ def on_both_backends(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -
     return pair
 
 
+def sinks_of(config: ModelConfig) -> Tensor:
+    """Below, among and above the scores of keys."""
+    return torch.randn(config.num_heads, generator=_generator(config.num_heads)) * 20
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256])
 def test_attention_matches_the_plain_backend(head_dim: int) -> None:
     rng = random.Random(head_dim)
@@ -408,8 +413,23 @@ def test_attention_matches_the_plain_backend(head_dim: int) -> None:
             (native, _), (plain, _) = on_both_backends(config, batch, blocks)
             width = (group + 2) * kv_heads * head_dim
             qkv = torch.randn(len(batch.tokens_t), width, generator=_generator(width)) * 1.5
-            found, exact = native.attention(1, qkv), plain.attention(1, qkv.double())
+            sinks = sinks_of(config) if block_size == 16 else None
+            found = native.attention(1, qkv, sinks)
+            exact = plain.attention(1, qkv.double(), sinks)
             torch.testing.assert_close(found, exact.float(), rtol=2e-5, atol=5e-6)
+
+
+def test_a_sink_takes_its_part_of_the_attention() -> None:
+    config, batch = sizes(4, 2, 32), real.whole(range(9))
+    blocks = torch.randn((1, 2, 2, 2, 16, 32), generator=_generator(2))
+    (_, _), (plain, cache) = on_both_backends(config, batch, blocks)
+    qkv = torch.randn(9, 8 * 32, generator=_generator(3)).double()
+    q, k, v = qkv[-1].view(8, 32)[:4], *(cache[0, 1, :, :, :9].repeat_interleave(2, dim=1))
+    sinks = torch.tensor([-50.0, -1.0, 0.5, 50.0])
+    logits = torch.einsum("hd,hpd->hp", q, k) / 32**0.5
+    weights = torch.cat([logits, sinks[:, None]], dim=1).softmax(1)[:, :-1]
+    expected = torch.einsum("hp,hpd->hd", weights, v).flatten()
+    torch.testing.assert_close(plain.attention(1, qkv, sinks)[-1], expected)
 
 
 @pytest.mark.parametrize("head_dim", [32, 256])
@@ -430,7 +450,8 @@ def test_windowed_attention_matches_the_plain_backend_and_reads_only_the_window(
             for position in range(max(0, int(first) + 1 - window)):
                 cache[table[position // block_size], :, :, :, position % block_size] = math.nan
         qkv = torch.randn(len(batch.tokens_t), 6 * head_dim, generator=_generator(window)) * 1.5
-        found, exact = native.attention(1, qkv), plain.attention(1, qkv.double())
+        sinks = sinks_of(config) if window % 2 else None
+        found, exact = native.attention(1, qkv, sinks), plain.attention(1, qkv.double(), sinks)
         torch.testing.assert_close(found, exact.float(), rtol=2e-5, atol=5e-6)
 
 

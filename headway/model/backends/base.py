@@ -70,6 +70,7 @@ class LayerWeights:
     mlp_norm: Tensor | None = None  # of the MLP's output
     experts: ExpertWeights | None = None
     is_rotated: bool = True  # q and k have a rope
+    sinks: Tensor | None = None  # [H]: the logit of each query head that belongs to no token
 
     @property
     def num_bytes(self) -> int:

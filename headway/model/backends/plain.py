@@ -134,9 +134,10 @@ class PlainPass(StepwisePass):
         self._blocks[block, layer, 0, :, offset] = k_tgd[self._rows]
         self._blocks[block, layer, 1, :, offset] = v_tgd[self._rows]
 
-    def attention(self, layer: int, qkv: Tensor) -> Tensor:
+    def attention(self, layer: int, qkv: Tensor, sinks: Tensor | None = None) -> Tensor:
         q_thd, _, _ = self._split(qkv)
-        out = torch.empty_like(q_thd)
+        out, scale = torch.empty_like(q_thd), self._config.attention_scale
+        scale = q_thd.shape[2] ** -0.5 if scale is None else scale
         for s, end in enumerate(self._ends):
             first, last = self._starts[s], self._starts[s + 1]
             begin = self._first_read(end - (last - first))
@@ -146,10 +147,14 @@ class PlainPass(StepwisePass):
             mask = seen[None] <= asking
             if self._window is not None:
                 mask &= seen[None] > asking - self._window
-            out[first:last] = F.scaled_dot_product_attention(
-                q_thd[first:last].transpose(0, 1)[None], k_gpd[None], v_gpd[None],
-                attn_mask=mask, enable_gqa=True, scale=self._config.attention_scale,
-            )[0].transpose(0, 1)  # fmt: skip
+            attended = q_thd[first:last].transpose(0, 1), k_gpd, v_gpd
+            if sinks is not None:
+                attended, mask = _with_sinks(*attended, sinks / scale), F.pad(mask, (0, 1), value=1)
+            q, k, v = (each[None] for each in attended)
+            heads = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, enable_gqa=True, scale=scale
+            )[0]
+            out[first:last] = heads.transpose(0, 1)[..., : q_thd.shape[2]]
         return out.flatten(1)
 
     def _first_read(self, position: int) -> int:
@@ -175,3 +180,13 @@ class PlainPass(StepwisePass):
         a, b = x.chunk(2, dim=-1)
         parts = (a * self._cosine - b * self._sine, b * self._cosine + a * self._sine)
         return torch.cat(parts, dim=-1)
+
+
+def _with_sinks(
+    q_hmd: Tensor, k_gpd: Tensor, v_gpd: Tensor, sinks_h: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with one more position and dimension: its scores are the sinks."""
+    more = sinks_h[:, None, None].expand(-1, q_hmd.shape[1], 1)
+    k_gpd, v_gpd = F.pad(k_gpd, (0, 1, 0, 1)), F.pad(v_gpd, (0, 1, 0, 1))
+    k_gpd[:, -1, -1] = 1
+    return torch.cat([q_hmd, more.to(q_hmd.dtype)], dim=-1), k_gpd, v_gpd

@@ -42,10 +42,10 @@ class StepwisePass(ForwardPass):
         """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
 
     @abstractmethod
-    def attention(self, layer: int, qkv: Tensor) -> Tensor:
+    def attention(self, layer: int, qkv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """[T, H * D]: every token attends to the tokens of its sequence up to itself.
 
-        With a window, only to the latest of them.
+        With a window, only to the latest of them. A head's sink (if given) is one more logit.
         """
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class StepwisePass(ForwardPass):
         attended = shard.attended if shard else []
         qkv = ops.linear(self._normed(x, layer.input_norm), layer.qkv)
         self.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm, is_rotated=layer.is_rotated)
-        out = self._project(self.attention(number, qkv), layer.output, attended)
+        out = self._project(self.attention(number, qkv, layer.sinks), layer.output, attended)
         x = x + self._normed(out, layer.attention_norm)
         normed = self._normed(x, layer.post_norm)
         if layer.experts is None:

@@ -285,9 +285,11 @@ class NativePass(StepwisePass):
             self._pointer, layer, qkv.data_ptr(), *norms, epsilon, is_rotated
         )
 
-    def attention(self, layer: int, qkv: Tensor) -> Tensor:
+    def attention(self, layer: int, qkv: Tensor, sinks: Tensor | None = None) -> Tensor:
         out = torch.empty(len(qkv), self._config.num_heads * self._config.head_dim)
-        self._backend.library.attention(self._pointer, layer, qkv.data_ptr(), out.data_ptr())
+        self._backend.library.attention(
+            self._pointer, layer, qkv.data_ptr(), address(sinks), out.data_ptr()
+        )
         return out
 
 

@@ -34,6 +34,7 @@ class LayerStruct(ctypes.Structure):
     kept: ExpertPointers | None  # keeps `experts` valid
     _fields_ = (
         *_pointers("input_norm", "post_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm"),
+        *_pointers("sinks"),
         *((name, WeightStruct) for name in ("qkv", "output", "gate_up", "down")),
         ("epsilon", ctypes.c_double),
         *_integers("activation", "is_windowed", "is_rotated"),
@@ -86,7 +87,7 @@ def layer_struct(
 ) -> LayerStruct:
     norms = (
         layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm, layer.attention_norm,
-        layer.mlp_norm,
+        layer.mlp_norm, layer.sinks,
     )  # fmt: skip
     experts = None
     if layer.experts is not None and config.experts is not None:

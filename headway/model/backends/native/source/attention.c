@@ -74,6 +74,7 @@ typedef struct {
     const float *q[MAX_QUERIES];
     float *out[MAX_QUERIES];
     int64_t begin[MAX_QUERIES], end[MAX_QUERIES]; /* positions that each row sees: [begin, end) */
+    float sinks[MAX_QUERIES]; /* a logit that belongs to no position; -INFINITY: none */
     int rows;
 } Queries;
 
@@ -185,7 +186,7 @@ static void attend(const Queries *queries, const Cache *cache, Span span, float 
     Rounded rounded[MAX_QUERIES];
     Rows rows;
     for (int r = 0; r < queries->rows; r++) {
-        rows.most[r] = -INFINITY, rows.total[r] = 0;
+        rows.most[r] = queries->sinks[r], rows.total[r] = queries->sinks[r] > -INFINITY;
         memset(rows.out[r], 0, (size_t)D * 4);
         if (cache->bits == 8) round_all(queries->q[r], D, &rounded[r]);
     }
@@ -217,10 +218,11 @@ ALWAYS int64_t first_seen(int64_t end, int64_t window) {
 
 /* Attention of the q in qkv rows, to out[M, H D]. Sequence s has rows [starts[s], starts[s + 1]),
    the last of its ends[s] tokens; each row sees the tokens of the sequence up to itself, or only the
-   last `window` of these. A task is (sequence, first row), with at most `tokens` rows. It computes
-   one key-value head at a time, or, if `split` is above 1, a part of the query heads of one. */
-static void share_attention(Member *me, const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
-                            int64_t table_width, const int32_t *starts, const int32_t *ends,
+   last `window` of these, and the sink of its head, if there are sinks. A task is (sequence, first
+   row), with at most `tokens` rows. It computes one key-value head at a time, or, if `split` is above
+   1, a part of the query heads of one. */
+static void share_attention(Member *me, const float *qkv, const float *sinks, int64_t H, const Cache *cache,
+                            const int32_t *tables, int64_t table_width, const int32_t *starts, const int32_t *ends,
                             int64_t window, double scale, const int32_t *tasks, int64_t num_tasks,
                             int64_t tokens, int64_t split, float *out) {
     const int64_t G = cache->heads, D = cache->head_size, group = H / G / split;
@@ -235,6 +237,7 @@ static void share_attention(Member *me, const float *qkv, int64_t H, const Cache
                 const int64_t seen = ends[s] - (rows - 1 - m);
                 queries.q[queries.rows] = qkv + m * stride + h * D;
                 queries.out[queries.rows] = out + m * H * D + h * D;
+                queries.sinks[queries.rows] = sinks ? sinks[h] : -INFINITY;
                 queries.begin[queries.rows] = first_seen(seen, window);
                 queries.end[queries.rows++] = seen;
             }

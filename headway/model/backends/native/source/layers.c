@@ -3,6 +3,7 @@
 typedef struct {
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     const float *attention_norm, *mlp_norm; /* of the outputs of attention and MLP; 0: none */
+    const float *sinks; /* one more logit of each query head; 0: none */
     Weight qkv, output, gate_up, down;
     double epsilon;
     int64_t activation, is_windowed, is_rotated;
@@ -71,7 +72,7 @@ static void share_layer(Member *me, const Layer *l, const Pass *p, const Cache *
     share_heads(me, p, p->qkv, l->q_norm, l->k_norm, l->epsilon, (int)l->is_rotated, cache);
     meet(me);
     mark(me, &p->space, ROTATION);
-    share_attention(me, p->qkv, p->heads, cache, p->tables, p->table_width, p->starts, p->ends,
+    share_attention(me, p->qkv, l->sinks, p->heads, cache, p->tables, p->table_width, p->starts, p->ends,
                     p->window, p->scale, p->tasks, p->num_tasks, p->task_rows, p->split, p->attended);
     meet(me);
     mark(me, &p->space, ATTENTION);
@@ -254,7 +255,7 @@ void gate_rows(const float *x, int64_t M, int64_t K, int64_t activation, float *
 typedef struct {
     const Pass *pass;
     Cache cache;
-    const float *q_norm, *k_norm;
+    const float *q_norm, *k_norm, *sinks;
     double epsilon;
     float *qkv, *out;
     int is_rotated;
@@ -268,19 +269,19 @@ static void run_rotate_and_store(Member *me, const void *call) {
 
 void rotate_and_store(const Pass *pass, int64_t layer, float *qkv, const float *q_norm,
                       const float *k_norm, double epsilon, int64_t is_rotated) {
-    const StepCall call = {pass, cache_of(pass, layer), q_norm, k_norm, epsilon, qkv, 0, (int)is_rotated};
+    const StepCall call = {pass, cache_of(pass, layer), q_norm, k_norm, 0, epsilon, qkv, 0, (int)is_rotated};
     run_team(pass->rows > 4 ? pass->space.threads : 1, run_rotate_and_store, &call);
 }
 
 static void run_attention(Member *me, const void *call) {
     const StepCall *c = call;
     const Pass *p = c->pass;
-    share_attention(me, c->qkv, p->heads, &c->cache, p->tables, p->table_width, p->starts, p->ends,
+    share_attention(me, c->qkv, c->sinks, p->heads, &c->cache, p->tables, p->table_width, p->starts, p->ends,
                     p->window, p->scale, p->tasks, p->num_tasks, p->task_rows, p->split, c->out);
 }
 
-void attention(Pass *pass, int64_t layer, float *qkv, float *out) {
+void attention(Pass *pass, int64_t layer, float *qkv, const float *sinks, float *out) {
     divide(pass);
-    const StepCall call = {pass, cache_of(pass, layer), 0, 0, 0, qkv, out, 0};
+    const StepCall call = {pass, cache_of(pass, layer), 0, 0, sinks, 0, qkv, out, 0};
     run_team(pass->space.threads, run_attention, &call);
 }
