@@ -19,7 +19,7 @@ from headway.model.config_keys import refuse_unread
 from headway.model.experts import MATRICES
 from headway.model.families import family_of_gguf, family_of_hf
 from headway.model.fields import Fields
-from headway.model.quantization import Quantization, stored_quantization
+from headway.model.quantization import MXFP4, Quantization, stored_quantization
 from headway.model.rope import Rope, rope_from_gguf
 from headway.model.variant import Variant
 
@@ -63,7 +63,7 @@ class ModelConfig(Variant):
         """The reason that this model runs on a CPU and on one rank only; None if there is none."""
         if self.windowed_layers or self.attention_window:
             return f"{self.architecture} has layers with a sliding window"
-        if self.has_output_norms or self.activation != "silu":
+        if self.has_output_norms or self.activation == "gelu":
             return f"{self.architecture} has output norms or the activation {self.activation}"
         if self.unrotated_layers or self.query_growth:
             what = "layers without rope" if self.unrotated_layers else "queries scaled by position"
@@ -96,7 +96,7 @@ class ModelConfig(Variant):
         table, own = (self.vocab_size, self.hidden_size), self._layer_shapes()
         sparse = self.experts.shapes(self.hidden_size) if self.experts else {}
         common = {name: shape for name, shape in own.items() if not name.startswith("mlp.")}
-        of_sparse = common | {f"{name}.weight": shape for name, shape in sparse.items()}
+        of_sparse = common | sparse
         layers = {
             f"model.layers.{layer}.{name}": shape
             for layer in range(self.num_layers)
@@ -279,6 +279,9 @@ def _gguf_head_dim(fields: Fields, num_heads: int) -> int:
 
 def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
     """Return the config; ModelError if its values contradict each other."""
+    given, experts = config.quantization, config.experts
+    if given and given.layout == MXFP4 and not (experts and experts.is_stacked):
+        raise fields.error(f"mxfp4 is not supported for {config.architecture}; only for gpt_oss")
     if config.num_heads % config.num_kv_heads:
         raise fields.error(
             f"the number of heads, {config.num_heads}, must be a multiple of the number of "

@@ -2,7 +2,8 @@
 
 In a sparse layer, a router chooses some experts for each token. Each expert is an MLP of its own;
 there may be one more that all tokens use. Names are those of published files, which have a tensor
-for each expert; transformers 5 stacks them in memory and writes them in this form.
+for each expert; transformers 5 stacks them in memory and writes them in this form. The files of
+gpt-oss have stacks (weights/stacked_experts.py).
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ class Experts:
     has_shared_gate: bool = False  # its output has a factor that depends on the token
     block: str = "mlp"  # in the names of the tensors
     matrices: tuple[str, str, str] = MATRICES
+    gate: str = "gate"  # the router's name
+    has_biases: bool = False  # the experts and the router
+    is_stacked: bool = False  # in files, one tensor holds all experts of a layer
 
     @property
     def router(self) -> list[str]:
         """Names within a layer of the matrices whose outputs decide: one row for each expert."""
-        gates = ["gate", "shared_expert_gate"] if self.has_shared_gate else ["gate"]
+        gates = [self.gate, "shared_expert_gate"] if self.has_shared_gate else [self.gate]
         return [f"{self.block}.{gate}" for gate in gates]
 
     def names(self, number: int) -> list[str]:
@@ -43,17 +47,20 @@ class Experts:
     def shared_names(self) -> list[str]:
         return [f"{self.block}.shared_expert.{matrix}" for matrix in MATRICES]
 
-    def shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
-        """Shapes of a sparse layer's matrices by name within the layer."""
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a sparse layer's matrices and biases by name within the layer."""
         every = [(self.names(number), self.width) for number in range(self.num_experts)]
         if self.shared_width:
             every.append((self.shared_names, self.shared_width))
         rows = (self.num_experts, 1)
-        shapes = {name: (size, hidden_size) for name, size in zip(self.router, rows, strict=False)}
+        shapes: dict[str, tuple[int, ...]] = {
+            name: (size, hidden_size) for name, size in zip(self.router, rows, strict=False)
+        }
         for (gate, up, down), width in every:
             shapes |= {gate: (width, hidden_size), up: (width, hidden_size)}
             shapes[down] = hidden_size, width
-        return shapes
+        biases = {f"{name}.bias": shape[:1] for name, shape in shapes.items() if self.has_biases}
+        return {f"{name}.weight": shape for name, shape in shapes.items()} | biases
 
 
 def matrix_kind(name: str) -> str:
@@ -72,6 +79,21 @@ def mixtral_experts(fields: Fields) -> Experts:
         normalizes=True,
         block="block_sparse_moe",
         matrices=gate_up_down,
+    )
+    return _checked(experts, fields)
+
+
+def gpt_oss_experts(fields: Fields) -> Experts:
+    fields.read.add("experts_per_token")  # num_experts_per_tok a second time
+    experts = Experts(
+        num_experts=fields.count("num_local_experts"),
+        num_chosen=fields.count("num_experts_per_tok"),
+        width=fields.count("intermediate_size"),
+        layers=frozenset(range(fields.count("num_hidden_layers"))),
+        normalizes=True,
+        gate="router",
+        has_biases=True,
+        is_stacked=True,
     )
     return _checked(experts, fields)
 

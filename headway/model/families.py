@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headway.model import variants
-from headway.model.experts import Experts, mixtral_experts, qwen_experts
+from headway.model.experts import Experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from headway.model.fields import Fields
 from headway.model.rope import Rope
 from headway.model.variant import Variant
@@ -202,6 +202,24 @@ FAMILIES = (
         bias_keys=("attention_bias",),
         has_qk_norm=True,
         experts=qwen_experts(default_count=128),
+    ),
+    Family(
+        name="gpt_oss",
+        architectures=("GptOssForCausalLM",),
+        model_type="gpt_oss",
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128,
+            "attention_bias": True, "rope_theta": 150000.0, "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        bias_keys=("attention_bias",),
+        experts=gpt_oss_experts,
+        windows=all_but_every(2),
+        read=variants.gpt_oss_from_hf,
     ),
 )  # fmt: skip
 

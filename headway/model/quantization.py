@@ -16,9 +16,9 @@ from headway.errors import ModelError
 from headway.model.config_keys import refuse_unread
 from headway.model.fields import Fields
 
-FP8 = "fp8"
+FP8, MXFP4 = "fp8", "mxfp4"
 SUPPORTED = (
-    "supported: fp8; compressed-tensors of format pack-quantized (4 and 8 bits), int-quantized and "
+    "supported: fp8; mxfp4 (experts of gpt_oss); compressed-tensors of format pack-quantized (4 and 8 bits), int-quantized and "
     "float-quantized (8 bits); awq (gemm, 4 bits); gptq (4 and 8 bits); and GGUF files"
 )
 # Of compressed-tensors: format -> (layout, types of weights).
@@ -50,7 +50,7 @@ class Quantization:
     """How the quantized matrices of a file are stored. Other matrices are floats."""
 
     method: str  # as config.json names it
-    layout: str  # of the tensors: fp8, packed, ints, awq or gptq
+    layout: str  # of the tensors: fp8, packed, ints, awq, gptq or mxfp4
     bits: int = 8
     rows: int = 1  # outputs that share a scale
     columns: int | None = None  # inputs that share a scale; None for all
@@ -159,8 +159,15 @@ def _gptq(fields: Fields) -> Quantization:
     )  # fmt: skip
 
 
+def _mxfp4(fields: Fields) -> Quantization:
+    """Experts only (weights/stacked_experts.py)."""
+    kept = _names(fields, "modules_to_not_convert")
+    return Quantization(method=MXFP4, layout=MXFP4, bits=4, columns=32, kept=kept)
+
+
 METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
+    MXFP4: _mxfp4,
 }  # fmt: skip
 
 

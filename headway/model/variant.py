@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from headway.model.experts import Experts
 from headway.model.rope import Rope
 
+# clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), gate and up within the limit.
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """The defaults are those of Llama."""
 
     rope: Rope
-    activation: str = "silu"  # of the MLP; or "gelu", in its tanh form
+    activation: str = "silu"  # of the MLP; or "gelu" (in its tanh form), or "clamped_swiglu"
     has_input_norms: bool = True  # the inputs of attention and MLP are normalized
     has_output_norms: bool = False  # their outputs are
     norm_offset: float = 0.0  # norm weights in safetensors files are lower by this

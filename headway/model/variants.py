@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.model.fields import Fields
 from headway.model.rope import Rope, rope_from_hf
-from headway.model.variant import Variant
+from headway.model.variant import SWIGLU_ALPHA, SWIGLU_LIMIT, Variant
 from headway.model.windows import (
     FULL,
     SLIDING,
@@ -169,6 +169,14 @@ def granite_from_gguf(fields: Fields, head_dim: int, rope: Rope) -> Variant:
         residual_factor=fields.number("residual_scale", 1.0),
         logit_factor=1 / fields.number("logit_scale", 1.0),
     )
+
+
+def gpt_oss_from_hf(fields: Fields, rule: WindowRule) -> Variant:
+    fields.read.add("initial_context_length")  # the original length of yarn a second time
+    for key, only in (("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_ALPHA)):
+        if (stated := fields.number(key, only)) != only:
+            raise fields.error(f"{key} {stated:g} is not supported; only {only:g} is")
+    return Variant(activation="clamped_swiglu", has_sinks=True, **with_one_rope(fields, rule))
 
 
 def ministral3_from_hf(fields: Fields, rule: WindowRule) -> Variant:

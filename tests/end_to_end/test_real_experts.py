@@ -124,6 +124,7 @@ CONFIGS = {
         "Qwen3Moe", moe_intermediate_size=64, num_experts=24, num_experts_per_tok=4,
         norm_topk_prob=True, mlp_only_layers=[1],
     ),
+    "gpt_oss": config_of("GptOss", num_local_experts=5, sliding_window=None, head_dim=16),
 }  # fmt: skip
 NATIVE: dict[str, Callable[[], Backend]] = {
     "float32": NativeBackend,

@@ -177,7 +177,7 @@ def prompts(seed: int) -> dict[str, list[int]]:
     }
 
 
-def check_against_transformers(model: Decoder, reference: Any) -> None:
+def check_against_transformers(model: Decoder, reference: Any, num_tokens: int = 24) -> None:
     """Compare logits at every position, and tokens under chunks, preemptions and prefix hits."""
     tokens = prompts(1)["150"]
     model.use_length(LENGTH)
@@ -189,7 +189,7 @@ def check_against_transformers(model: Decoder, reference: Any) -> None:
     trial = real.Trial(
         model, "vllm_v1", num_blocks=60, block_size=4, chunk="at_most(29)", max_model_len=LENGTH
     )
-    outputs = trial.ask_one(prompts(2), 24)
+    outputs = trial.ask_one(prompts(2), num_tokens)
     for _ in range(2):  # the first may have to recompute what the other requests evicted
         again = trial.ask_one({"150": prompts(2)["150"]}, 4)["150"]
     seen = trial.seen

@@ -348,7 +348,7 @@ def test_norms_match_the_plain_backend(width: int) -> None:
 GELU_ERRORS = 4 * 87 * EPSILON, 1e-12
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "clamped_swiglu"])
 def test_gates_match_the_plain_backend_and_handle_overflow(activation: str) -> None:
     for num_rows, width in ((1, 16), (3, 48), (9, 1536)):
         x = torch.randn(num_rows, 2 * width, generator=_generator(width)) * 20

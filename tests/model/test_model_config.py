@@ -359,6 +359,24 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": False,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4, "head_dim": 16,
+            "initial_context_length": 4096, "layer_types": [WINDOWED, FULL, WINDOWED],
+            "model_type": "gpt_oss", "num_experts_per_tok": 4, "num_local_experts": 32,
+            "output_router_logits": False, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+            "rope_scaling": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                "original_max_position_embeddings": 4096, "truncate": False,
+            },
+            "quantization_config": {
+                "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+                "quant_method": "mxfp4",
+            },
+            "sliding_window": 128, "swiglu_limit": 7.0,
+        },
+    ),
     "Phi 3 mini": ("Phi3", {"sliding_window": 2047, "auto_map": {}, "embd_pdrop": 0.0}),
     "Phi 4 mini": (
         "Phi3",

@@ -18,6 +18,7 @@ from headway.model.backends.split import StepwisePass
 from headway.model.config import ModelConfig
 from headway.model.experts import Experts
 from headway.model.sharding import Shard
+from headway.model.variant import SWIGLU_ALPHA, SWIGLU_LIMIT
 from headway.model.weights.checkpoint import Checkpoint
 
 
@@ -76,6 +77,9 @@ class PlainBackend:
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
+        if activation == "clamped_swiglu":
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def route(self, logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

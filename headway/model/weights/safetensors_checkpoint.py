@@ -9,12 +9,14 @@ import torch
 
 from headway.errors import ModelError
 from headway.model.config import load_hf
+from headway.model.quantization import MXFP4
 from headway.model.sharding import EVERYTHING, Part
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
 from headway.model.weights.fp8 import Fp8Matrix
 from headway.model.weights.quantized_tensors import FLOATS, QuantizedTensors
 from headway.model.weights.safetensors_files import TensorFiles
 from headway.model.weights.scaled import ScaledMatrix
+from headway.model.weights.stacked_experts import StackedExperts
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -22,13 +24,23 @@ class SafetensorsCheckpoint(Checkpoint):
         super().__init__(load_hf(folder), folder)
         self._files = TensorFiles(folder)
         given = self.config.quantization
-        self._quantized = None if given is None else QuantizedTensors(given, self._files)
+        self._quantized = None
+        if given is not None and given.layout != MXFP4:
+            self._quantized = QuantizedTensors(given, self._files)
+        experts = self.config.experts
+        self._stacks: StackedExperts | None = None
+        if experts is not None and experts.is_stacked:
+            self._stacks = StackedExperts(self._files, experts.num_experts)
 
     def has(self, name: str) -> bool:
         is_stored = self._files.entry(name) is not None or self._is_quantized(name)
-        return super().has(name) and is_stored
+        return super().has(name) and (
+            is_stored or (self._stacks is not None and self._stacks.has(name))
+        )
 
     def read(self, name: str, part: Part = EVERYTHING) -> torch.Tensor:
+        if self._stacks is not None and self._stacks.has(name):
+            return self._stacks.read(name, self._shapes[name], part)
         if (quantized := self._scaled(name, part)) is not None:
             return quantized.wide()
         entry = self._entry(name)
@@ -50,6 +62,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _scaled(self, name: str, part: Part) -> ScaledMatrix | None:
         """The matrix, or a part of it, in its quantized form; None if it is stored in floats."""
+        if self._stacks is not None and self._stacks.has(name):
+            return self._stacks.scaled(name, self._shapes[name], part)
         if self._quantized is None or not self._is_quantized(name):
             return None
         rows, columns = self._shapes[name]

@@ -9,7 +9,7 @@ from headway.model.backends.native.routing import ExpertPointers, struct_of
 from headway.model.backends.native.weights import WeightStruct, address
 from headway.model.config import ModelConfig
 
-ACTIVATIONS = {"silu": 1, "gelu": 2}  # as in attention.c
+ACTIVATIONS = {"silu": 1, "gelu": 2, "clamped_swiglu": 3}  # as in norms.c
 
 
 def _integers(*names: str) -> tuple[tuple[str, type], ...]:

@@ -31,9 +31,13 @@ static int64_t first_largest(const float *x, int64_t n) {
 }
 
 /* The activations of gates. GELU in its tanh form is x times a sigmoid too, of an odd cubic of x. */
-enum { NO_GATE, SILU, GELU };
+enum { NO_GATE, SILU, GELU, CLAMPED_SWIGLU };
 #define GELU_LINEAR 1.5957691216f /* 2 sqrt(2 / pi) */
 #define GELU_CUBIC 0.0713548163f  /* 0.044715 times that */
+#define SWIGLU_ALPHA 1.702f
+#define SWIGLU_LIMIT 7.0f
+
+ALWAYS vec at_most(vec x, float limit) { return -larger(-x, splat(-limit)); }
 
 /* y[N] = activation(x[:N]) * x[N:]. N is a multiple of LANES. */
 ALWAYS void gate(const float *x, int64_t N, const int activation, float *y) {
@@ -41,6 +45,10 @@ ALWAYS void gate(const float *x, int64_t N, const int activation, float *y) {
         vec gate = load(x + i), up = load(x + N + i), slope = gate;
         if (activation == GELU)
             slope = gate * multiply_add(gate * gate, splat(GELU_CUBIC), splat(GELU_LINEAR));
+        if (activation == CLAMPED_SWIGLU) {
+            gate = at_most(gate, SWIGLU_LIMIT), slope = gate * SWIGLU_ALPHA;
+            up = larger(at_most(up, SWIGLU_LIMIT), splat(-SWIGLU_LIMIT)) + 1.0f;
+        }
         store(y + i, gate / (1.0f + exponential(-slope)) * up);
     }
 }
