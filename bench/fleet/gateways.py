@@ -119,12 +119,12 @@ def measure(server: ServerProcess, num_requests: int, num_tokens: int, seed: int
     )  # fmt: skip
     after = cpu_times(server)
     report = serve_report.report(done.outcomes, done.max_concurrency)
-    assert not report["failed"], report["errors"]
-    tokens, events = report["total_output_tokens"], sum(each.num_pieces for each in done.outcomes)
+    assert not report.failed, report.errors
+    tokens, events = report.total_output_tokens, sum(each.num_pieces for each in done.outcomes)
     return {
         "cpu_us_per_token": {name: (after[name] - before[name]) * 1e6 / tokens for name in after},
-        "output_throughput": report["output_throughput"],
-        "events_per_second": events / report["duration"],
+        "output_throughput": report.output_throughput,
+        "events_per_second": events / report.duration,
     }
 
 

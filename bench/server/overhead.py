@@ -103,10 +103,10 @@ def measure(
     done = send(running.address, wording, jobs, concurrency=concurrency, timeout=300)
     after = cpu_times(running)
     report = serve_report.report(done.outcomes, done.max_concurrency)
-    assert not report["failed"], report["errors"]
-    num_tokens = report["total_output_tokens"]
+    assert not report.failed, report.errors
+    num_tokens = report.total_output_tokens
     spent = {name: (after[name] - before[name]) * 1e6 / num_tokens for name in after}
-    return Measurement(report, done.outcomes, spent)
+    return Measurement(report.as_json(), done.outcomes, spent)
 
 
 @bench.part

@@ -39,11 +39,11 @@ def distribution(title: str, times: Mapping[str, npt.NDArray[np.float64]]) -> Pl
 
 
 def sweep(
-    title: str, x: str, results: Sequence[tuple[float, Mapping[str, Any]]], names: Sequence[str]
+    title: str, x: str, results: Sequence[tuple[float, Mapping[str, float]]], names: Sequence[str]
 ) -> Plot:
     """Values of reports, such as p99_ttft_ms, over the setting that differs between them."""
     curves = [
-        Curve(name=name, points=tuple((at, float(result[name])) for at, result in results))
+        Curve(name=name, points=tuple((at, result[name]) for at, result in results))
         for name in names
     ]
     return Plot(title=title, x=x, y="ms", curves=tuple(curves))

@@ -299,8 +299,8 @@ def test_every_failure_is_counted_by_kind(model: str, kind: str) -> None:
         outcomes = load(server, model, same_requests(3), timeout=seconds)
     assert {outcome.error for outcome in outcomes} == {kind}
     result = report.report(outcomes, 3)
-    assert (result["completed"], result["failed"], result["errors"]) == (0, 3, {kind: 3})
-    assert result["total_output_tokens"] == 0
+    assert (result.completed, result.failed, result.errors) == (0, 3, {kind: 3})
+    assert result.total_output_tokens == 0
 
 
 def test_a_refused_connection_is_counted_as_failure() -> None:
@@ -317,13 +317,14 @@ def outcome(sent: float, first: float, gaps: list[float], error: str | None = No
 def test_the_report_has_the_measured_times() -> None:
     outcomes = [outcome(0.0, 0.5, [0.1, 0.3]), outcome(1.0, 1.1, [0.2]), outcome(0.0, 0.0, [], "x")]
     result = report.report(outcomes, 2, {"ttft": 200.0, "tpot": 250.0})
-    assert result["duration"] == pytest.approx(1.3)
-    assert result["completed"] == 2 and result["errors"] == {"x": 1}
-    assert result["output_throughput"] == pytest.approx(5 / 1.3)
-    assert result["mean_ttft_ms"] == pytest.approx(300)
-    assert (result["mean_itl_ms"], result["median_tpot_ms"]) == pytest.approx((200, 200))
-    assert result["mean_e2el_ms"] == pytest.approx((900 + 300) / 2)
-    assert result["request_goodput"] == pytest.approx(1 / 1.3)  # the first one missed its limit
+    assert result.duration == pytest.approx(1.3)
+    assert result.completed == 2 and result.errors == {"x": 1}
+    assert result.output_throughput == pytest.approx(5 / 1.3)
+    assert result.latencies["mean_ttft_ms"] == pytest.approx(300)
+    latencies = result.latencies
+    assert (latencies["mean_itl_ms"], latencies["median_tpot_ms"]) == pytest.approx((200, 200))
+    assert latencies["mean_e2el_ms"] == pytest.approx((900 + 300) / 2)
+    assert result.request_goodput == pytest.approx(1 / 1.3)  # the first one missed its limit
 
 
 def test_goodput_counts_requests_that_meet_every_limit() -> None:

@@ -427,8 +427,8 @@ def test_bench_serve_replays_a_mooncake_trace(url: str, tmp_path: Path) -> None:
         address, RequestFormat(model=find_model(address)), read_workload(file), timeout=LIMIT
     )
     result = serve_report.report(load.outcomes, load.max_concurrency)
-    assert (result["completed"], result["errors"]) == (3, {})
-    assert (result["total_input_tokens"], result["total_output_tokens"]) == (3 * 40, 9)
+    assert (result.completed, result.errors) == (3, {})
+    assert (result.total_input_tokens, result.total_output_tokens) == (3 * 40, 9)
 
 
 def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:

@@ -9,7 +9,7 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -84,7 +84,7 @@ def throughput_command(
             seconds = time.perf_counter() - start
         result = report.throughput(metrics, seconds)
     if json_:
-        render.print_json({**_setting(llm, model), **result})
+        render.print_json({**_setting(llm, model), **result.as_json()})
     else:
         _show_throughput(result)
 
@@ -180,14 +180,14 @@ def _setting(llm: LLM, model: EngineOptions) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _show_throughput(result: dict[str, Any]) -> None:
+def _show_throughput(result: report.ThroughputReport) -> None:
     console = Console()
     console.print(
-        f"\n[bold]{result['num_requests']:,} requests[/], {result['total_input_tokens']:,} prompt "
-        f"and {result['total_output_tokens']:,} output tokens in {result['elapsed_time']:.1f} s\n"
-        f"[bold]{result['output_throughput']:,.1f} output tokens/s[/], "
-        f"{result['input_throughput']:,.1f} prompt tokens/s, "
-        f"{result['requests_per_second']:,.2f} requests/s\n",
+        f"\n[bold]{result.num_requests:,} requests[/], {result.total_input_tokens:,} prompt "
+        f"and {result.total_output_tokens:,} output tokens in {result.elapsed_time:.1f} s\n"
+        f"[bold]{result.output_throughput:,.1f} output tokens/s[/], "
+        f"{result.input_throughput:,.1f} prompt tokens/s, "
+        f"{result.requests_per_second:,.2f} requests/s\n",
         highlight=False,
     )
     console.print(latency_table(result))

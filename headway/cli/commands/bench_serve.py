@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -24,6 +23,10 @@ from headway.lab.loadgen.requests import RequestFormat
 from headway.lab.workload.request import WorkloadRequest
 
 PLOTTED = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+SWEPT = {
+    "ttft p50": "median_ttft_ms", "p99": "p99_ttft_ms", "itl p50": "median_itl_ms",
+    "p99 ms": "p99_itl_ms", "max ms": "max_itl_ms",
+}  # fmt: skip
 MAX_SEND_DELAY = 100  # ms; a larger p99 gives a warning
 
 
@@ -52,17 +55,18 @@ def serve_command(
     request_format = target.request_format()
     _warm_up(target, request_format, specs[0].requests[0])
     loads = [_measure(target, request_format, spec, place) for place, spec in enumerate(specs)]
-    results = [
-        _describe(spec, request_format) | report.report(load.outcomes, load.max_concurrency, limits)
-        for spec, load in zip(specs, loads, strict=True)
-    ]
+    results = [report.report(load.outcomes, load.max_concurrency, limits) for load in loads]
     if json_:
-        render.print_json(results[0] if len(results) == 1 else {"runs": results})
+        runs = [
+            _describe(spec, request_format) | result.as_json()
+            for spec, result in zip(specs, results, strict=True)
+        ]
+        render.print_json(runs[0] if len(runs) == 1 else {"runs": runs})
     else:
-        _show(results, loads)
+        _show(results, loads, specs)
     if plot is not None:
         _draw(plot, specs, loads, results)
-    if not any(result["completed"] for result in results):
+    if not any(result.completed for result in results):
         raise typer.Exit(1)
 
 
@@ -95,28 +99,33 @@ def _warm_up(
 
 def _describe(spec: LoadSpec, request_format: RequestFormat) -> dict[str, object]:
     """The load, with vLLM's keys."""
-    rate = "inf" if spec.rate is not None and math.isinf(spec.rate) else spec.rate
     return {
         "backend": "openai-chat" if request_format.kind == "chat" else "openai",
         "model_id": request_format.model,
         "num_prompts": len(spec.requests),
-        "request_rate": rate,  # None for a trace or a closed loop
+        "request_rate": _rate(spec),  # None for a trace or a closed loop
         "max_concurrency": spec.concurrency,
     }
 
 
-def _show(results: Sequence[dict[str, Any]], loads: Sequence[LoadGenerator]) -> None:
+def _rate(spec: LoadSpec) -> float | str | None:
+    return "inf" if spec.rate == math.inf else spec.rate
+
+
+def _show(
+    results: Sequence[report.LoadReport], loads: Sequence[LoadGenerator], specs: Sequence[LoadSpec]
+) -> None:
     console = Console()
     if len(results) > 1:
-        console.print(_sweep_table(results))
+        console.print(_sweep_table(results, specs))
     else:
         console.print(_counts(results[0]), highlight=False)
         console.print(latency_table(results[0]))
     for result, load in zip(results, loads, strict=True):
-        for kind, count in result["errors"].items():
+        for kind, count in result.errors.items():
             detail = next(o.detail for o in load.outcomes if o.error == kind)
             console.print(f"{count:,} x {kind}: {detail[:300]}", style="red", markup=False)
-        if (delay := result["p99_send_delay_ms"]) > MAX_SEND_DELAY:
+        if (delay := result.p99_send_delay_ms) > MAX_SEND_DELAY:
             console.print(
                 f"warning: requests were sent up to {delay:,.0f} ms late; this machine is too slow "
                 "for the load",
@@ -124,47 +133,46 @@ def _show(results: Sequence[dict[str, Any]], loads: Sequence[LoadGenerator]) -> 
             )
 
 
-def _counts(result: dict[str, Any]) -> str:
-    good = result["request_goodput"]
+def _counts(result: report.LoadReport) -> str:
+    good = result.request_goodput
     return (
-        f"\n[bold]{result['completed']:,} requests[/] completed and {result['failed']:,} failed in "
-        f"{result['duration']:.1f} s; {result['total_input_tokens']:,} prompt and "
-        f"{result['total_output_tokens']:,} output tokens, at most "
-        f"{result['max_concurrent_requests']:,} concurrent requests\n"
-        f"[bold]{result['output_throughput']:,.1f} output tokens/s[/], "
-        f"{result['request_throughput']:,.2f} requests/s"
+        f"\n[bold]{result.completed:,} requests[/] completed and {result.failed:,} failed in "
+        f"{result.duration:.1f} s; {result.total_input_tokens:,} prompt and "
+        f"{result.total_output_tokens:,} output tokens, at most "
+        f"{result.max_concurrent_requests:,} concurrent requests\n"
+        f"[bold]{result.output_throughput:,.1f} output tokens/s[/], "
+        f"{result.request_throughput:,.2f} requests/s"
         f"{'' if good is None else f', goodput {good:,.2f} requests/s'}\n"
     )
 
 
-def latency_table(result: dict[str, Any]) -> Table:
+def latency_table(result: report.Report) -> Table:
     """The latencies of a report in milliseconds, a row each."""
     rows = (
-        (name, *(f"{result[f'{each}_{key}_ms']:,.1f}" for each in report.ENGINE_STATISTICS))
+        (
+            name,
+            *(f"{result.latencies[f'{each}_{key}_ms']:,.1f}" for each in report.ENGINE_STATISTICS),
+        )
         for key, name in report.LATENCIES.items()
     )
     return render.table(("milliseconds", *report.ENGINE_STATISTICS), rows)
 
 
-def _sweep_table(results: Sequence[dict[str, Any]]) -> Table:
-    columns = {
-        "req/s": "request_throughput", "good/s": "request_goodput", "tok/s": "output_throughput",
-        "ttft p50": "median_ttft_ms", "p99": "p99_ttft_ms", "itl p50": "median_itl_ms",
-        "p99 ms": "p99_itl_ms", "max ms": "max_itl_ms",
-    }  # fmt: skip
-    if results[0]["request_goodput"] is None:
-        del columns["good/s"]
-    is_rate = results[0]["max_concurrency"] is None
-    key, first = ("request_rate", "rate") if is_rate else ("max_concurrency", "concurrency")
+def _sweep_table(results: Sequence[report.LoadReport], specs: Sequence[LoadSpec]) -> Table:
+    """A row for each load; `good/s` only with objectives."""
+    first = "rate" if specs[0].concurrency is None else "concurrency"
+    good = () if results[0].request_goodput is None else ("good/s",)
     rows = (
         (
-            str(result[key]), f"{result['completed']:,}", f"{result['failed']:,}",
-            *(f"{result[name]:,.{0 if title == 'tok/s' else 1}f}"
-              for title, name in columns.items()),
+            str(spec.concurrency or _rate(spec)), f"{result.completed:,}", f"{result.failed:,}",
+            f"{result.request_throughput:,.1f}", *(f"{result.request_goodput:,.1f}" for _ in good),
+            f"{result.output_throughput:,.0f}",
+            *(f"{result.latencies[key]:,.1f}" for key in SWEPT.values()),
         )
-        for result in results
+        for spec, result in zip(specs, results, strict=True)
     )  # fmt: skip
-    return render.table((first, "done", "failed", *columns), rows, None, no_wrap=True)
+    columns = (first, "done", "failed", "req/s", *good, "tok/s", *SWEPT)
+    return render.table(columns, rows, None, no_wrap=True)
 
 
 def _check_plot(plot: str | None) -> None:
@@ -180,7 +188,7 @@ def _draw(
     plot: str,
     specs: Sequence[LoadSpec],
     loads: Sequence[LoadGenerator],
-    results: Sequence[dict[str, Any]],
+    results: Sequence[report.LoadReport],
 ) -> None:
     """Write the plot to its file, or print it for -."""
     if len(specs) == 1:
@@ -189,7 +197,8 @@ def _draw(
     else:
         x = "concurrency" if specs[0].rate is None else "requests/s"
         at = (float(spec.rate or spec.concurrency or 0) for spec in specs)
-        drawn = plots.sweep("latency", x, list(zip(at, results, strict=True)), PLOTTED)
+        values = [(place, result.latencies) for place, result in zip(at, results, strict=True)]
+        drawn = plots.sweep("latency", x, values, PLOTTED)
     if plot == "-":
         Console(stderr=True).print(plots.text(drawn), markup=False, highlight=False)
     else:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,61 @@ STATISTICS = ("mean", "median", "std", "p90", "p99", "p99.9", "max")
 ENGINE_STATISTICS = {n: "p50" if n == "median" else n for n in STATISTICS if n != "std"}
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 OBJECTIVES = ("ttft", "tpot", "e2el")  # latencies that a single request has
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Latencies by keys such as p99_ttft_ms, and the TTFT by class of prompt length."""
+
+    latencies: dict[str, float]
+    ttft_by_prompt: list[dict[str, float]]
+
+    def as_json(self) -> dict[str, object]:
+        """All values in one object."""
+        return {k: v for k, v in {**vars(self), **self.latencies}.items() if k != "latencies"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport(Report):
+    """One load on a server."""
+
+    duration: float
+    completed: int
+    failed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    request_goodput: float | None
+    output_throughput: float
+    total_token_throughput: float
+    max_concurrent_requests: int
+    p99_send_delay_ms: float
+    errors: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputReport(Report):
+    """An offline run."""
+
+    elapsed_time: float
+    num_requests: int
+    total_num_tokens: int
+    requests_per_second: float
+    tokens_per_second: float
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    input_throughput: float
+    output_throughput: float
+    total_token_throughput: float
+
+
+class BatchLatencies(TypedDict):
+    """Durations of batches in seconds; percentiles by their number."""
+
+    avg_latency: float
+    latencies: list[float]
+    percentiles: dict[str, float]
 
 
 def parse_goodput(text: str) -> dict[str, float]:
@@ -69,32 +125,32 @@ def _milliseconds(seconds: list[float]) -> npt.NDArray[np.float64]:
 
 def report(
     outcomes: Sequence[Outcome], max_concurrency: int, goodput: Mapping[str, float] | None = None
-) -> dict[str, Any]:
+) -> LoadReport:
     """Counts, rates and latencies of one load on a server."""
     times = times_of(outcomes)
     done = [outcome for outcome in outcomes if outcome.error is None]
     num_input, num_output = sum(o.num_input for o in done), sum(o.num_output for o in done)
     seconds = duration(outcomes)
-    good = None if not goodput else num_good(times, goodput) / seconds
-    result = {
-        "duration": seconds,
-        "completed": len(done),
-        "failed": len(outcomes) - len(done),
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
-        "request_throughput": len(done) / seconds,
-        "request_goodput": good,
-        "output_throughput": num_output / seconds,
-        "total_token_throughput": (num_input + num_output) / seconds,
-        "max_concurrent_requests": max_concurrency,
-        "p99_send_delay_ms": _statistic(_milliseconds([o.sent - o.due for o in outcomes]), "p99"),
-        "errors": dict(Counter(o.error for o in outcomes if o.error is not None).most_common()),
-    }
-    latencies = {
-        f"{name}_{key}_ms": _statistic(times[key], name) for key in LATENCIES for name in STATISTICS
-    }
-    lengths = (outcome.num_input for outcome in done)
-    return {**result, **latencies, "ttft_by_prompt": _by_prompt(lengths, times["ttft"])}
+    return LoadReport(
+        duration=seconds,
+        completed=len(done),
+        failed=len(outcomes) - len(done),
+        total_input_tokens=num_input,
+        total_output_tokens=num_output,
+        request_throughput=len(done) / seconds,
+        request_goodput=None if not goodput else num_good(times, goodput) / seconds,
+        output_throughput=num_output / seconds,
+        total_token_throughput=(num_input + num_output) / seconds,
+        max_concurrent_requests=max_concurrency,
+        p99_send_delay_ms=_statistic(_milliseconds([o.sent - o.due for o in outcomes]), "p99"),
+        errors=dict(Counter(o.error for o in outcomes if o.error is not None).most_common()),
+        latencies={
+            f"{name}_{key}_ms": _statistic(times[key], name)
+            for key in LATENCIES
+            for name in STATISTICS
+        },
+        ttft_by_prompt=_by_prompt((outcome.num_input for outcome in done), times["ttft"]),
+    )
 
 
 def _by_prompt(lengths: Iterable[int], ttft: Iterable[float]) -> list[dict[str, float]]:
@@ -130,28 +186,30 @@ def _statistic(values: npt.NDArray[np.float64], name: str) -> float:
     return float(np.percentile(values, 50 if name == "median" else float(name[1:])))
 
 
-def throughput(metrics: RunStats, seconds: float) -> dict[str, Any]:
+def throughput(metrics: RunStats, seconds: float) -> ThroughputReport:
     """Counts, rates and latencies of an offline run that took `seconds`."""
     requests = metrics.requests
     num_input, num_output = metrics.totals["prompt_tokens"], metrics.totals["output_tokens"]
     num_tokens = num_input + num_output
-    result = {
-        "elapsed_time": seconds,
-        "num_requests": len(requests),
-        "total_num_tokens": num_tokens,
-        "requests_per_second": len(requests) / seconds,
-        "tokens_per_second": num_tokens / seconds,
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
-        "request_throughput": len(requests) / seconds,
-        "input_throughput": num_input / seconds,
-        "output_throughput": num_output / seconds,
-        "total_token_throughput": num_tokens / seconds,
-    }
-    return result | _latencies(metrics, requests)
+    ttft = (1e3 * (request.first_token - request.arrival) for request in requests)
+    return ThroughputReport(
+        elapsed_time=seconds,
+        num_requests=len(requests),
+        total_num_tokens=num_tokens,
+        requests_per_second=len(requests) / seconds,
+        tokens_per_second=num_tokens / seconds,
+        total_input_tokens=num_input,
+        total_output_tokens=num_output,
+        request_throughput=len(requests) / seconds,
+        input_throughput=num_input / seconds,
+        output_throughput=num_output / seconds,
+        total_token_throughput=num_tokens / seconds,
+        latencies=_latencies(metrics, requests),
+        ttft_by_prompt=_by_prompt((request.num_prompt for request in requests), ttft),
+    )
 
 
-def _latencies(metrics: RunStats, requests: Sequence[RequestTimeline]) -> dict[str, Any]:
+def _latencies(metrics: RunStats, requests: Sequence[RequestTimeline]) -> dict[str, float]:
     times = {
         "ttft": percentiles(request.first_token - request.arrival for request in requests),
         "tpot": percentiles(
@@ -163,19 +221,14 @@ def _latencies(metrics: RunStats, requests: Sequence[RequestTimeline]) -> dict[s
         "e2el": percentiles(request.finished - request.arrival for request in requests),
         "stall": percentiles(metrics.longest_stalls()),
     }
-    latencies = {
+    return {
         f"{name}_{key}_ms": values[ours] * 1e3
         for key, values in times.items()
         for name, ours in ENGINE_STATISTICS.items()
     }
-    by_prompt = _by_prompt(
-        (request.num_prompt for request in requests),
-        (1e3 * (request.first_token - request.arrival) for request in requests),
-    )
-    return {**latencies, "ttft_by_prompt": by_prompt}
 
 
-def latency(seconds: Sequence[float]) -> dict[str, Any]:
+def latency(seconds: Sequence[float]) -> BatchLatencies:
     """Mean and percentiles of the durations of batches."""
     values = np.percentile(seconds, PERCENTAGES).tolist()
     return {
