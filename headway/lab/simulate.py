@@ -6,9 +6,8 @@ metrics count what happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from headway.config import Config
 from headway.engine.clock import VirtualClock
@@ -135,26 +134,25 @@ def _run(
 
 
 def config_for(
-    name: str, profile: Profile, changes: dict[str, Any], own: Container[str] = READY_MADE
+    name: str, profile: Profile, changes: Mapping[str, object], own: Container[str] = READY_MADE
 ) -> Config:
     """A preset with changes; ConfigError if a value is unknown or out of range.
 
     Without `num_blocks` it has as many blocks as the profile's KV cache. If the swap rule uses host
     memory, it has as many host blocks as device blocks by default. `own` as for `read_preset`.
     """
-    changes = dict(changes)
     config = read_preset(changes, name, own=own)
     limit = profile.model.max_model_len
-    if changes.get("max_model_len", 0) > limit:
+    if "max_model_len" in changes and config.max_model_len > limit:
         raise ConfigError(
             f"max_model_len must be at most {limit}, the limit of the model of profile "
-            f"{profile.name}, not {changes['max_model_len']}"
+            f"{profile.name}, not {config.max_model_len}"
         )
     if "num_blocks" not in changes:
-        changes["num_blocks"] = profile.num_blocks(config.block_size)
-    if config.swap is not recompute:
-        changes.setdefault("num_host_blocks", changes["num_blocks"])
-    return read_preset(changes, name, own=own)
+        config = replace(config, num_blocks=profile.num_blocks(config.block_size))
+    if config.swap is not recompute and "num_host_blocks" not in changes:
+        config = replace(config, num_host_blocks=config.num_blocks)
+    return config
 
 
 def with_profile(config: Config, profile: Profile) -> Config:

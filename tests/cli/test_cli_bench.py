@@ -175,12 +175,13 @@ def test_every_statistic_has_its_meaning() -> None:
                 str(number), 10.0, 5, first_token=first, finished=finished, num_output=3
             )
         )
-    result = throughput(metrics, 20.0)
+    measured = throughput(metrics, 20.0)
+    result = measured.latencies
     assert (result["mean_ttft_ms"], result["median_ttft_ms"]) == (4000, 2000)
     assert (result["mean_e2el_ms"], result["median_e2el_ms"]) == (12000, 6000)
     assert (result["mean_tpot_ms"], result["median_tpot_ms"]) == (4000, 2000)
     assert 8000 < result["p99_ttft_ms"] < 9000
-    assert result["requests_per_second"] == 3 / 20
+    assert measured.requests_per_second == 3 / 20
 
 
 def test_percentiles_lie_between_minimum_and_maximum() -> None:

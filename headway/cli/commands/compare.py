@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from rich.console import Console
@@ -156,7 +156,7 @@ def run_all(
     return results
 
 
-def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
+def parse_variant(text: str) -> tuple[str, str, dict[str, str | int]]:
     """Name, preset and changes of 'name: preset; slot=value; ...'; ConfigError if invalid."""
     name, colon, rest = text.partition(":")
     base, *changes = [part.strip() for part in rest.split(";")]

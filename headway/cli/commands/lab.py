@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from headway.cli.commands.compare import parse_variant
 from headway.cli.options import common as options
@@ -69,7 +69,7 @@ def lab_command(
         return
     spec = _spec(source, simulation)
     traces = {Path(source).name: Path(source)} if spec.trace else {}
-    changes: dict[str, Any] = {}
+    changes: dict[str, str | int] = {}
     if against:
         _, other, changes = parse_variant(f"against: {against}")
         config_for(other, simulation.machine, changes, ANY)  # ConfigError if a value is wrong

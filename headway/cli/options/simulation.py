@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Annotated, Any
@@ -54,7 +55,7 @@ class SimulationOptions:
     allowed_tokens: int | None = None
     preset: str = "headway"
     async_scheduling: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)  # of the preset
+    changes: dict[str, str | int] = field(default_factory=dict)  # of the preset
 
     @classmethod
     def from_flags(cls, **given: Any) -> SimulationOptions:
@@ -91,7 +92,7 @@ def without(*names: str) -> options.Flags:
     return {name: flag for name, flag in FLAGS.items() if name not in names}
 
 
-def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
+def make_config(name: str, profile: Profile, changes: Mapping[str, object]) -> Config:
     """A preset with the changes of the command line; policies may be in the working directory."""
     options.import_from_working_directory()
     return config_for(name, profile, changes, ANY)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+import msgspec
+
 from headway.errors import ConfigError
 from headway.lab.loadgen.http_client import (
     Address,
@@ -59,6 +61,44 @@ class Outcome:
         self.last = now
 
 
+class Usage(msgspec.Struct):
+    """Token counts as the server reports them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Delta(msgspec.Struct):
+    """A piece of a chat's answer."""
+
+    content: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+
+
+class Choice(msgspec.Struct):
+    """What one choice gains in an event; a completion has `text`, a chat `delta`."""
+
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_token(self) -> bool:
+        """Whether it has text; a chat's first event has only the role, the last only its end."""
+        if self.delta is None:
+            return bool(self.text) or self.finish_reason is None
+        return bool(self.delta.content or self.delta.reasoning_content or self.delta.tool_calls)
+
+
+class StreamEvent(msgspec.Struct):
+    """One event of a stream; other fields are not read."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+
 class StreamRecorder:
     """Reads one streamed response and records when its tokens arrive."""
 
@@ -66,7 +106,7 @@ class StreamRecorder:
         self.outcome = outcome
         self.is_done = False  # [DONE] has arrived
         self._events = EventReader()
-        self._usage: dict[str, Any] | None = None
+        self._usage = Usage()
         self._ends: list[str] = []
 
     def receive(self, body: bytes) -> None:
@@ -75,24 +115,24 @@ class StreamRecorder:
             if event == b"[DONE]":
                 self.is_done = True
             else:
-                self._read(json.loads(event), now)
+                self._read(_decode_event(event), now)
 
-    def _read(self, event: dict[str, Any], now: float) -> None:
-        if event.get("usage"):
-            self._usage = event["usage"]
-        if event.get("error"):
-            self.outcome.error, self.outcome.detail = "error in stream", _message(event["error"])
-        for choice in event.get("choices") or ():
-            if end := choice.get("finish_reason"):
-                self._ends.append(end)
-            if _has_token(choice):
+    def _read(self, event: StreamEvent, now: float) -> None:
+        self._usage = event.usage or self._usage
+        if event.error:
+            self.outcome.error, self.outcome.detail = "error in stream", _message(event.error)
+        for choice in event.choices or ():
+            if choice.finish_reason:
+                self._ends.append(choice.finish_reason)
+            if choice.has_token:
                 self.outcome.record(now)
 
     def finish(self, num_input: int) -> None:
         """Count the tokens of the complete response, and set an error if it is incomplete."""
-        outcome, usage = self.outcome, self._usage or {}
-        outcome.num_input = usage.get("prompt_tokens", num_input)
-        outcome.num_output = usage.get("completion_tokens", outcome.num_pieces)
+        outcome, usage = self.outcome, self._usage
+        outcome.num_input = num_input if usage.prompt_tokens is None else usage.prompt_tokens
+        num_output = usage.completion_tokens
+        outcome.num_output = outcome.num_pieces if num_output is None else num_output
         bad = [end for end in self._ends if end not in GOOD_ENDS]
         if outcome.error is None and not (self.is_done and self._ends):
             outcome.error = "incomplete stream"
@@ -100,12 +140,7 @@ class StreamRecorder:
             outcome.error = f"finished by {bad[0]}"
 
 
-def _has_token(choice: dict[str, Any]) -> bool:
-    """Whether a choice has text; a chat's first event has only the role, the last only its end."""
-    delta = choice.get("delta")
-    if delta is None:
-        return bool(choice.get("text")) or choice.get("finish_reason") is None
-    return any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
+_decode_event = msgspec.json.Decoder(StreamEvent).decode
 
 
 class LoadGenerator:

@@ -63,8 +63,8 @@ def vllm_command(settings: Settings, *, async_scheduling: bool = False) -> VllmA
     vLLM refuses a token budget below max_num_seqs; more requests could not decode anyway.
     """
     flags, rest = (["--async-scheduling"] if async_scheduling else []), []
-    limit = settings["max_num_batched_tokens"]
-    for name, value in {**settings, "max_num_seqs": min(settings["max_num_seqs"], limit)}.items():
+    num_seqs, limit = (int(settings[name]) for name in ("max_num_seqs", "max_num_batched_tokens"))
+    for name, value in {**settings, "max_num_seqs": min(num_seqs, limit)}.items():
         capped = re.fullmatch(r"at_most\((?:tokens=)?(\d+)\)", str(value))
         if name in VLLM_NUMBERS:
             flags.append(f"{VLLM_NUMBERS[name]} {value}")

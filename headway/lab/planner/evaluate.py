@@ -30,7 +30,7 @@ from headway.record.timeline import RequestTimeline
 from headway.scheduler.policies.presets import DEFAULT, describe
 from headway.scheduler.policies.text import ANY
 
-Settings = dict[str, Any]  # preset, slots as text, numbers
+Settings = dict[str, str | float]  # preset, slots as text, numbers
 PACKAGE = Path(__file__).parents[2]
 # What the result of a simulation depends on.
 CODE = (
@@ -45,7 +45,7 @@ NUM_SAMPLES = 200  # of the queue length, for its slope
 def make_config(settings: Settings, profile: Profile) -> Config:
     """The config of settings; ConfigError if a name is unknown or a value is out of range."""
     changes = {name: value for name, value in settings.items() if name != "preset"}
-    return config_for(settings.get("preset", DEFAULT), profile, changes, ANY)
+    return config_for(str(settings.get("preset", DEFAULT)), profile, changes, ANY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Outcome:
     stopped_by: str  # the target that it had certainly missed; "" for a complete run
     progress: float  # share of the requests that ended before the run did
     queue_growth: float  # requests per second that the queue gained, relative to arrivals
-    config: dict[str, Any]
+    config: dict[str, str | int]
 
     @property
     def is_stopped(self) -> bool:

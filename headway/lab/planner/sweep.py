@@ -34,9 +34,9 @@ def run_sweep(space: Space, base: Job, evaluator: Evaluator) -> list[SweepPoint]
 
 
 def _job(base: Job, knobs: Settings) -> Job:
-    seed, speed = knobs.get("seed", 0), knobs.get("speed")
+    seed, speed = int(knobs.get("seed", 0)), knobs.get("speed")
     own = {name: value for name, value in knobs.items() if name not in WORKLOAD_KNOBS}
-    rate = None if speed is None else rate_of(base.workload.requests(seed)) * speed
+    rate = None if speed is None else rate_of(base.workload.requests(seed)) * float(speed)
     return replace(base, settings={**base.settings, **own}, seed=seed, rate=rate)
 
 

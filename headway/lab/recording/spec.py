@@ -34,9 +34,9 @@ class Edit:
     """A change before the plan of `step` is made; exactly one of the others is given."""
 
     step: int
-    add: dict[str, Any] | None = None
+    add: dict[str, object] | None = None
     abort: str | None = None
-    set: dict[str, Any] | None = None
+    set: dict[str, object] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class RunSpec:
     """What to run. `workload` is in the simulator's language; `requests` lists single requests."""
 
     workload: str = ""
-    requests: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, object]] = field(default_factory=list)
     trace: str = ""
     preset: str = DEFAULT
-    set: dict[str, Any] = field(default_factory=dict)
+    set: dict[str, object] = field(default_factory=dict)
     profile: str = DEFAULT_PROFILE
     async_scheduling: bool = False
     edits: list[Edit] = field(default_factory=list)

@@ -85,38 +85,41 @@ def preset(name: str = DEFAULT, **changes: Any) -> Config:
 
 
 def read_preset(
-    changes: Mapping[str, Any], name: str = DEFAULT, *, own: Container[str] = READY_MADE
+    changes: Mapping[str, object], name: str = DEFAULT, *, own: Container[str] = READY_MADE
 ) -> Config:
     """The config of a preset with changes from data: a link, a trace, a message.
 
     `own` has the `module:function` that may be imported; OwnPolicyError for another one.
     """
-    values: dict[str, Any] = {**text.lookup("preset", name, PRESETS), **changes}
+    values: dict[str, object] = {**text.lookup("preset", name, PRESETS), **changes}
     for field in values:
         text.lookup("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS, *OF_MODEL)))
     check_own_policies(own, values)
-    return Config(**{k: slot(k, v, own) if k in SLOTS else v for k, v in values.items()})
+    checked: Mapping[str, Any] = {
+        k: slot(k, v, own) if k in SLOTS else v for k, v in values.items()
+    }
+    return Config(**checked)
 
 
-def own_policies(*settings: Mapping[str, Any]) -> set[str]:
+def own_policies(*settings: Mapping[str, object]) -> set[str]:
     """Every `module:function` that these settings name."""
     texts = (v for each in settings for k, v in each.items() if k in SLOTS and isinstance(v, str))
     return {name for name in map(text.own_name, texts) if name}
 
 
-def check_own_policies(own: Container[str], *settings: Mapping[str, Any]) -> None:
+def check_own_policies(own: Container[str], *settings: Mapping[str, object]) -> None:
     """OwnPolicyError if these settings name a `module:function` that is not in `own`."""
     if refused := [name for name in sorted(own_policies(*settings)) if name not in own]:
         raise OwnPolicyError(refused)
 
 
-def read_changes(texts: Mapping[str, str]) -> dict[str, Any]:
+def read_changes(texts: Mapping[str, str]) -> dict[str, str | int]:
     """Changes for `preset`, from texts such as {"max_num_seqs": "64"}; ConfigError if one is wrong.
 
     Policies stay texts, which `preset` reads.
     """
     known = dict.fromkeys((*SLOTS, *NUMBERS))
-    changes: dict[str, Any] = {}
+    changes: dict[str, str | int] = {}
     for name, value in texts.items():
         text.lookup("slot or number", name, known)
         try:
