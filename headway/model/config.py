@@ -84,6 +84,22 @@ class ModelConfig(Variant):
     def num_params(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes().values())
 
+    @property
+    def expert_share(self) -> float:
+        """The share of the experts that a token uses; 0 without experts."""
+        return self.experts.num_chosen / self.experts.num_experts if self.experts else 0.0
+
+    def num_used(self, *, in_layers: bool = False) -> int:
+        """Parameters that a token uses: all but the experts not chosen for it.
+
+        `in_layers`: only those in the matrices of the layers.
+        """
+        return round(sum(
+            math.prod(shape) * (self.expert_share if ".experts." in name else 1)
+            for name, shape in self.shapes().items()
+            if not in_layers or (".layers." in name and len(shape) == 2)
+        ))  # fmt: skip
+
     def kv_bytes(self, itemsize: int | Fraction) -> int:
         """Bytes of one token's keys and values in `num_layers` layers.
 

@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from timeit import repeat
 
 import torch
 
@@ -127,6 +129,22 @@ def free_device_memory(device: Device) -> int:
     return free
 
 
+def usable_memory(device: Device, fraction: float) -> int:
+    """Bytes for a model: all that are free, on a GPU this fraction less what others use."""
+    if device.type == "cpu":
+        return free_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * fraction) - (total - free)
+
+
+@cache
+def bandwidth(device: Device) -> float:
+    """Bytes per second at which the device reads its memory, measured in a fraction of a second."""
+    source = torch.ones(1 << (28 if device.type == "cuda" else 26), device=device)
+    source.sum().item()
+    return source.nbytes / min(repeat(lambda: source.sum().item(), number=1, repeat=3))
+
+
 @contextmanager
 def room_for_weights(num_bytes: int, device: Device) -> Iterator[None]:
     """Guard loading weights to a GPU: ConfigError before or when they turn out not to fit."""
@@ -179,9 +197,9 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: int | str, name: str = "kv_memory") -> int:
     """Parse a number of bytes, or a text such as 512MiB, 2GiB or 1.5G."""
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?([kmg]i?|)b?", str(size).strip().lower())
     if match is None:
-        raise ConfigError(f"kv_memory is {size!r}; it must be bytes, or a text such as 2GiB")
+        raise ConfigError(f"{name} is {size!r}; it must be bytes, or a text such as 2GiB")
     return int(float(match[1]) * UNITS[match[2]])

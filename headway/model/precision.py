@@ -28,6 +28,7 @@ from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
 from headway.model.quantization import FP8, keeps_fp8
 from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint
+from headway.model.weights.fp8 import float_layers
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "fp8", "auto")
@@ -71,38 +72,43 @@ def choose_backend(
     bits in any batch.
     """
     device = torch.device(device)
+    wanted, precision = precision, measured_precision(config, precision)
+    check_runs(config, precision, device, kv_dtype)
     if device.type == "cuda":
-        if config.cpu_only:
-            raise ConfigError(f"{config.cpu_only}, which runs on CPUs only; use --device cpu")
         if deterministic:
             return _deterministic_backend(precision, device, kv_dtype, attention)
         return _gpu_backend(config, precision, device, kv_dtype, attention)
-    wanted, precision = precision, measured_precision(config, precision)
     if deterministic:
         check_deterministic(config, precision)
-    if kv_dtype == torch.int8:
-        _check_int8_kv(config, precision)
     if precision in ("bfloat16", "float16"):
         return PlainBackend(getattr(torch, precision))
-    reason = why_not_native(config)
-    if reason is None:
+    if why_not_native(config) is None:
         forms = None
         if wanted == FASTEST and precision == "int8" and checkpoint is not None:
             forms = {each.matrix: each.chosen for each in probe_products(checkpoint)}
         return native.NativeBackend(
             is_quantized=precision == "int8", forms=forms, kv_dtype=kv_dtype
         )
-    if precision == "int8":
-        raise ConfigError(f"quantization int8 needs the native kernels: {reason}")
     return PlainBackend()
 
 
-def _check_int8_kv(config: ModelConfig, precision: str) -> None:
-    """ConfigError unless the native CPU kernels compute this model in this precision."""
+def check_runs(
+    config: ModelConfig, precision: str, device: torch.device, kv_dtype: torch.dtype | None
+) -> None:
+    """ConfigError unless the device can compute this model in this precision."""
+    if device.type == "cuda":
+        if config.cpu_only:
+            raise ConfigError(f"{config.cpu_only}, which runs on CPUs only; use --device cpu")
+        if precision == FP8:
+            check_fp8_sizes(config)
+    if device.type == "cuda" or (precision != "int8" and kv_dtype != torch.int8):
+        return
     reason = why_not_native(config)
+    if precision == "int8" and reason:
+        raise ConfigError(f"quantization int8 needs the native kernels: {reason}")
     if precision in ("bfloat16", "float16"):
         reason = f"they compute in float32 or with quantization int8, not in {precision}"
-    if reason is not None:
+    if kv_dtype == torch.int8 and reason:
         raise ConfigError(
             f"kv_cache_dtype int8 needs the native kernels: {reason}; or use --kv-cache-dtype auto"
         )
@@ -115,7 +121,7 @@ def _gpu_backend(
     kv_dtype: torch.dtype | None,
     attention: str,
 ) -> Backend:
-    from headway.model.backends.fp8 import Fp8Backend, float_layers  # needs triton
+    from headway.model.backends.fp8 import Fp8Backend  # needs triton
     from headway.model.backends.gpu import GpuBackend
 
     is_fp8 = precision == FP8
@@ -127,7 +133,6 @@ def _gpu_backend(
         kernels = kernels_for(ATTENTIONS[attention][0], dtype, kv_dtype, device)
     if not is_fp8:
         return GpuBackend(dtype, str(device), kv_dtype, kernels)
-    check_fp8_sizes(config)
     is_stored = keeps_fp8(config.quantization)
     return Fp8Backend(
         dtype, str(device), kv_dtype, kernels, folds_norms=not is_stored,
@@ -252,6 +257,8 @@ def why_no_fp8(device: torch.device) -> str | None:
     """The reason that fp8 cannot be used on a device, as the end of a sentence; None if it can."""
     if device.type != "cuda":
         return f": {why_no_cuda() or 'the model runs on the CPU; use --device cuda'}"
+    if device.index is None:  # a GPU of another machine
+        return None
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip or capability >= FP8_SINCE:
         return None

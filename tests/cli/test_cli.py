@@ -382,11 +382,43 @@ def test_lists_are_complete() -> None:
 
 def test_a_model_is_described_from_its_header(tmp_path: Path) -> None:
     quantized.write(tmp_path, quantized.SCHEMES["awq"])
-    shown = json.loads(headway("models", str(tmp_path), "--json").out)
+    shown = json.loads(headway("models", tmp_path, "--json").out)
     assert shown["family"] == "llama" and shown["format"] == "awq, 4 bits, groups of 64"
-    assert (shown["CPU"], shown["GPU"]) == ("float32", "bfloat16")
-    assert "groups of 64" in headway("models", str(tmp_path)).out
-    assert "no such" in sentence("models", str(tmp_path / "none"))
+    assert (shown["CPU"]["runs_as"], shown["GPU"]["runs_as"]) == ("float32", "bfloat16")
+    assert shown["CPU"]["weight_bytes"] == 4 * shown["parameters"]
+    assert shown["CPU"]["longest_context"] == 128 and shown["CPU"]["requests"] > 1
+    assert "groups of 64" in headway("models", tmp_path).out
+    assert "no such" in sentence("models", tmp_path / "none")
+    assert "int3" in sentence("models", tmp_path, "--memory", "int3")
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 1000, "hidden_size": 512,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
+    "moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 4,
+}  # fmt: skip
+
+
+def test_a_config_says_what_a_model_needs_before_it_is_downloaded(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(EXPERTS))
+    given = ("models", tmp_path, "--device", "cpu", "--dtype", "bfloat16")
+    shown = json.loads(headway(*given, "--memory", "1GiB", "--json").out)
+    facts, expert = shown["CPU"], 3 * 512 * 512
+    assert shown["parameters"] - shown["parameters_per_token"] == 2 * (64 - 4) * expert
+    assert facts["weight_bytes"] == 2 * shown["parameters"] and "GPU" not in shown
+    assert facts["kv_bytes"] == 2 * 2 * 2 * 64 * 2 and facts["longest_context"] == 4096
+    assert facts["requests"] == (2**30 - facts["weight_bytes"]) // (4096 * facts["kv_bytes"])
+    rate = facts["tokens_per_second"] / 1e9
+    num_read = 2 * (shown["parameters_per_token"] - 1000 * 512) + 1000 * facts["kv_bytes"]
+    assert f"{rate * num_read:,.1f} GB/s" in facts["speed"] and "at most" in facts["speed"]
+    small = headway(*given, "--memory", "100MiB")
+    assert "too little" in small.out and "tokens/s" not in small.out and small.code == 0
+    file.write_text(json.dumps(EXPERTS | {"hidden_act": "relu"}))
+    assert "hidden_act 'relu' is not supported" in sentence(*given)
+    file.write_text(json.dumps(EXPERTS | {"architectures": ["MambaForCausalLM"]}))
+    assert "MambaForCausalLM is not supported" in sentence(*given)
 
 
 def test_the_demo_names_the_command_that_runs_it() -> None:

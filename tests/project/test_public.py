@@ -155,7 +155,11 @@ COMMANDS = {
         "--trace", "--speed", "--max-input-len", "--max-output-len", "--goodput", "--plot",
         "--json",
     },
-    "models": {"--fetch", "--json", "--verbose", "--presets", "--profiles", "path"},
+    "models": {
+        "--fetch", "--json", "--verbose", "--presets", "--profiles", "path", "--memory",
+        "--profile", "--device", "--dtype", "--quantization", "--kv-cache-dtype",
+        "--max-model-len", "--gpu-memory-utilization",
+    },
     "bench profile": {
         "model", "--device", "--json", "--kv-memory", "--load-format", "--name", "--out",
         "--dtype", "--quantization", "--quick", "--threads",

@@ -14,12 +14,14 @@ from rich.padding import Padding
 from rich.table import Table
 
 from headway.cli.options.common import JSON, argument, option, progress_bar
-from headway.cli.options.packages import install
+from headway.cli.options.model import SizeFlags
+from headway.cli.options.packages import check_extras, install
 from headway.cli.view import render
+from headway.cli.view.model import facts_of, print_model
 from headway.errors import ConfigError, ModelError
 from headway.fleet.routing import ROUTES
 from headway.lab.cost import known_profiles, load_profile
-from headway.model.registry import ModelEntry, list_models, resolve
+from headway.model.registry import HUB_CONFIGS, ModelEntry, list_models, resolve
 from headway.scheduler.policies.presets import NUMBERS, PRESETS, SLOTS, describe, preset
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ framed_table = partial(render.table, box=HEAVY_HEAD, pad_edge=True)
 
 
 def models_command(
-    path: str | None = argument(None, "Describe this model instead, from its header."),
+    path: str | None = argument(None, "Say what this model needs instead, before it is loaded."),
     fetch: str | None = option(None, "Download this model into the cache first."),
     verbose: bool = option(
         False,
@@ -42,13 +44,22 @@ def models_command(
     profiles: bool = option(
         False, "List the bundled profiles for the simulator instead.", "--profiles"
     ),
+    memory: str | None = option(
+        None, "With a model: memory of the device, e.g. 80GiB.", show_default="what is free here"
+    ),
+    profile: str | None = option(
+        None, "With a model and --device: profile of the machine, by name or a .json file."
+    ),
     json_: bool = JSON,
+    *,
+    chosen: SizeFlags,
 ) -> None:
     """List bundled and cached models, the GPUs, and which --quantization is fastest on this CPU."""
     if presets and profiles:
         raise ConfigError("--presets and --profiles cannot be combined; give one of them")
     if path is not None:
-        _describe(path, json_)
+        facts = facts_of(_open(path), chosen, memory, profile)
+        render.print_json(facts) if json_ else print_model(facts)
         return
     if presets or profiles:
         _list_presets(json_) if presets else _list_profiles(json_)
@@ -68,22 +79,14 @@ def models_command(
     _print_machine(console, machine)
 
 
-def _describe(path: str, as_json: bool) -> None:
-    """The family and the format of a model, and how each device runs it."""
+def _open(name: str) -> Checkpoint:
+    """The checkpoint of a model; its config is enough, and all that is downloaded from the hub."""
+    check_extras("describing a model", "torch")
     from headway.model.loader import open_checkpoint
-    from headway.model.quantization import keeps_fp8
 
-    checkpoint = open_checkpoint(resolve(path))
-    config, file = checkpoint.config, checkpoint.path
-    quantized = config.quantization or ("GGUF" if file and file.suffix == ".gguf" else "floats")
-    on_gpu = "fp8" if keeps_fp8(config.quantization) else "bfloat16"
-    rows = {
-        "family": config.architecture, "format": str(quantized),
-        "parameters": f"{config.num_params:,}", "CPU": "float32",
-        "GPU": f"not supported: {config.cpu_only}" if config.cpu_only else on_gpu,
-    }  # fmt: skip
-    shown = render.table(("", ""), rows.items(), ("", ""), show_header=False)
-    render.show(rows, shown, as_json=as_json)
+    path = resolve(name, files=HUB_CONFIGS)
+    has_weights = path.is_file() or any([*path.glob("*.safetensors"), *path.glob("*.gguf")])
+    return open_checkpoint(path, "auto" if has_weights else "dummy")
 
 
 def fractions(advance: Callable[[float], None]) -> Callable[[int, int], None]:

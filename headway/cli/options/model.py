@@ -85,9 +85,13 @@ TEMPLATE = options.flag(
     "File with a Jinja chat template.", panel="Server", show_default="the model's own"
 )
 USED_BY_PROFILE = ("device", "dtype", "quantization", "threads", "load_format", "kv_memory")
+USED_BEFORE_LOADING = (
+    "device", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "gpu_memory_utilization",
+)  # fmt: skip
 EngineFlags = Annotated[EngineOptions, FLAGS]
 ServedFlags = Annotated[EngineOptions, {**FLAGS, "chat_template": Annotated[Path | None, TEMPLATE]}]
 ProfileFlags = Annotated[EngineOptions, {name: FLAGS[name] for name in USED_BY_PROFILE}]
+SizeFlags = Annotated[EngineOptions, {name: FLAGS[name] for name in USED_BEFORE_LOADING}]
 
 
 def load_model(chosen: EngineOptions, **defaults: Any) -> LLM:

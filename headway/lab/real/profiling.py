@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -31,6 +30,7 @@ from headway.record.writer import LineMaker
 
 if TYPE_CHECKING:
     from headway.llm import LLM
+    from headway.model.config import ModelConfig
 
 Advance = Callable[[int], None]  # counts finished requests
 ProgressBar = Callable[[str, int], AbstractContextManager[Advance]]  # from a title and a total
@@ -96,28 +96,31 @@ def fit_profile(llm: LLM, name: str, logs: Logs, copies: list[Line]) -> Measurem
 
 
 def model_work(llm: LLM) -> Model:
-    """The work of the model, computed from its shapes."""
+    """The work of a loaded model."""
     decoder, loaded = llm.loaded.decoder, llm.loaded
-    config, num_slots = decoder.config, loaded.config.num_blocks * loaded.config.block_size
-    experts = config.experts
-    share = experts.num_chosen / experts.num_experts if experts else 0.0
-    expert_bytes = sum(layer.experts.expert_bytes for layer in decoder.layers if layer.experts)
-    layers = ((name, shape) for name, shape in config.shapes().items() if ".layers." in name)
+    num_slots = loaded.config.num_blocks * loaded.config.block_size
+    experts = sum(layer.experts.expert_bytes for layer in decoder.layers if layer.experts)
     # An embedding table that is not the LM head as well is looked up, not read completely.
-    looked_up = 0 if config.tie_embeddings else decoder.embedding.num_bytes
+    looked_up = 0 if decoder.config.tie_embeddings else decoder.embedding.num_bytes
+    read = decoder.num_bytes - looked_up - experts
+    return work_of(decoder.config, read=read, experts=experts, kv=loaded.kv_bytes / num_slots)
+
+
+def work_of(config: ModelConfig, *, read: float, experts: float, kv: float) -> Model:
+    """The work of a model, computed from its shapes.
+
+    Bytes of the weights that every pass reads, of all experts, and of the KV cache of a token.
+    """
     return Model(
-        weight_bytes=decoder.num_bytes - looked_up - expert_bytes,
-        kv_bytes=loaded.kv_bytes / num_slots,
-        dense_flops=2 * sum(
-            math.prod(shape) * (share if ".experts." in name else 1)
-            for name, shape in layers if len(shape) == 2
-        ),
+        weight_bytes=read,
+        kv_bytes=kv,
+        dense_flops=2 * config.num_used(in_layers=True),
         attention_flops=4 * config.num_layers * config.num_heads * config.head_dim,
         head_flops=2 * config.hidden_size * config.vocab_size,
         max_model_len=config.max_model_len,
-        expert_bytes=expert_bytes,
-        chosen_share=share,
-    )  # fmt: skip
+        expert_bytes=experts,
+        chosen_share=config.expert_share,
+    )
 
 
 def run(llm: LLM, calibration: Calibration, bar: ProgressBar = no_bar) -> Logs:

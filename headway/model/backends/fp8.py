@@ -30,7 +30,6 @@ from headway.model.backends.gpu import (
 )
 from headway.model.backends.plain import PlainWeight
 from headway.model.backends.split import add_parts
-from headway.model.config import ModelConfig
 from headway.model.kernels.activation import silu_multiply, silu_multiply_quantized
 from headway.model.kernels.norm import rms_norm, rms_norm_quantized
 from headway.model.kernels.products.fp8 import QuantizedRows, quantize_rows, scaled_linear
@@ -40,22 +39,10 @@ from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import FP8, Fp8Matrix, quantize, stacked
 
 Rows = Tensor | QuantizedRows
-NARROW, NUM_ENDS = 1024, 3  # hidden size and layers; see `float_layers`
 # Up to these rows our kernel is faster than cuBLASLt, with any matrix and with one of few outputs,
 # where cuBLASLt does not use all multiprocessors. Measured on an H200.
 MAX_KERNEL_ROWS, MAX_NARROW_KERNEL_ROWS = 64, 256
 FEW_OUTPUTS = 8192
-
-
-def float_layers(config: ModelConfig) -> frozenset[int]:
-    """Layers that are not quantized at load: the first and the last three of a narrow model.
-
-    With them in fp8 too, the perplexity of the bundled model is 2 percent higher.
-    """
-    if config.hidden_size > NARROW:
-        return frozenset()
-    last = config.num_layers - NUM_ENDS
-    return frozenset(n for n in range(config.num_layers) if n < NUM_ENDS or n >= last)
 
 
 class Fp8Backend(GpuBackend):

@@ -59,6 +59,12 @@ class Checkpoint:
         """The matrix, or a part of it, in 8-bit floats; None if it is not stored so."""
         return None
 
+    def group_bits(self, name: str) -> int | None:
+        """Bits of the groups that `read_groups` returns, by headers alone; None without groups."""
+        given = self.config.quantization
+        is_kept = given is None or ".layers." not in name or given.keeps(name.rpartition(".")[0])
+        return None if given is None or is_kept else given.group_bits
+
     def _check(self, name: str, found: Sequence[int] | None) -> tuple[int, ...]:
         """Return the tensor's shape; ModelError if the file's tensor is missing or differs."""
         if name not in self._shapes:

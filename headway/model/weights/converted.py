@@ -58,6 +58,9 @@ class ConvertedCheckpoint(Checkpoint):
         q = self._ordered(name, found.q.view(torch.uint8)).view(found.q.dtype)
         return Fp8Matrix(q=q, scale=self._ordered(name, found.scale) * factor)
 
+    def group_bits(self, name: str) -> int | None:
+        return self._stored.group_bits(self._place(name, EVERYTHING)[0])
+
     def _place(self, name: str, part: Part) -> tuple[str, Part]:
         """The name in the file, and where the tensor's part is in it."""
         if not self.config.has_fused_projections:

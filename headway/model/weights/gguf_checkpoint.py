@@ -57,10 +57,8 @@ class GgufCheckpoint(Checkpoint):
         return torch.from_numpy(own)
 
     def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
-        from gguf import GGMLQuantizationType
-
         info = self._info(name)
-        kind = GGMLQuantizationType(info.kind).name
+        kind = self._kind(info)
         if kind not in gguf.GROUP_BYTES:
             return None
         columns = gguf.byte_columns(info, kind, part.columns)
@@ -71,6 +69,15 @@ class GgufCheckpoint(Checkpoint):
         _check_numbers(self._file, name, *parts[1:])
         q, scale, minimum = (torch.from_numpy(self._in_order(name, part)) for part in parts)
         return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=int(kind[1]))
+
+    def group_bits(self, name: str) -> int | None:
+        kind = self._kind(self._info(name))
+        return int(kind[1]) if kind in gguf.GROUP_BYTES else None
+
+    def _kind(self, info: gguf.TensorInfo) -> str:
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType(info.kind).name
 
     def _info(self, name: str) -> gguf.TensorInfo:
         info = self._infos.get(self._name(name))

@@ -180,6 +180,14 @@ def quantize(matrix_nk: Tensor) -> QuantizedMatrix:
     return QuantizedMatrix(q=above, scale=scale, minimum=-128 * scale, bits=8)
 
 
+def quantized_bytes(shape: tuple[int, int], bits: int) -> int:
+    """Bytes of a quantized matrix, without padding: in wide groups if this CPU has them."""
+    (rows, columns), wide = shape, layout().wide_group
+    if wide and columns % wide == 0:
+        return rows * columns * (wide + 2) // wide
+    return rows * (columns // GROUP) * ((16 if bits == 4 else 32) + 4)
+
+
 def stack(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
     """Concatenate along the outputs."""
     joined = {
