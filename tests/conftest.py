@@ -265,3 +265,10 @@ def shared_certificates() -> None:
     """Read the certificates of authorities once, and not for every client of httpx."""
     if (transports := sys.modules.get("httpx._transports.default")) is not None:
         transports.create_ssl_context = cache(transports.create_ssl_context)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tensors_without_meshes() -> None:
+    """Let torch.testing compare without an import of distributed tensors, which takes a second."""
+    if (comparison := sys.modules.get("torch.testing._comparison")) is not None:
+        comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]

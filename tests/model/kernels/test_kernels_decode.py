@@ -168,13 +168,13 @@ def filled_blocks(case: Case, tables_s: Tensor, positions: Tensor) -> Tensor:
 
 @contextmanager
 def poison() -> Iterator[None]:
-    """Uninitialized memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    """Uninitialized memory holds NaN. `use_deterministic_algorithms` imports torch's compiler."""
+    torch.set_deterministic_debug_mode("error")
     try:
         assert torch.empty(3, device=DEVICE).isnan().all()
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

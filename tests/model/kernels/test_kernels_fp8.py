@@ -34,10 +34,10 @@ SHAPES = {  # (outputs, inputs) of a layer's four products
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Uninitialized memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    """Uninitialized memory holds NaN. `use_deterministic_algorithms` imports torch's compiler."""
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def draw(seed: int, *shape: int) -> Tensor:

@@ -79,13 +79,13 @@ def arguments(case: Case) -> dict[str, Any]:
 
 @contextmanager
 def poison() -> Iterator[None]:
-    """Uninitialized memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    """Uninitialized memory holds NaN. `use_deterministic_algorithms` imports torch's compiler."""
+    torch.set_deterministic_debug_mode("error")
     try:
         assert torch.ones(1, device=DEVICE).new_empty(3).isnan().all()
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def moved(given: dict[str, Any]) -> dict[str, Any]:

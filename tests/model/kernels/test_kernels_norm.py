@@ -25,11 +25,11 @@ SHAPES = [(1, 1), (5, 80), (3, 576), (4, 1024), (2, 4096), (1, 8192)]
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Uninitialized memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    """Uninitialized memory holds NaN. `use_deterministic_algorithms` imports torch's compiler."""
+    torch.set_deterministic_debug_mode("error")
     assert torch.empty(3, device=DEVICE).isnan().all()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int, spread: float = 1.0) -> Tensor:
