@@ -56,7 +56,9 @@ class ModelConfig(Variant):
         """The reason that this model runs on a CPU only; None if there is none."""
         if self.has_sinks:
             return f"{self.architecture} has attention sinks"
-        return f"{self.architecture} has experts" if self.experts else self.one_rank_only
+        if self.experts and (self.experts.has_biases or self.activation != "silu"):
+            return f"{self.architecture} has experts with biases or another activation than silu"
+        return self.one_rank_only
 
     @property
     def one_rank_only(self) -> str | None:

@@ -100,7 +100,7 @@ def check_runs(
         if config.cpu_only:
             raise ConfigError(f"{config.cpu_only}, which runs on CPUs only; use --device cpu")
         if precision == FP8:
-            check_fp8_sizes(config)
+            check_fp8(config)
     if device.type == "cuda" or (precision != "int8" and kv_dtype != torch.int8):
         return
     reason = why_not_native(config)
@@ -140,8 +140,13 @@ def _gpu_backend(
     )  # fmt: skip
 
 
-def check_fp8_sizes(config: ModelConfig) -> None:
-    """ConfigError unless all sizes of the layers are multiples of 16, as fp8 products need."""
+def check_fp8(config: ModelConfig) -> None:
+    """ConfigError for experts, and for sizes of the layers that are no multiples of 16."""
+    if config.experts:
+        raise ConfigError(
+            f"quantization fp8 is not supported for experts, which {config.architecture} has; use "
+            "--dtype bfloat16 and no quantization"
+        )
     for name in ("hidden_size", "intermediate_size", "head_dim"):
         if getattr(config, name) % FP8_MULTIPLE:
             raise ConfigError(
@@ -209,9 +214,10 @@ def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:
 def stored_precision(config: ModelConfig, precision: str, dtype: str, device: torch.device) -> str:
     """The precision, or fp8 for a file in fp8 if neither dtype nor quantization was chosen.
 
-    On other devices such a file is dequantized.
+    On other devices, and with experts, such a file is dequantized.
     """
-    is_open = dtype == "auto" and precision == "bfloat16" and keeps_fp8(config.quantization)
+    is_fp8 = keeps_fp8(config.quantization) and config.experts is None
+    is_open = dtype == "auto" and precision == "bfloat16" and is_fp8
     return FP8 if is_open and why_no_fp8(device) is None else precision
 
 

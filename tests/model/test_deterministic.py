@@ -33,13 +33,15 @@ VOCABULARY, BLOCK_SIZE, NUM_BLOCKS, SPLIT = 40, 8, 64, 32
 
 
 def tiny() -> ModelConfig:
+    """With an MLP in the first layer, and experts in the second."""
     return from_hf(
         {
-            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
             "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 16,
             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
             "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0, "tie_word_embeddings": True,
+            "rope_theta": 10000.0, "tie_word_embeddings": True, "mlp_only_layers": [0],
+            "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         },
         "tiny",
     )  # fmt: skip

@@ -20,6 +20,7 @@ from headway.model.backends.plain import PlainBackend, PlainWeight
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
+from headway.model.experts import Experts
 from headway.model.loader import open_checkpoint
 from headway.model.quantization import keeps_fp8
 from headway.model.sharding import Part
@@ -213,6 +214,9 @@ def test_a_file_in_fp8_runs_in_fp8_unless_another_type_is_chosen(
     assert precision.stored_precision(stored, "bfloat16", "bfloat16", CUDA) == "bfloat16"
     assert precision.stored_precision(other, "bfloat16", "auto", CUDA) == "bfloat16"
     assert precision.stored_precision(stored, "float32", "auto", CPU) == "float32"
+    experts = Experts(num_experts=2, num_chosen=1, width=16, layers=frozenset({0}))
+    sparse = replace(stored, experts=experts)
+    assert precision.stored_precision(sparse, "bfloat16", "auto", CUDA) == "bfloat16"
     card(8, 0)
     assert precision.stored_precision(stored, "bfloat16", "auto", CUDA) == "bfloat16"
 

@@ -32,12 +32,16 @@ def divided(config: Config, about: ModelConfig, *, is_exact: bool) -> ThreadExec
 
 @cache
 def of_one_device(config: Config, about: ModelConfig) -> list[list[int]]:
-    return answers(on_device, config, about, samplings=SAMPLINGS, async_scheduling=1)
+    return answers(on_device, config, about, samplings=SAMPLINGS, async_scheduling=1, count=3)
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_a_group_generates_the_tokens_of_one_device(is_exact: bool) -> None:
-    about = model("Qwen2", num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+    about = model(
+        "Qwen2Moe", num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        num_hidden_layers=2, decoder_sparse_step=2, num_experts=3, num_experts_per_tok=2,
+        moe_intermediate_size=64, shared_expert_intermediate_size=64,
+    )  # fmt: skip
     config = settings(max_num_seqs=3)
     expected = of_one_device(config, about)
     made = list[ThreadExecutor]()
@@ -46,7 +50,9 @@ def test_a_group_generates_the_tokens_of_one_device(is_exact: bool) -> None:
         made.append(divided(config, about, is_exact=is_exact))
         return made[0]
 
-    assert answers(make, config, about, samplings=SAMPLINGS, async_scheduling=1) == expected
+    assert (
+        answers(make, config, about, samplings=SAMPLINGS, async_scheduling=1, count=3) == expected
+    )
     first, second = made[0].executors
     assert isinstance(first, GpuExecutor) and isinstance(second, GpuExecutor)
     rows = slice(0, config.max_num_seqs)

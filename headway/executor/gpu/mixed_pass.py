@@ -197,8 +197,10 @@ def max_captured_tokens(decoder: Decoder, max_num_batched_tokens: int) -> int:
     """Prompt tokens above which the device computes for longer than the host launches."""
     width = decoder.norm.element_size()
     shard = decoder.shard  # ranks must agree, so they use the mean of all ranks
-    num_params = shard.model.num_params / shard.size if shard else decoder.num_bytes / width
-    row_seconds = 2 * num_params / FLOPS[width]
+    model, size = (shard.model, shard.size) if shard else (decoder.config, 1)
+    num_params = model.num_params / size if shard else decoder.num_bytes / width
+    num_unused = model.num_params - model.num_used()  # of experts that a token does not choose
+    row_seconds = 2 * (num_params - num_unused / size) / FLOPS[width]
     enough = int(LAUNCH_SECONDS * decoder.config.num_layers / row_seconds)
     return min(max_num_batched_tokens, MAX_CAPTURED_TOKENS, max(enough, MIN_TOKENS))
 

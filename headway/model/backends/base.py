@@ -45,7 +45,10 @@ class NoWeight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertWeights:
-    """The router, with a row for each expert and for their common expert's gate, and the experts."""
+    """The router, with a row for each expert and for their common expert's gate, and the experts.
+
+    A prepared layer may have one weight in place of those of all experts.
+    """
 
     router: Weight
     gate_up: list[Weight]

@@ -7,10 +7,12 @@ kernels/products/tiles.py for what this assumes about the device.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
-from headway.model.backends.gpu import GpuBackend, TritonAttention, UnfusedPass
+from headway.model.backends.gpu import GpuBackend, Norm, TritonAttention, UnfusedPass
 from headway.model.backends.plain import PlainWeight
 from headway.model.batch import ForwardBatch
 from headway.model.kernels.attention.invariant_attention import (
@@ -68,16 +70,22 @@ class DeterministicBackend(GpuBackend):
 class DeterministicPass(UnfusedPass):
     """Any batch: decodes first, then prompt chunks."""
 
+    max_few_experts = 0
+
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps
         qkv = multiply(x, layer.qkv, epsilon=epsilon, squares_mj=row_squares(x))
         attended = self.attention(number, layer, qkv)
-        multiply(attended, layer.output, residual_mn=x, out_mn=x)
-        inner = multiply(
-            x, layer.gate_up, epsilon=epsilon, squares_mj=row_squares(x), is_gated=True
-        )
-        multiply(inner, layer.down, residual_mn=x, out_mn=x)
+        self._add(x, attended, layer.output, [])
+        norm: Norm = {"epsilon": epsilon, "squares_mj": row_squares(x)}
+        if layer.experts is not None:
+            self._add_experts(x, x, layer, layer.experts, partial(multiply, **norm), **norm)
+            return x
+        self._add(x, multiply(x, layer.gate_up, is_gated=True, **norm), layer.down, [])
         return x
+
+    def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
+        multiply(inner, weight, residual_mn=x, out_mn=x)
 
 
 def multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:

@@ -1,7 +1,9 @@
 """The decoder's arithmetic on a GPU: our Triton kernels, and cuBLAS for products of many rows.
 
-A batch of few rows that are all decodes takes five to seven launches per layer. With more than 128
-rows, cuBLAS computes the products of a large layer; for that of gate and up see products/gated.py.
+A batch of few rows that are all decodes takes five to seven launches per layer, and with experts
+six to nine, or four more with an expert that all tokens use. With more than 128 rows, cuBLAS
+computes the products of a large layer; for that of gate and up see products/gated.py, and for
+experts products/grouped.py.
 Norm weights are multiplied into the matrices that follow them when the model is loaded, so that a
 norm is one factor per row. Gate and up rows are interleaved, so that a tile of outputs contains
 both.
@@ -11,16 +13,24 @@ Shapes as in base.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.errors import ConfigError
-from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
+from headway.model.backends.base import (
+    ExpertWeights,
+    ForwardPass,
+    LayerWeights,
+    NoWeight,
+    PassArguments,
+    Weight,
+)
 from headway.model.backends.plain import PlainBackend, PlainWeight
 from headway.model.backends.split import add_parts
 from headway.model.backends.streams import run_beside
@@ -31,8 +41,10 @@ from headway.model.kernels.attention.prefill import prefill_attention
 from headway.model.kernels.attention.rotary import rotate_and_store
 from headway.model.kernels.attention.splits import split_for
 from headway.model.kernels.norm import rms_norm
+from headway.model.kernels.products.experts import MAX_FEW, ExpertRows
 from headway.model.kernels.products.gated import gated_product
 from headway.model.kernels.products.linear import linear, num_squares, row_squares
+from headway.model.kernels.products.tiles import Tile
 from headway.model.sharding import Shard
 
 FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
@@ -40,6 +52,8 @@ FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
 # and an activation of their own launches. Measured on an H200 with the four matrices of a 7B model.
 MAX_FUSED_ROWS, LARGE_MATRIX = 128, 2**25
 NUM_COUNTERS = 1024  # of tiles that programs share: more than there ever are
+Norm = dict[str, Any]  # of the inputs of a product: options of products.linear
+ROUTER_TILE = Tile(64, 32, 64, slices=1, warps=4, stages=4)  # of prompts
 
 
 class AttentionKernels(Protocol):
@@ -118,7 +132,8 @@ class GpuBackend(PlainBackend):
             input_norm=ones,
             post_norm=ones,
             qkv=_scaled(layer.qkv, layer.input_norm),
-            gate_up=interleaved(_scaled(layer.gate_up, layer.post_norm)),
+            gate_up=_gate_up(layer.gate_up, layer.post_norm),
+            experts=layer.experts and _stacked_experts(layer.experts, layer.post_norm),
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -171,6 +186,28 @@ def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
     return weight
 
 
+def _gate_up(weight: Weight, norm: Tensor) -> Weight:
+    return weight if isinstance(weight, NoWeight) else interleaved(_scaled(weight, norm))
+
+
+def _stacked_experts(experts: ExpertWeights, norm: Tensor) -> ExpertWeights:
+    """The experts with one weight [E, N, K] in place of those of all experts."""
+    return ExpertWeights(
+        router=_scaled(experts.router, norm),
+        gate_up=[_stacked([_gate_up(weight, norm) for weight in experts.gate_up])],
+        down=[_stacked(experts.down)],
+    )
+
+
+def _stacked(weights: list[Weight]) -> PlainWeight:
+    return PlainWeight(torch.stack([matrix_of(weight) for weight in weights]), None)
+
+
+def matrix_of(weight: Weight) -> Tensor:
+    assert isinstance(weight, PlainWeight) and weight.bias is None, "experts have no biases"
+    return weight.matrix
+
+
 def interleaved(weight: Weight) -> PlainWeight:
     assert isinstance(weight, PlainWeight)
     matrix, bias, scale = (
@@ -184,11 +221,45 @@ def interleaved(weight: Weight) -> PlainWeight:
 class GpuPass(ForwardPass):
     """One batch; `attention` is that of decodes."""
 
+    max_few_experts = MAX_FEW  # rows whose experts are not listed
+
     def __init__(self, given: PassArguments, shard: Shard | None = None) -> None:
         self._config, self._batch, self._blocks = given[:3]
         self._rope = given.cosine, given.sine
         self._shard = shard
         self._columns = (shard.attended, shard.inner) if shard else ([], [])
+
+    def _add_experts(
+        self, x: Tensor, rows: Tensor, layer: LayerWeights, experts: ExpertWeights,
+        product: Callable[..., Tensor], **norm: Any,
+    ) -> None:  # fmt: skip
+        """x += the experts' outputs, in place; `rows`, with this norm, are their inputs."""
+        about, shard, router = self._config.experts, self._shard, matrix_of(experts.router)
+        assert about is not None, "a layer has experts, but the config does not"
+        logits = torch.empty((len(x), len(router)), dtype=torch.float32, device=x.device)
+        product(rows, experts.router, out_mn=logits)
+        (gate_up,), (down,) = experts.gate_up, experts.down
+        routed = ExpertRows(
+            rows, logits, matrix_of(gate_up), matrix_of(down), num_chosen=about.num_chosen,
+            normalizes=about.normalizes, max_few=self.max_few_experts, **norm,
+        )  # fmt: skip
+        shared = product(rows, layer.gate_up, is_gated=True) if about.shared_width else None
+        if shared is not None and about.has_shared_gate:
+            shared *= logits[:, about.num_experts :].sigmoid()
+        self._add_routed(x, routed)
+        if shared is not None:
+            self._add(x, shared, layer.down, shard.of_shared_expert if shard else [])
+
+    def _add_routed(self, x: Tensor, routed: ExpertRows) -> None:
+        """x += the sums of the experts' outputs, in place."""
+        if self._shard is None:
+            routed.summed(routed.inner_pn, residual_mn=x, out_mn=x)
+        else:
+            add_parts(x, routed.inner_pn, self._shard, self._shard.of_experts, routed.summed)
+
+    def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
+        """x += inner w, in place; `columns` of the whole `inner` are those of each rank of a group."""
+        raise NotImplementedError
 
     def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
         """[T, H * D]: rotates and stores the new tokens too."""
@@ -215,6 +286,10 @@ class FusedDecodePass(GpuPass):
         qkv = self._normed_product(x, layer.input_norm, layer.qkv)
         attended = self.attention(number, layer, qkv)
         self._add(x, attended, layer.output, self._columns[0])
+        if layer.experts is not None:
+            norm: Norm = {"epsilon": self._config.norm_eps, "squares_mj": self._squares}
+            self._add_experts(x, x, layer, layer.experts, partial(multiply, **norm), **norm)
+            return x
         inner = self._normed_product(x, layer.post_norm, layer.gate_up, is_gated=True)
         self._add(x, inner, layer.down, self._columns[1])
         return x
@@ -227,20 +302,28 @@ class FusedDecodePass(GpuPass):
         return multiply(x, weight, epsilon=epsilon, squares_mj=self._squares, is_gated=is_gated)
 
     def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
-        """x += inner w, in place; also computes the squares for the next norm.
-
-        `columns` of the whole `inner` are those of each rank of a group.
-        """
+        """As in GpuPass; also computes the squares for the next norm."""
         assert isinstance(weight, PlainWeight)
         if self._shard is not None:
             add_parts(x, inner, self._shard, columns, partial(multiply, weight=weight))
             self._squares = row_squares(x) if len(x) > 1 else None
             return
-        if len(x) > 1:
-            num_outputs, num_inputs = weight.matrix.shape
-            count = num_squares(len(x), num_outputs, num_inputs, x.dtype)
-            self._squares = torch.empty((len(x), count), dtype=torch.float32, device=x.device)
+        num_outputs, num_inputs = weight.matrix.shape
+        self._make_squares(x, num_squares(len(x), num_outputs, num_inputs, x.dtype))
         multiply(inner, weight, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
+
+    def _add_routed(self, x: Tensor, routed: ExpertRows) -> None:
+        if self._shard is not None:
+            super()._add_routed(x, routed)
+            self._squares = row_squares(x) if len(x) > 1 else None
+            return
+        self._make_squares(x, routed.num_parts)
+        routed.summed(routed.inner_pn, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
+
+    def _make_squares(self, x: Tensor, num_parts: int) -> None:
+        """Room for the squares of x; one row needs none."""
+        if len(x) > 1:
+            self._squares = torch.empty((len(x), num_parts), dtype=torch.float32, device=x.device)
 
 
 def multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
@@ -264,12 +347,14 @@ class UnfusedPass(GpuPass):
         assert layer.input_norm is not None and layer.post_norm is not None
         qkv = _linear(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
         self._add(x, self.attention(number, layer, qkv), layer.output, self._columns[0])
-        inner = _gated(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-        self._add(x, inner, layer.down, self._columns[1])
+        normed = rms_norm(x, layer.post_norm, epsilon)
+        if layer.experts is not None:
+            self._add_experts(x, normed, layer, layer.experts, _product)
+            return x
+        self._add(x, _gated(normed, layer.gate_up), layer.down, self._columns[1])
         return x
 
     def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
-        """x += inner w, in place; `columns` of `inner` are those of each rank of a group."""
         if self._shard is None:
             _add_linear(x, inner, weight)
         else:
@@ -316,6 +401,15 @@ def _linear(x: Tensor, weight: Weight) -> Tensor:
 def _gated(x: Tensor, weight: Weight) -> Tensor:
     assert isinstance(weight, PlainWeight)
     return gated_product(x, weight.matrix, weight.bias)
+
+
+def _product(
+    x: Tensor, weight: Weight, *, is_gated: bool = False, out_mn: Tensor | None = None
+) -> Tensor:
+    """x w, of a router into `out_mn`: its tile does not depend on the rows; see compile_all."""
+    if is_gated:
+        return _gated(x, weight)
+    return linear(x, matrix_of(weight), out_mn=out_mn, tile=ROUTER_TILE)
 
 
 def _multiply_into(

@@ -72,7 +72,7 @@ def _sliced_product(
 
 
 @triton.jit
-def _tile_at(number, num_row_tiles, num_output_tiles):
+def tile_at(number, num_row_tiles, num_output_tiles):
     """The row and output of a tile, in bands of row tiles.
 
     In a band, tiles of the same outputs are consecutive. So few rows read the matrix once, and with
@@ -96,7 +96,7 @@ def _linear(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One tile."""
-    row_tile, output_tile = _tile_at(
+    row_tile, output_tile = tile_at(
         tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
     )
     m = row_tile * ROWS + tl.arange(0, ROWS)

@@ -1,0 +1,149 @@
+"""Rows through their experts: the kernels equal a plain reference, whatever the router chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from headway.model.kernels import routing
+from headway.model.kernels.products.experts import MAX_FEW, ExpertRows
+from headway.model.kernels.products.grouped import TILES, most_tiles, tiles_for
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HIDDEN, WIDTH, EPSILON = 40, 24, 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A routing; `used` experts have higher outputs of the router than the others."""
+
+    rows: int
+    experts: int = 6
+    chosen: int = 3
+    used: int = 6
+    normalizes: bool = True
+    has_norm: bool = True
+    has_residual: bool = True
+    max_few: int = MAX_FEW
+    ranked: int = routing.RANKED_ROWS
+
+
+CASES = {
+    "one row": Case(rows=1),
+    "a few rows": Case(rows=MAX_FEW, experts=5, chosen=2, normalizes=False, has_residual=False),
+    "one row of one expert": Case(rows=1, chosen=1, has_norm=False),
+    "one row in lists": Case(rows=1, max_few=0),
+    "no whole tile": Case(rows=37, experts=5, has_norm=False),
+    "experts without rows": Case(rows=21, used=2, chosen=2),
+    "all rows to one expert": Case(rows=35, used=1, chosen=1, normalizes=False),
+    "chosen before listed": Case(rows=19, ranked=0, has_residual=False),
+    "all experts": Case(rows=9, experts=4, chosen=4, used=4, ranked=0),
+}
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def logits_of(case: Case) -> Tensor:
+    """Outputs of the router, with a column that belongs to no expert."""
+    logits = draw(1, case.rows, case.experts + 1)
+    logits[:, : case.used] += 10
+    logits[:, -1] += 100
+    return logits
+
+
+def reference(case: Case, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """One row and expert after the other, in float64."""
+    shares = logits_of(case)[:, :-1].double().softmax(-1)
+    wide = x.double()
+    if case.has_norm:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
+    out = x.double() if case.has_residual else torch.zeros_like(wide)
+    for row, each in enumerate(shares):
+        chosen = each.argsort(descending=True)[: case.chosen].tolist()
+        total = each[chosen].sum() if case.normalizes else 1.0
+        for expert in chosen:
+            gate, up = (gate_up[expert].double() @ wide[row]).view(-1, 2).T
+            inner = torch.nn.functional.silu(gate) * up
+            out[row] += each[expert] / total * (down[expert].double() @ inner)
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_go_through_their_experts_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of experts that no row chooses are not numbers."""
+    case = CASES[name]
+    monkeypatch.setattr(routing, "RANKED_ROWS", case.ranked)
+    x, logits = draw(2, case.rows, HIDDEN), logits_of(case)
+    gate_up = draw(3, case.experts, 2 * WIDTH, HIDDEN) / 5
+    down = draw(4, case.experts, HIDDEN, WIDTH) / 5
+    unused = set(range(case.experts)) - set(logits[:, :-1].topk(case.chosen)[1].flatten().tolist())
+    gate_up[list(unused)] = down[list(unused)] = torch.nan
+    expected = reference(case, x, gate_up, down)
+    squares = torch.stack([part.square().sum(1) for part in x.split(16, 1)], 1)
+    norm = {"epsilon": EPSILON, "squares_mj": squares} if case.has_norm else {}
+    routed = ExpertRows(
+        x, logits, gate_up, down, num_chosen=case.chosen, normalizes=case.normalizes,
+        max_few=case.max_few, **norm,
+    )  # fmt: skip
+    out = x if case.has_residual else torch.full_like(x, torch.nan)
+    squares = torch.full((case.rows, routed.num_parts), torch.nan, device=DEVICE)
+    routed.summed(
+        routed.inner_pn, residual_mn=x if case.has_residual else None, out_mn=out,
+        squares_out_mj=squares,
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(squares.sum(1), out.square().sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_the_lists_have_each_pair_once_in_the_order_of_rows() -> None:
+    logits = draw(5, 30, 7).round()  # with equal outputs
+    for ranked in (0, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(routing, "RANKED_ROWS", ranked)
+            choice, lists = routing.list_pairs(logits, 6, 2)
+        order = logits[:, :6].argsort(dim=1, descending=True, stable=True)
+        assert torch.equal(choice.experts_tk, order[:, :2].int())
+        shares = logits[:, :6].softmax(-1).gather(1, order[:, :2])
+        torch.testing.assert_close(choice.shares_tk, shares)
+        for expert, (count, pairs) in enumerate(zip(*lists, strict=True)):
+            own = (choice.experts_tk.flatten() == expert).nonzero().flatten()
+            assert pairs[:count].tolist() == own.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")  # of numpy, in the interpreter
+def test_outputs_of_a_router_that_are_not_numbers_harm_no_other_row() -> None:
+    for rows, max_few in ((3, 3), (3, 0)):
+        x, logits = draw(2, rows, HIDDEN), draw(1, rows, 4)
+        logits[1] = torch.nan
+        gate_up, down = draw(3, 4, 2 * WIDTH, HIDDEN), draw(4, 4, HIDDEN, WIDTH)
+        routed = ExpertRows(
+            x, logits, gate_up, down, num_chosen=2, normalizes=False, max_few=max_few
+        )
+        assert routed.summed(routed.inner_pn)[[0, 2]].isfinite().all()
+
+
+def test_there_are_programs_for_all_tiles_of_any_lists() -> None:
+    for num_pairs, num_experts, rows in ((1, 8, 16), (40, 4, 16), (33, 1, 32), (5, 5, 16)):
+        for most in {1, num_pairs // num_experts, num_pairs}:  # of one expert
+            counts = [0] * num_experts
+            for pair in range(num_pairs):
+                counts[min(pair // max(most, 1), num_experts - 1)] += 1
+            needed = sum(-(-count // rows) for count in counts)
+            assert needed <= most_tiles(num_pairs, num_experts, rows)
+
+
+def test_tiles_fit_into_memory_and_keep_one_order_of_summation() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for mean in (0.1, 2, 5, 30, 10000):
+            (tile,) = tiles_for(mean, dtype)
+            assert tile.rows >= 16 and tile.slices == 1 and tile.stages > 1
+            assert (
+                tile.inputs * dtype.itemsize == TILES[min(n for n in TILES if mean <= n)].inputs * 2
+            )
