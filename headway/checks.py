@@ -2,7 +2,7 @@
 
 `whole_number`, `real_number`, `text` and `one_of` return the value or raise ConfigError; readers of
 files catch it and add the file and the line. A dataclass that derives from `Checked` checks its
-`number` and `count` fields.
+`number`, `count` and `policy` fields.
 """
 
 from __future__ import annotations
@@ -93,8 +93,13 @@ def count(default: Any, low: int, high: float = inf) -> Any:
     return field(default=default, metadata={"low": low, "high": high, "whole": True})
 
 
+def policy(default: Any) -> Any:
+    """A field of a Checked dataclass: a policy, which is a function."""
+    return field(default=default, metadata={"is_function": True})
+
+
 class Checked:
-    """Base of dataclasses with `number` and `count` fields; ConfigError if one is out of range.
+    """Base of dataclasses with fields of these kinds; ConfigError if a value is wrong.
 
     A field whose default is None may be None.
     """
@@ -107,7 +112,11 @@ class Checked:
             value = getattr(self, entry.name)
             if not entry.metadata or (value is None and entry.default is None):
                 continue
-            if problem := number_problem(value, **entry.metadata):
+            if "is_function" in entry.metadata:
+                problem = None if callable(value) else f"must be a function, not {shorten(value)}"
+            else:
+                problem = number_problem(value, **entry.metadata)
+            if problem:
                 raise ConfigError(f"{prefix}{entry.name} {problem}")
 
 

@@ -254,6 +254,11 @@ def test_errors_for_wrong_slot_values_show_the_value_and_what_is_accepted() -> N
         slot("chunk", "split_any(5)")
     with pytest.raises(ConfigError, match=r"chunk: .*'\(whole'.*module:function"):
         slot("chunk", "(whole")
+    for name, text in (
+        ("queue", "custom(function=5)"), ("headroom", "back_off(5)"), ("headroom", "future_peak(5)"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{name}.*must be a function, not 5"):
+            slot(name, text)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from headway.checks import Checked, count, number
-from headway.errors import ConfigError, bad_result, policy_failed, shorten
+from headway.errors import bad_result, policy_failed
 from headway.scheduler.policies import text as policy_text
 
 
@@ -233,12 +233,8 @@ DEFAULT_ROUTE = "prefix_load"
 
 def parse_route(text: str) -> RouteRule:
     """The rule that a user's text names; ConfigError if it is unknown or takes other arguments."""
-    known = {rule.__name__: rule for rule in ROUTES}
+    known = policy_text.named(ROUTES)
     rule: Any = policy_text.parse_policy("route", text, known, {}, policy_text.ANY)
-    if not callable(rule):
-        raise ConfigError(
-            f"route must be a rule name, module:function or a callable, not {shorten(rule)}"
-        )
     policy_text.check_arguments("route", rule, "request replicas")
     return rule  # type: ignore[no-any-return]
 

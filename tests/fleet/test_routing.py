@@ -158,7 +158,7 @@ def test_a_rule_is_printed_as_it_is_written(text: str) -> None:
         ("chwbl(0.5)", "load_factor must be a number of at least 1, not 0.5"),
         ("least_loaded(3)", "takes no arguments"),
         ("headway.errors:shorten", "must take (request, replicas)"),
-        ("tests.fleet.test_routing:RULES", "must be a rule name"),
+        ("tests.fleet.test_routing:RULES", "must be a name"),
         ("no_such_module:rule", "cannot load"),
     ],
 )

@@ -23,24 +23,18 @@ def swapped_first(step: StepActions) -> None:
 MAX_PREFILL_STEPS = 16  # consecutive, while decodes wait
 
 
-def prefill_first(step: StepActions) -> None:
+def prefill_first(step: StepActions, *, charge_cached: bool = False) -> None:
     """Only prompts or only decodes in a step, prompts first; decodes run after 16 prompt steps."""
-    if step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS:
-        step.decode()
-        return
-    step.prefill()
-    step.admit()
+    if not (step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS):
+        step.prefill()
+        step.admit(charge_cached=charge_cached)
     if step.is_idle:
         step.decode()
 
 
 def prefill_first_charge_cached(step: StepActions) -> None:
-    """As prefill_first, but cached tokens use up budget too, and decodes beyond it are deferred."""
-    if not (step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS):
-        step.prefill()
-        step.admit(charge_cached=True)
-    if step.is_idle:
-        step.decode(at_most=step.tokens_left)
+    """As prefill_first, but cached tokens use up budget too."""
+    prefill_first(step, charge_cached=True)
 
 
 def static(step: StepActions) -> None:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.checks import Checked, number
+from headway.checks import Checked, number, policy
 from headway.config import Headroom, HeadroomRule, SchedulerView
-from headway.errors import ConfigError
 from headway.request import Request
-from headway.scheduler.policies.lengths import is_open_ended, survival_curve
+from headway.scheduler.policies.lengths import going_on, is_open_ended, survival_curve
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -40,13 +39,6 @@ class watermark(Checked):
         return int(self.share * view.num_blocks)
 
 
-def _num_left(request: Request) -> int:
-    """Tokens that a request may still store; the last sampled token is never stored."""
-    if request.row < 0:
-        return request.limit - 1 - request.num_known
-    return request.limit - 1 - max(request.num_computed, request.prefill_end)
-
-
 @dataclass(frozen=True)
 class reserve_outputs(Checked):
     """Blocks for this share of the output that the batch and the new request may still generate."""
@@ -54,22 +46,17 @@ class reserve_outputs(Checked):
     ratio: float = number(1.0, 0)
 
     def __call__(self, request: Request, view: SchedulerView) -> int:
-        size = view.block_size
-        batch = sum(-(-_num_left(r) // size) for r in (*view.running, request))
-        return math.ceil(self.ratio * batch)
+        left = [r.limit - 1 - max(r.num_computed, r.prefill_end) for r in view.running]
+        left.append(request.limit - 1 - request.num_known)  # the last sampled token is never stored
+        return math.ceil(self.ratio * sum(-(-num // view.block_size) for num in left))
 
 
 @dataclass(frozen=True)
 class back_off(Checked):
     """The headroom of `base`, plus `share` of all blocks for every recent preemption."""
 
-    base: HeadroomRule = watermark()
+    base: HeadroomRule = policy(watermark())
     share: float = number(0.01, 0, 1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not callable(self.base):
-            raise ConfigError(f"back_off: base must be a headroom rule, not {self.base!r}")
 
     def __call__(self, request: Request, view: SchedulerView) -> Headroom:
         base = self.base(request, view)
@@ -97,15 +84,8 @@ Estimate = Callable[[Forecast, SchedulerView], int]
 class future_peak(Checked):
     """The blocks that the batch will need at its peak, beyond what it holds now."""
 
-    estimate: Estimate | None = None  # None: limit
+    estimate: Estimate | None = policy(None)  # None: limit
     margin: float = number(0.0, 0, 1)  # share of all blocks to keep free in addition
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.estimate is not None and not callable(self.estimate):
-            raise ConfigError(
-                f"future_peak: {self.estimate!r} is not an estimate; use limit or learned"
-            )
 
     def __call__(self, request: Request, view: SchedulerView) -> int:
         requests = [*view.running, request]
@@ -189,7 +169,7 @@ def _chances(
     if is_open.any():
         reached = np.maximum(batch.held - batch.prompt, 0.0)[is_open]
         curve = survival_curve(np.asarray(view.output_lengths, dtype=np.float64), reached)
-        chance[:, is_open], error[:, is_open] = curve.going_on(reached, moments)
+        chance[:, is_open], error[:, is_open] = going_on(curve, reached, moments)
     return chance, error
 
 

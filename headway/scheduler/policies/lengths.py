@@ -11,7 +11,6 @@ counts as `PRIOR_WEIGHT` outputs in every bin.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -58,39 +57,34 @@ class OutputStatistics:
         self.pressure *= DECAY
 
 
-@dataclass(frozen=True)
-class SurvivalCurve:
+def going_on(curve: Floats, reached: Floats, further: Floats) -> tuple[Floats, Floats]:
+    """Chance that outputs of `reached` tokens grow by `further`, and its relative error."""
+    hazard, variance = _at(curve, reached + further) - _at(curve, reached)[:, None]
+    return np.exp(-hazard), np.sqrt(np.minimum(variance, 1.0))
+
+
+def _at(curve: Floats, lengths: Floats) -> Floats:
+    """Both sums of a curve at these lengths; linear interpolation."""
+    places = _bin(lengths)
+    whole = places.astype(np.intp)
+    steps = np.diff(curve).take(whole, axis=1)  # take: faster than an index here
+    sums: Floats = curve.take(whole, axis=1) + (places - whole) * steps
+    return sums
+
+
+def survival_curve(finished: Floats, running: Floats) -> Floats:
     """The chance that an output reaches a length, as two sums over the bins below each edge.
 
-    Row 0 is -log of that chance. Row 1 is the variance of its estimate, relative to its square
-    (Greenwood's formula).
+    From the lengths of finished outputs and those that running ones have reached. Row 0 is -log of
+    the chance, row 1 the relative variance of its estimate (Greenwood's formula).
     """
-
-    sums: Floats  # 2 x edges
-
-    def going_on(self, reached: Floats, further: Floats) -> tuple[Floats, Floats]:
-        """Chance that outputs of `reached` tokens grow by `further`, and its relative error."""
-        hazard, variance = self._at(reached + further) - self._at(reached)[:, None]
-        return np.exp(-hazard), np.sqrt(np.minimum(variance, 1.0))
-
-    def _at(self, lengths: Floats) -> Floats:
-        """Both sums at these lengths; linear interpolation."""
-        places = _bin(lengths)
-        whole = places.astype(np.intp)
-        steps = np.diff(self.sums).take(whole, axis=1)  # take: faster than an index here
-        sums: Floats = self.sums.take(whole, axis=1) + (places - whole) * steps
-        return sums
-
-
-def survival_curve(finished: Floats, running: Floats) -> SurvivalCurve:
-    """The curve from the lengths of finished outputs and those that running ones have reached."""
     ends = np.bincount(_bin(finished).astype(np.intp), minlength=NUM_BINS)
     entered = ends[::-1].cumsum()[::-1] + _passed(_bin(running)) + PRIOR_WEIGHT
     chance = (ends + PRIOR_ENDS) / entered
     sums = np.zeros((2, NUM_BINS + 1))
     np.cumsum(-np.log1p(-chance), out=sums[0, 1:])
     np.cumsum(chance / ((1 - chance) * (entered + 1)), out=sums[1, 1:])
-    return SurvivalCurve(sums)
+    return sums
 
 
 def _bin(lengths: Floats) -> Floats:

@@ -1,14 +1,12 @@
 """Presets: schedulers of known systems, each as one value per slot; and slot values by name.
 
 A slot value can be written as text: `fcfs`, `watermark(0.05)`, `back_off(watermark(0.02))`, or
-`module:function` for a user's function, which is imported. `preset` does so; it is for what a user
-types. `read_preset` reads texts from data and imports only what its caller allows. `describe` writes
-a config back as such text.
+`module:function` for a user's function, which is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
@@ -91,14 +89,11 @@ def read_preset(
 
     `own` has the `module:function` that may be imported; OwnPolicyError for another one.
     """
-    values: dict[str, object] = {**text.lookup("preset", name, PRESETS), **changes}
+    values: Mapping[str, Any] = {**text.lookup("preset", name, PRESETS), **changes}
     for field in values:
         text.lookup("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS, *OF_MODEL)))
     check_own_policies(own, values)
-    checked: Mapping[str, Any] = {
-        k: slot(k, v, own) if k in SLOTS else v for k, v in values.items()
-    }
-    return Config(**checked)
+    return Config(**{k: slot(k, v, own) if k in SLOTS else v for k, v in values.items()})
 
 
 def own_policies(*settings: Mapping[str, object]) -> set[str]:
@@ -139,8 +134,8 @@ def slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
 def _read_slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
     ready_made = text.lookup("slot", name, SLOTS)
     if isinstance(value, str):
-        parts = {"future_peak": _by_name(PARTS)} if name == "headroom" else {}
-        value = text.parse_policy(name, value, _by_name(ready_made), parts, own)
+        parts = {"future_peak": text.named(PARTS)} if name == "headroom" else {}
+        value = text.parse_policy(name, value, text.named(ready_made), parts, own)
     if any(value is part or type(value) is part for part in PARTS):
         raise ConfigError(f"{name}: {shorten(value)} is an estimate; use future_peak(estimate)")
     value = text.instantiate(value)
@@ -148,20 +143,12 @@ def _read_slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
         if missing := [each for each in QUEUE_RULE if not hasattr(value, each)]:
             raise ConfigError(f"queue: {shorten(value)} has no {missing[0]}; see config.QueueRule")
         return value
-    if not callable(value):
-        raise ConfigError(
-            f"{name} must be a policy name, module:function or a callable, not {shorten(value)}"
-        )
     text.check_arguments(name, value, ARGUMENTS[name])
     return queue.custom(function=value) if name == "queue" else value
 
 
 # Policies keep no state, so that many schedulers can use one.
 _ready_made = lru_cache(NUM_REMEMBERED)(_read_slot)
-
-
-def _by_name(policies: Iterable[Any]) -> dict[str, Any]:
-    return {policy.__name__: policy for policy in policies}
 
 
 def describe(config: Config) -> dict[str, str | int]:

@@ -6,18 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headway.checks import Checked, count, number
+from headway.checks import Checked, count, number, policy
 from headway.config import ALL, SchedulerView
 from headway.request import Request
 
 
 @dataclass(frozen=True)
 class Rule(Checked):
-    """Defaults of the ready-made rules: one group, stable keys, no preemption."""
+    """Defaults of the ready-made rules: by arrival, one group, stable keys, no preemption."""
 
     max_overtakes: int = count(0, 0)
     keys_change = False
     preempts = False
+
+    def key(self, request: Request, view: SchedulerView) -> Any:
+        return request.arrival
 
     def group(self, request: Request) -> str:
         return ALL
@@ -29,9 +32,6 @@ class Rule(Checked):
 @dataclass(frozen=True)
 class fcfs(Rule):
     """First come, first served. A blocked request may be overtaken `max_overtakes` times."""
-
-    def key(self, request: Request, view: SchedulerView) -> Any:
-        return request.arrival
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,12 @@ class fair(Rule):
     def group(self, request: Request) -> str:
         return f"client {request.params.client}"
 
-    def key(self, request: Request, view: SchedulerView) -> Any:
-        return request.arrival
-
 
 @dataclass(frozen=True)
 class custom(Rule):
     """A user's function (request, view) -> sort key; its keys are computed again while requests wait."""
 
-    function: Callable[[Request, SchedulerView], Any] = lambda request, view: request.arrival
+    function: Callable[[Request, SchedulerView], Any] = policy(lambda r, _: r.arrival)
     keys_change = True
 
     def key(self, request: Request, view: SchedulerView) -> Any:

@@ -10,12 +10,12 @@ import ast
 import difflib
 import importlib
 import inspect
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Collection, Container, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from headway.errors import ConfigError, OwnPolicyError
+from headway.errors import ConfigError, OwnPolicyError, shorten
 
 
 class _Everything:
@@ -27,49 +27,25 @@ ANY: Container[str] = _Everything()  # for texts that the user typed, in a comma
 READY_MADE: Container[str] = frozenset()  # for texts from data: import nothing
 
 
-@dataclass(frozen=True)
-class Names:
-    """The names that a text may use, and those that are arguments of one policy only."""
-
-    what: str  # for errors
-    known: Mapping[str, Any]
-    inner: Mapping[str, Mapping[str, Any]]  # by the policy that takes them
-
-    def find(self, name: str) -> Any:
-        """The value of a name; ConfigError if it is unknown or an argument of another policy."""
-        for policy, names in self.inner.items():
-            if name in names and name not in self.known:
-                raise ConfigError(
-                    f"{self.what}: {name} is an argument of {policy}; write {policy}({name})"
-                )
-        return lookup(self.what, name, self.known)
-
-    def of_arguments(self, policy: str) -> Names:
-        """The names in the arguments of a policy."""
-        if policy not in self.inner:
-            return self
-        return Names(f"argument of {self.what} {policy}", self.inner[policy], {})
+Known = Mapping[str, Any]  # what a text may name
+Inner = Mapping[str, Known]  # names that only the arguments of a policy may use, by its name
 
 
 def parse_policy(
-    what: str,
-    text: str,
-    known: Mapping[str, Any],
-    inner: Mapping[str, Mapping[str, Any]],
-    own: Container[str] = READY_MADE,
+    what: str, text: str, known: Known, inner: Inner, own: Container[str] = READY_MADE
 ) -> Any:
     """The policy that a text names; ConfigError that lists the known names if there is none.
 
-    `inner` has the names that only the arguments of a policy may use, by the policy's name. `own`
-    has the `module:name` that may be imported; OwnPolicyError for another one.
+    `own` has the `module:name` that may be imported; OwnPolicyError for another one.
     """
-    names = Names(what, known, inner)
     try:
         if name := own_name(text):
             if name not in own:
                 raise OwnPolicyError([name])
-            return _imported(text, names)
-        return instantiate(_evaluate(ast.parse(text.strip(), mode="eval").body, names))
+            return _imported(
+                what, text, {k: v for n in (known, *inner.values()) for k, v in n.items()}
+            )
+        return _evaluate(ast.parse(text.strip(), mode="eval").body, what, known, inner)
     except (SyntaxError, RecursionError, MemoryError):
         raise ConfigError(
             f"{what}: cannot parse {text[:60]!r}; write a policy name, name(arguments) or "
@@ -81,15 +57,19 @@ def parse_policy(
         raise ConfigError(f"{what}: {text}: {error}") from None
 
 
+def named(policies: Iterable[Any]) -> Known:
+    """Policies by their names."""
+    return {policy.__name__: policy for policy in policies}
+
+
 def own_name(text: str) -> str:
     """The `module:name` of a text that names a user's policy; "" for other texts."""
     place = text.partition("(")[0].strip()
     return place if ":" in place else ""
 
 
-def format_policy(value: Any, known: Iterable[Any]) -> str:
+def format_policy(value: Any, known: Collection[Any]) -> str:
     """The text that `parse_policy` accepts for this policy; the repr of a value without a name."""
-    known = tuple(known)
     if is_dataclass(value) and not isinstance(value, type):
         inner = ", ".join(
             f"{f.name}={format_policy(getattr(value, f.name), known)}" for f in fields(value)
@@ -105,6 +85,10 @@ def instantiate(value: Any) -> Any:
 
 def check_arguments(what: str, function: Any, names: str) -> None:
     """ConfigError if a policy cannot be called with the arguments of its slot."""
+    if not callable(function):
+        raise ConfigError(
+            f"{what} must be a name, module:function or a callable, not {shorten(function)}"
+        )
     try:
         inspect.signature(function).bind(*names.split())
     except TypeError:
@@ -124,23 +108,33 @@ def lookup(what: str, name: str, known: Mapping[str, Any]) -> Any:
     raise ConfigError(f"unknown {what} {name!r}{hint} Known: {', '.join(known)}")
 
 
-def _evaluate(node: ast.expr, names: Names) -> Any:
+def _evaluate(node: ast.expr, what: str, known: Known, inner: Inner) -> Any:
     if isinstance(node, ast.Name):
-        return names.find(node.id)
+        return instantiate(_find(node.id, what, known, inner))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        function, inner = names.find(node.func.id), names.of_arguments(node.func.id)
-        arguments = [instantiate(_evaluate(argument, inner)) for argument in node.args]
-        named = {k.arg or "**": instantiate(_evaluate(k.value, inner)) for k in node.keywords}
-        if not isinstance(function, type):
-            raise ConfigError(f"{names.what}: {function.__name__} takes no arguments")
+        policy = _find(name := node.func.id, what, known, inner)
+        scope = what, known, inner
+        if name in inner:
+            scope = f"argument of {what} {name}", inner[name], {}
+        arguments = [_evaluate(argument, *scope) for argument in node.args]
+        named = {k.arg or "**": _evaluate(k.value, *scope) for k in node.keywords}
+        if not isinstance(policy, type):
+            raise ConfigError(f"{what}: {policy.__name__} takes no arguments")
         try:
-            return function(*arguments, **named)
+            return policy(*arguments, **named)
         except ConfigError as error:
-            raise ConfigError(f"{names.what}: {error}") from None
+            raise ConfigError(f"{what}: {error}") from None
     return ast.literal_eval(node)
 
 
-def _imported(text: str, names: Names) -> Any:
+def _find(name: str, what: str, known: Known, inner: Inner) -> Any:
+    """The value of a name; ConfigError if it is unknown or an argument of another policy."""
+    for policy in (p for p, names in inner.items() if name in names and name not in known):
+        raise ConfigError(f"{what}: {name} is an argument of {policy}; write {policy}({name})")
+    return lookup(what, name, known)
+
+
+def _imported(what: str, text: str, known: Known) -> Any:
     """A user's policy: `module:name`, or `module:name(number)` if it is a dataclass."""
     place, bracket, rest = text.strip().partition("(")
     module, _, attribute = place.partition(":")
@@ -148,15 +142,14 @@ def _imported(text: str, names: Names) -> Any:
         value = attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:  # a module may raise anything when it is imported
         problem = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{names.what}: cannot load {text!r}: {problem}") from None
+        raise ConfigError(f"{what}: cannot load {text!r}: {problem}") from None
     if bracket:
-        known = {**names.known, **{k: v for each in names.inner.values() for k, v in each.items()}}
-        own = Names(names.what, {**known, "own": value}, names.inner)
-        return _evaluate(ast.parse(f"own({rest}", mode="eval").body, own)
+        node = ast.parse(f"own({rest}", mode="eval").body
+        return _evaluate(node, what, {**known, "own": value}, {})
     return instantiate(value)
 
 
-def _name(value: Any, known: tuple[Any, ...]) -> str:
+def _name(value: Any, known: Collection[Any]) -> str:
     name = getattr(value, "__qualname__", None)
     if name is None:
         return repr(value)

@@ -17,7 +17,12 @@ import pytest
 
 from headway.request import Request, RequestParams
 from headway.scheduler.policies.headroom import Forecast, future_peak, learned, limit
-from headway.scheduler.policies.lengths import OutputStatistics, is_open_ended, survival_curve
+from headway.scheduler.policies.lengths import (
+    OutputStatistics,
+    going_on,
+    is_open_ended,
+    survival_curve,
+)
 
 EOS = frozenset({0})
 PRIOR = [(i + 0.5) / 16 for i in range(16)]
@@ -258,7 +263,7 @@ def test_the_survival_curve_is_that_of_a_plain_count(seed: int) -> None:
     curve = survival_curve(np.array(finished, dtype=float), np.array(running))
     reached = [0.0, 1.0, 30.0, 700.0, 5_000_000.0]
     further = [0.0, 1.0, 40.0, 1000.0, 3_000_000.0]
-    chance, error = curve.going_on(np.array(reached), np.array(further)[:, None])
+    chance, error = going_on(curve, np.array(reached), np.array(further)[:, None])
     plain = plain_curve(finished, running)
     for i, more in enumerate(further):
         for j, start in enumerate(reached):

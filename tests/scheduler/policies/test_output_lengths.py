@@ -16,7 +16,7 @@ from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import ENDS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.request import Request, RequestParams
-from headway.scheduler.policies.lengths import OPEN_ENDED, is_open_ended, survival_curve
+from headway.scheduler.policies.lengths import OPEN_ENDED, going_on, is_open_ended, survival_curve
 from tests.support.drive import Driver
 from tests.support.events import Events
 
@@ -71,7 +71,7 @@ def test_a_request_is_open_ended_without_max_tokens_or_with_a_very_large_value()
 
 def reaches(length: float, finished: list[int], running: list[int]) -> float:
     curve = survival_curve(np.array(finished, dtype=float), np.array(running, dtype=float))
-    chance, _ = curve.going_on(np.zeros(1), np.array([[length]]))
+    chance, _ = going_on(curve, np.zeros(1), np.array([[length]]))
     return float(chance[0, 0])
 
 
@@ -99,7 +99,7 @@ def test_running_outputs_count_before_they_end() -> None:
 def test_the_chance_decreases_with_length_and_is_1_for_the_current_length() -> None:
     curve = survival_curve(np.array([5.0, 90.0]), np.array([40.0, 3000.0]))
     further = np.array([0.0, 1, 10, 100, 1e4, 1e8])[:, None]
-    chance, error = curve.going_on(np.array([0.0, 40, 3000]), further)
+    chance, error = going_on(curve, np.array([0.0, 40, 3000]), further)
     assert (chance[0] == 1).all() and (error[0] == 0).all()
     assert (np.diff(chance, axis=0) <= 0).all() and (chance >= 0).all()
     assert (np.diff(error, axis=0) >= 0).all() and (error <= 1).all()
@@ -108,7 +108,7 @@ def test_the_chance_decreases_with_length_and_is_1_for_the_current_length() -> N
 def test_the_error_of_the_estimate_decreases_with_observations() -> None:
     def error(finished: list[float]) -> float:
         curve = survival_curve(np.array(finished), np.zeros(0))
-        return float(curve.going_on(np.zeros(1), np.array([[100.0]]))[1][0, 0])
+        return float(going_on(curve, np.zeros(1), np.array([[100.0]]))[1][0, 0])
 
     seen = [50.0, 100.0, 200.0, 400.0]
     assert error(seen) > 3 * error(seen * 64) > 0
