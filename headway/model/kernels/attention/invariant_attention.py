@@ -2,7 +2,7 @@
 
 Positions are divided into splits that start at multiples of SPLIT. The softmax of a split is
 computed on its own, in tiles that start at multiples of KEYS, and the splits of a sequence are
-joined in order. Other rows, the tokens of a prompt that are computed together, and the programs
+joined in order, after the sinks. Positions before a window add zeros to it. Other rows, the tokens of a prompt that are computed together, and the programs
 that share a sequence do not change this order. One kernel computes decodes and chunks of prompts.
 
 This needs one property of the device: an element of a product of tiles depends only on its own row
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from headway.model.kernels.attention.decode import PartialAttention
 from headway.model.kernels.attention.prefill import _sequence_at
+from headway.model.kernels.attention.scoring import DEFAULT, Scoring, first_seen, sink_scores
 from headway.model.kernels.attention.split_softmax import block_numbers, joined, with_tile
-from headway.model.kernels.attention.splits import LOG2_E, MANY, MIN_SPLITS, split_for
+from headway.model.kernels.attention.splits import MANY, MIN_SPLITS, split_for
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 
 SPLIT = 128  # positions of a split
@@ -45,18 +46,19 @@ def _num_tiles(end, first, SPLIT: tl.constexpr, KEYS: tl.constexpr, PROGRAMS: tl
 @launched
 @triton.jit(do_not_specialize=["layer", "num_sequences"])
 def _attend(
-    q, out, sums, tops, weights, blocks, tables, row_ids_s, starts_s, ends_s,
+    q, out, sums, tops, weights, blocks, tables, row_ids_s, starts_s, ends_s, sinks,
     layer, num_sequences, scale,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_ROOM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STEP: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    IS_DECODE: tl.constexpr, CHAINED: tl.constexpr,
+    IS_DECODE: tl.constexpr, WINDOW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """ROWS (token, head) pairs of one sequence and key-value head, over every PROGRAMS-th split.
 
     A decode is the only token of its sequence; `ends_s` then has positions. A tile has KEYS
-    positions, which are loaded in one or two steps.
+    positions, which are loaded in one or two steps. With a window, splits are counted from the
+    first one that the first row sees.
     """
     first, kv_head, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin(CHAINED)
@@ -71,6 +73,13 @@ def _attend(
         tile = tl.cdiv(num_tokens * GROUP, ROWS) - 1 - order  # the last tile, the longest, first
     num_earlier = num_cached - num_tokens
     end = tl.minimum(num_cached, num_earlier + (tile * ROWS + ROWS - 1) // GROUP + 1)
+    begin_at = None
+    lead, skip = 0, 0
+    if WINDOW is not None:
+        begin_at = first_seen(num_earlier + tile * ROWS // GROUP, WINDOW)
+        lead = begin_at // SPLIT
+        skip = tl.where(first == 0, begin_at % SPLIT // KEYS, 0)  # tiles of the first split
+        first += lead
     is_idle = first * SPLIT >= end
     if not IS_DECODE:
         is_idle |= tile < 0
@@ -86,29 +95,32 @@ def _attend(
     table = tables + tl.load(row_ids_s + sequence).to(tl.int64) * table_stride
     all_top, all_weight = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     all_total = tl.zeros((ROWS, D_ROOM), tl.float32)
+    if sinks is not None and PROGRAMS == 1:
+        all_top, all_weight = sink_scores(sinks, head, is_row), all_weight + 1.0
     # Of the current split; the weights in eight equal columns, the smallest tile.
-    top, total, weights_8 = all_top, all_total, tl.zeros((ROWS, 8), tl.float32)
-    at, num_tiles = first * SPLIT, _num_tiles(end, first, SPLIT, KEYS, PROGRAMS)
+    top, total = tl.full((ROWS,), -float("inf"), tl.float32), all_total
+    weights_8 = tl.zeros((ROWS, 8), tl.float32)
+    at, num_tiles = first * SPLIT + skip * KEYS, _num_tiles(end, first, SPLIT, KEYS, PROGRAMS)
     number = block_numbers(table, at, end, BLOCK_SIZE, STEP)
     number_2 = block_numbers(table, at + KEYS - STEP, end, BLOCK_SIZE, STEP)
-    for index in range(num_tiles):
+    for index in range(skip, num_tiles):
         is_done = (index + 1) % (SPLIT // KEYS) == 0
         next_at = at + KEYS + tl.where(is_done, (PROGRAMS - 1) * SPLIT, 0)
         # One tile ahead: key loads can start early only if their block numbers are known.
         next_number = block_numbers(table, next_at, end, BLOCK_SIZE, STEP)
         next_number_2 = block_numbers(table, next_at + KEYS - STEP, end, BLOCK_SIZE, STEP)
         top, weights_8, total = with_tile(
-            top, weights_8, total, query, position, keys, number, number_2, at, end, scale,
-            BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, KEYS, STEP,
+            top, weights_8, total, query, position, keys, number, number_2, at, begin_at, end,
+            scale, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, KEYS, STEP, WINDOW,
         )  # fmt: skip
         if is_done | (index + 1 == num_tiles):
             weight = tl.max(weights_8, 1)
             if PROGRAMS == 1:
                 all_top, all_weight, all_total = joined(
-                    all_top, all_weight, all_total, top, weight, total
+                    all_top, all_weight, all_total, top, weight, total, WINDOW
                 )
             else:
-                place = (token * (G * GROUP) + head) * MAX_SPLITS + at // SPLIT
+                place = (token * (G * GROUP) + head) * MAX_SPLITS + at // SPLIT - lead
                 tl.store(sums + place[:, None] * D + d, total, mask=is_held)
                 tl.store(tops + place, top, mask=is_row)
                 tl.store(weights + place, weight, mask=is_row)
@@ -125,24 +137,27 @@ def _attend(
 @launched
 @triton.jit
 def _join(
-    out, sums, tops, weights, positions_s, out_token_stride, out_head_stride,
+    out, sums, tops, weights, positions_s, sinks, out_token_stride, out_head_stride,
     D: tl.constexpr, D_ROOM: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    WINDOW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one decode and query head, in order."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     begin(CHAINED)
-    num_splits = tl.load(positions_s + sequence).to(tl.int32) // SPLIT + 1
+    position = tl.load(positions_s + sequence).to(tl.int32)
+    num_splits = position // SPLIT + 1 - first_seen(position, WINDOW) // SPLIT
     row, d = tl.arange(0, 1), tl.arange(0, D_ROOM)[None, :]
     top = tl.full((1,), -float("inf"), tl.float32)
     weight = tl.zeros((1,), tl.float32)
+    if sinks is not None:
+        top, weight = sink_scores(sinks, head + row, row >= 0), weight + 1.0
     total = tl.zeros((1, D_ROOM), tl.float32)
     place = (sequence * tl.num_programs(0) + head) * MAX_SPLITS + row
     for split in range(num_splits):
         at = place + split
         next_total = tl.load(sums + at[:, None] * D + d, mask=d < D, other=0.0)
         top, weight, total = joined(
-            top, weight, total, tl.load(tops + at), tl.load(weights + at), next_total
+            top, weight, total, tl.load(tops + at), tl.load(weights + at), next_total, WINDOW
         )
     home = sequence.to(tl.int64) * out_token_stride + head * out_head_stride + row[:, None] + d
     tl.store(out + home, (total / weight[:, None]).to(out.dtype.element_ty), mask=d < D)
@@ -159,6 +174,7 @@ def invariant_decode_attention(
     positions_s: Tensor,
     num_splits: int = 1,
     num_programs: int | None = None,
+    scoring: Scoring = DEFAULT,
 ) -> None:
     """Write to out_shd the attention of each sequence's token over all up to its position.
 
@@ -170,6 +186,8 @@ def invariant_decode_attention(
         return
     kv_heads, block_size = blocks.shape[3:5]
     max_splits = ceil_div(tables.shape[1] * block_size, SPLIT)
+    if scoring.window is not None:  # it may start and end in the middle of a split
+        max_splits = min(max_splits, ceil_div(scoring.window - 1, SPLIT) + 1)
     if num_programs is None:
         shape, row_bytes = (num_sequences, num_heads, kv_heads), head_dim * blocks.element_size()
         num_programs = _num_programs(shape, head_dim, row_bytes, num_splits, max_splits)
@@ -180,12 +198,13 @@ def invariant_decode_attention(
     _launch(
         (num_programs, kv_heads, num_sequences), max(16, power_of_2(num_heads // kv_heads)), 1,
         q_shd, out_shd, parts, blocks, layer, tables, row_ids_s, None, positions_s, max_splits,
+        scoring,
     )  # fmt: skip
     if parts is not None:
         _join[(num_heads, num_sequences)](
-            out_shd, *parts, positions_s,
+            out_shd, *parts, positions_s, scoring.sinks,
             out_shd.stride(0), out_shd.stride(1), head_dim, power_of_2(head_dim),
-            SPLIT, max_splits, **launch_options(1, 2, fuses=False),
+            SPLIT, max_splits, scoring.window, **launch_options(1, 2, fuses=False),
         )  # fmt: skip
 
 
@@ -222,6 +241,7 @@ def invariant_prefill_attention(
     row_ids_s: Tensor,
     starts_s: Tensor,
     ends_s: Tensor,
+    scoring: Scoring = DEFAULT,
 ) -> None:
     """Like prefill.prefill_attention, and like invariant_decode_attention for each token."""
     (num_tokens, num_heads, _), num_sequences = q_thd.shape, len(ends_s)
@@ -231,7 +251,7 @@ def invariant_prefill_attention(
     num_slots = num_tokens * (num_heads // kv_heads) // rows + num_sequences  # see _sequence_at
     _launch(
         (1, kv_heads, num_slots), rows, PREFILL_WARPS, q_thd, out_thd, None, blocks, layer, tables,
-        row_ids_s, starts_s, ends_s, 1,
+        row_ids_s, starts_s, ends_s, 1, scoring,
     )  # fmt: skip
 
 
@@ -249,6 +269,7 @@ def _launch(
     starts_s: Tensor | None,
     ends_s: Tensor,
     max_splits: int,
+    scoring: Scoring,
 ) -> None:
     (_, num_heads, head_dim), (kv_heads, block_size) = q_thd.shape, blocks.shape[3:5]
     assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "must be contiguous"
@@ -258,10 +279,10 @@ def _launch(
     num_stages = 3 if dim_room * q_thd.element_size() <= 256 else 2
     _attend[grid](
         q_thd, out_thd, *buffers, blocks, tables, row_ids_s, starts_s, ends_s,
-        layer, len(row_ids_s), head_dim**-0.5 * LOG2_E,
+        scoring.sinks, layer, len(row_ids_s), scoring.scale_for(head_dim),
         q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1), tables.stride(0),
         blocks.stride(0), block_size, kv_heads, num_heads // kv_heads, head_dim, dim_room,
         rows, KEYS, KEYS // 2 if starts_s is None else KEYS, SPLIT, grid[0], max_splits,
-        starts_s is None,
+        starts_s is None, scoring.window,
         **launch_options(num_warps, num_stages, fuses=False),
     )  # fmt: skip

@@ -21,7 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.attention.splits import LOG2_E
+from headway.model.kernels.attention.scoring import (
+    DEFAULT,
+    Scoring,
+    finite,
+    first_seen,
+    sink_scores,
+)
 from headway.model.kernels.launch import begin, hopper_module, launch_options, launched, power_of_2
 
 hopper_kernel = cache(partial(hopper_module, "attention.prefill_hopper"))  # if it can be used
@@ -59,8 +65,10 @@ def prefill_attention(
     longest: int,
     num_tokens: int | None = None,
     counters: Tensor | None = None,
+    scoring: Scoring = DEFAULT,
 ) -> None:
-    """Write to out_thd the attention of each query over the tokens up to its own.
+    """Write to out_thd the attention of each query over the tokens up to its own, or those of them
+    in its window.
 
     Sequence s has the rows [starts_s[s], starts_s[s + 1]), the last of its ends_s[s] tokens, and
     row row_ids_s[s] of the tables. No sequence has more than `longest` rows, and all together have
@@ -77,21 +85,24 @@ def prefill_attention(
     assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "must be contiguous"
     assert blocks.is_contiguous(), "offsets in a block are computed from its shape"
     hopper = hopper_kernel() if longest * group > FEW_ROWS else None
-    if hopper is not None and hopper.supports(q_thd, blocks):
+    is_general = scoring.window is None and scoring.sinks is None
+    if hopper is not None and is_general and hopper.supports(q_thd, blocks):
         hopper.prefill_attention_hopper(
             q_thd, out_thd, blocks=blocks, layer=layer, tables=tables, row_ids_s=row_ids_s,
             starts_s=starts_s, ends_s=ends_s, num_tokens=num_tokens, counters=counters,
+            scoring=scoring,
         )  # fmt: skip
         return
     shape = prefill_tile(head_dim, q_thd.dtype, longest * group)
     num_slots = num_tokens * group // shape.tile_rows + num_sequences  # enough: see _sequence_at
     _prefill[(num_slots * kv_heads,)](
-        q_thd, out_thd, blocks, tables, row_ids_s, starts_s, ends_s,
-        layer, num_sequences, head_dim**-0.5 * LOG2_E,
+        q_thd, out_thd, blocks, tables, row_ids_s, starts_s, ends_s, scoring.sinks,
+        layer, num_sequences, scoring.scale_for(head_dim),
         q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1),
         tables.stride(0), blocks.stride(0), block_size,
         kv_heads, group, head_dim, power_of_2(head_dim),
-        shape.tile_rows, shape.tile_keys, **launch_options(shape.num_warps, shape.num_stages),
+        shape.tile_rows, shape.tile_keys, scoring.window,
+        **launch_options(shape.num_warps, shape.num_stages),
     )  # fmt: skip
 
 
@@ -99,12 +110,12 @@ def prefill_attention(
 @launched
 @triton.jit(do_not_specialize=["layer", "num_sequences"])
 def _prefill(
-    q, out, blocks, tables, row_ids_s, starts_s, ends_s,
+    q, out, blocks, tables, row_ids_s, starts_s, ends_s, sinks,
     layer, num_sequences, scale,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One tile: ROWS queries of one sequence and key-value head, over all keys that they see."""
     begin(CHAINED)
@@ -129,9 +140,10 @@ def _prefill(
     all_see = num_earlier + tile * ROWS // GROUP + 1  # positions that all rows of the tile see
     end = tl.minimum(num_cached, num_earlier + (tile * ROWS + ROWS - 1) // GROUP + 1)
     keys = blocks + (layer.to(tl.int64) * 2 * G + kv_head) * BLOCK_SIZE * D
+    sink = None if sinks is None else sink_scores(sinks, head, row >= 0)
     found = _attend(
-        query, num_earlier + row // GROUP, keys, tables + row_id * table_stride, all_see, end,
-        scale, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, ROWS, KEYS,
+        query, num_earlier + row // GROUP, keys, tables + row_id * table_stride, sink, all_see, end,
+        scale, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, ROWS, KEYS, WINDOW,
     )  # fmt: skip
     out_at = token * out_token_stride + head * out_head_stride
     tl.store(out + out_at[:, None] + d, found.to(out.dtype.element_ty), mask=is_held)
@@ -156,22 +168,30 @@ def _sequence_at(slot, starts_s, num_sequences, GROUP: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def _attend(
-    query, position, keys, table, all_see, end, scale,
+    query, position, keys, table, sink, all_see, end, scale,
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attention over positions [0, end), each query up to its own; all see `all_see` of them."""
+    """Attention over positions [0, end), each query up to its own; all see `all_see` of them.
+
+    With a window, from the first tile on that the first query sees.
+    """
     d = tl.arange(0, D_ROOM)[None, :]
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), -float("inf"), tl.float32) if sink is None else sink
+    total = tl.full((ROWS,), 0.0 if sink is None else 1.0, tl.float32)
     mixed = tl.zeros((ROWS, D_ROOM), tl.float32)
     lane = tl.arange(0, KEYS)
-    index, offset = _home(0, lane, BLOCK_SIZE, KEYS)
-    block = tl.load(table + index, mask=lane < end, other=0)
-    for tile in range(tl.cdiv(end, KEYS)):
+    first = first_seen(all_see - 1, WINDOW)
+    first_tile = first // KEYS
+    index, offset = _home(first_tile, lane, BLOCK_SIZE, KEYS)
+    block = tl.load(table + index, mask=lane < end - first_tile * KEYS, other=0)
+    for tile in range(first_tile, tl.cdiv(end, KEYS)):
         place = keys + (block.to(tl.int64) * BLOCK_STRIDE + offset * D)[:, None] + d
         left = end - tile * KEYS
         is_key = (lane < left)[:, None] if D == D_ROOM else (lane < left)[:, None] & (d < D)
+        if WINDOW is not None:  # tables have no blocks before the window
+            is_key &= (lane >= first - tile * KEYS)[:, None]
         # Load the next tile's block numbers one tile ahead, or its key loads would wait for them.
         index, offset = _home(tile + 1, lane, BLOCK_SIZE, KEYS)
         block = tl.load(table + index, mask=lane < left - KEYS, other=0)
@@ -180,9 +200,14 @@ def _attend(
         if (tile + 1) * KEYS > all_see:
             seen = lane[None, :] <= (position - tile * KEYS)[:, None]
             score = tl.where(seen, score, -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1) * scale)  # finite: all rows see position 0
-        weight = tl.exp2(score * scale - new_top[:, None])
-        fade = tl.exp2(top - new_top)
+        if WINDOW is not None:
+            if tile * KEYS <= end - 1 - WINDOW:  # the last query does not see all of the tile
+                seen = lane[None, :] > (position - WINDOW - tile * KEYS)[:, None]
+                score = tl.where(seen, score, -float("inf"))
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
+        base = new_top if WINDOW is None else finite(new_top)  # without one all see position 0
+        weight = tl.exp2(score * scale - base[:, None])
+        fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weight, 1)
         value = tl.load(place + G * BLOCK_SIZE * D, mask=is_key, other=0.0).to(query.dtype)
         weight = weight.to(query.dtype)

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from headway.model.kernels.attention.scoring import DEFAULT, Scoring
 from headway.model.kernels.attention.split_tiles import (
     PADDING,
     SPLITS,
@@ -30,7 +31,7 @@ from headway.model.kernels.attention.split_tiles import (
     shared_sums,
     store_part,
 )
-from headway.model.kernels.attention.splits import LOG2_E, MAX_TILE_ROWS, prefill_splits
+from headway.model.kernels.attention.splits import MAX_TILE_ROWS, prefill_splits
 from headway.model.kernels.hopper_ring import (
     SHARED,
     block_numbers,
@@ -77,8 +78,9 @@ def prefill_attention_hopper(
     ends_s: Tensor,
     num_tokens: int,
     counters: Tensor | None = None,
+    scoring: Scoring = DEFAULT,
 ) -> None:
-    """Like prefill_attention, for what `supports` accepts."""
+    """Like prefill_attention, for what `supports` accepts, without a window or sinks."""
     (_, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
     kv_heads, block_size = blocks.shape[3:5]
     group = num_heads // kv_heads
@@ -94,7 +96,7 @@ def prefill_attention_hopper(
     _prefill_hopper[(num_programs,)](
         q_thd, out_thd, describe_rows(blocks, KEYS), tables, row_ids_s, starts_s, ends_s,
         shared_sums(num_sums, head_dim, q_thd.device), counters,
-        layer, num_sequences, most, num_slots, num_first, num_splits, head_dim**-0.5 * LOG2_E,
+        layer, num_sequences, most, num_slots, num_first, num_splits, scoring.scale_for(head_dim),
         q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1), tables.stride(0),
         blocks.stride(0) // head_dim, block_size, kv_heads, group, head_dim, ROWS, KEYS, STAGES,
         **launch_options(num_warps=4, num_stages=1),

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headway.model.kernels.attention.scoring import finite
+
 
 @triton.jit
 def block_numbers(table, at, end, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr):
@@ -20,27 +22,33 @@ def block_numbers(table, at, end, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _keys_and_values(
-    keys, number, at, end, dtype: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    keys, number, at, begin, end, dtype: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Those of positions [at, at + STEP); zeros from `end` on."""
+    """Those of positions [at, at + STEP); zeros from `end` on, and before `begin` with a window."""
     lane, d = tl.arange(0, STEP), tl.arange(0, D_ROOM)[None, :]
     if BLOCK_SIZE % STEP == 0:  # contiguous: little arithmetic
         place = number * BLOCK_STRIDE + at % BLOCK_SIZE * D + (lane[:, None] * D + d)
     else:
         place = (number * BLOCK_STRIDE + (at + lane) % BLOCK_SIZE * D)[:, None] + d
     is_key = (lane < end - at)[:, None] & (d < D)
+    if begin is not None:
+        is_key &= (lane >= begin - at)[:, None]
     key = tl.load(keys + place, mask=is_key, other=0.0)
     value = tl.load(keys + G * BLOCK_SIZE * D + place, mask=is_key, other=0.0)
     return key.to(dtype), value.to(dtype)
 
 
 @triton.jit
-def _scores(query, key, position, at, scale, STEP: tl.constexpr):
-    """A row sees positions up to its own."""
+def _scores(query, key, position, at, scale, STEP: tl.constexpr, WINDOW: tl.constexpr):
+    """A row sees positions up to its own, or those of them in its window."""
     score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    return tl.where((at + tl.arange(0, STEP))[None, :] <= position[:, None], score, -float("inf"))
+    lane = (at + tl.arange(0, STEP))[None, :]
+    seen = lane <= position[:, None]
+    if WINDOW is not None:
+        seen &= lane > (position - WINDOW)[:, None]
+    return tl.where(seen, score, -float("inf"))
 
 
 @triton.jit
@@ -54,24 +62,24 @@ def _added(weights, total, score, base, value):
 
 @triton.jit
 def with_tile(
-    top, weights, total, query, position, keys, number, number_2, at, end, scale,
+    top, weights, total, query, position, keys, number, number_2, at, begin, end, scale,
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    D_ROOM: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
+    D_ROOM: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Add the KEYS positions from `at` on, in one or two steps, to what a split has found."""
     key, value = _keys_and_values(
-        keys, number, at, end, query.dtype, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, STEP
+        keys, number, at, begin, end, query.dtype, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, STEP
     )
-    score = _scores(query, key, position, at, scale, STEP)
+    score = _scores(query, key, position, at, scale, STEP, WINDOW)
     new_top = tl.maximum(top, tl.max(score, 1))
     if STEP < KEYS:
         at += STEP
         key, value_2 = _keys_and_values(
-            keys, number_2, at, end, query.dtype, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, STEP
+            keys, number_2, at, begin, end, query.dtype, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, STEP
         )
-        score_2 = _scores(query, key, position, at, scale, STEP)
+        score_2 = _scores(query, key, position, at, scale, STEP, WINDOW)
         new_top = tl.maximum(new_top, tl.max(score_2, 1))
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # of a row that sees nothing: zeros
+    base = finite(new_top)  # of a row that sees nothing: zeros
     fade = tl.exp2(top - base)[:, None]
     weights, total = _added(weights * fade, total * fade, score, base, value)
     if STEP < KEYS:
@@ -80,9 +88,10 @@ def with_tile(
 
 
 @triton.jit
-def joined(top, weight, total, next_top, next_weight, next_total):
-    """Join what was found so far with the next split."""
+def joined(top, weight, total, next_top, next_weight, next_total, WINDOW: tl.constexpr):
+    """Join what was found so far with the next split; with a window, both may have seen nothing."""
     new_top = tl.maximum(top, next_top)
-    share, next_share = tl.exp2(top - new_top), tl.exp2(next_top - new_top)
+    base = new_top if WINDOW is None else finite(new_top)
+    share, next_share = tl.exp2(top - base), tl.exp2(next_top - base)
     weight = weight * share + next_weight * next_share
     return new_top, weight, total * share[:, None] + next_total * next_share[:, None]

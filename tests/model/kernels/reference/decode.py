@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headway.model.kernels.attention.scoring import DEFAULT, Scoring
 from tests.model.kernels.reference.prefill import attended, cached
 from tests.model.kernels.reference.rotary import rotate_and_store
 
@@ -32,6 +33,7 @@ def decode_attention(
     transform: HeadTransform | None = None,
     num_splits: int = 1,
     split: object = None,
+    scoring: Scoring = DEFAULT,
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
 
@@ -54,7 +56,7 @@ def decode_attention(
                 for held, own in zip((keys_ngd, values_ngd), new[s], strict=True)
             )
         q_1hd = qkv[s, : num_heads * head_dim].view(1, num_heads, head_dim)
-        out[s] = attended(q_1hd, keys_ngd, values_ngd).flatten().to(out.dtype)
+        out[s] = attended(q_1hd, keys_ngd, values_ngd, scoring).flatten().to(out.dtype)
 
 
 def _rotated(
@@ -78,6 +80,8 @@ def _rotated(
         blocks=own,
         layer=0,
     )
+    if transform.query_scale_p is not None:
+        rows[:, : num_heads * head_dim] *= transform.query_scale_p[positions_s, None]
     return rows, own[:, 0, :, :, 0]
 
 

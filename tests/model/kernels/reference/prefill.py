@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headway.model.kernels.attention.scoring import DEFAULT, Scoring
+
 
 def prefill_attention(
     q_thd: Tensor,
@@ -21,6 +23,7 @@ def prefill_attention(
     starts_s: Tensor,
     ends_s: Tensor,
     longest: int,
+    scoring: Scoring = DEFAULT,
 ) -> None:
     """Write to out_thd the attention of each query over the tokens up to its own."""
     starts, ends, row_ids = starts_s.tolist(), ends_s.tolist(), row_ids_s.tolist()
@@ -28,7 +31,7 @@ def prefill_attention(
         rows = slice(starts[s], starts[s + 1])
         assert rows.stop - rows.start <= longest, "a sequence is longer than `longest`"
         keys_ngd, values_ngd = cached(blocks, layer, tables[row_id], end)
-        out_thd[rows] = attended(q_thd[rows], keys_ngd, values_ngd).to(out_thd.dtype)
+        out_thd[rows] = attended(q_thd[rows], keys_ngd, values_ngd, scoring).to(out_thd.dtype)
 
 
 def cached(blocks: Tensor, layer: int, table: Tensor, end: int) -> tuple[Tensor, Tensor]:
@@ -39,14 +42,27 @@ def cached(blocks: Tensor, layer: int, table: Tensor, end: int) -> tuple[Tensor,
     return keys_ngd, values_ngd
 
 
-def attended(q_mhd: Tensor, keys_ngd: Tensor, values_ngd: Tensor) -> Tensor:
+def attended(
+    q_mhd: Tensor, keys_ngd: Tensor, values_ngd: Tensor, scoring: Scoring = DEFAULT
+) -> Tensor:
     """Causal attention of the last M of N tokens, in float32 or wider."""
+    if scoring.window is not None:  # the first query sees nothing before this
+        begin = max(0, len(keys_ngd) - len(q_mhd) - scoring.window + 1)
+        keys_ngd, values_ngd = keys_ngd[begin:], values_ngd[begin:]
     wide = torch.promote_types(q_mhd.dtype, torch.float32)
     group = q_mhd.shape[1] // keys_ngd.shape[1]
     keys_nhd = keys_ngd.to(wide).repeat_interleave(group, 1)
     values_nhd = values_ngd.to(wide).repeat_interleave(group, 1)
-    scores_hmn = torch.einsum("mhd,nhd->hmn", q_mhd.to(wide), keys_nhd) * q_mhd.shape[2] ** -0.5
+    scale = q_mhd.shape[2] ** -0.5 if scoring.scale is None else scoring.scale
+    scores_hmn = torch.einsum("mhd,nhd->hmn", q_mhd.to(wide), keys_nhd) * scale
     position = torch.arange(len(keys_nhd), device=q_mhd.device)
-    unseen_mn = position[None] > position[len(position) - len(q_mhd) :, None]
-    weights_hmn = scores_hmn.masked_fill(unseen_mn, float("-inf")).softmax(-1)
+    asking = position[len(position) - len(q_mhd) :, None]
+    unseen_mn = position[None] > asking
+    if scoring.window is not None:
+        unseen_mn |= position[None] <= asking - scoring.window
+    scores_hmn = scores_hmn.masked_fill(unseen_mn, float("-inf"))
+    if scoring.sinks is not None:
+        sinks_hm1 = scoring.sinks.to(wide)[:, None, None].expand(-1, len(q_mhd), 1)
+        scores_hmn = torch.cat([scores_hmn, sinks_hm1.to(scores_hmn.device)], dim=-1)
+    weights_hmn = scores_hmn.softmax(-1)[:, :, : len(position)]
     return torch.einsum("hmn,nhd->mhd", weights_hmn, values_nhd)
