@@ -54,15 +54,17 @@ class ModelConfig(Variant):
     @property
     def cpu_only(self) -> str | None:
         """The reason that this model runs on a CPU only; None if there is none."""
-        if self.has_sinks:
-            return f"{self.architecture} has attention sinks"
         if self.experts and (self.experts.has_biases or self.activation != "silu"):
             return f"{self.architecture} has experts with biases or another activation than silu"
-        return self.one_rank_only
+        if self.windowed_layers:
+            return f"{self.architecture} has layers with a sliding window and layers without one"
+        if self.has_output_norms or self.activation != "silu":
+            return f"{self.architecture} has output norms or the activation {self.activation}"
+        return None
 
     @property
     def one_rank_only(self) -> str | None:
-        """The reason that this model runs on a CPU and on one rank only; None if there is none."""
+        """The reason that this model runs on one rank only; None if there is none."""
         if self.windowed_layers or self.attention_window:
             return f"{self.architecture} has layers with a sliding window"
         if self.has_output_norms or self.activation == "gelu":
@@ -73,9 +75,12 @@ class ModelConfig(Variant):
         return None
 
     def for_length(self, max_model_len: int) -> ModelConfig:
-        """This config with the rope for contexts of at most this length."""
-        rope = self.rope.for_length(max_model_len)
-        return self if rope is self.rope else replace(self, rope=rope)
+        """This config with the rope, and the window if it hides any, for contexts of this length."""
+        rope, window = self.rope.for_length(max_model_len), self.attention_window
+        if window is not None and window >= max_model_len:
+            window = None
+        is_same = rope is self.rope and window == self.attention_window
+        return self if is_same else replace(self, rope=rope, attention_window=window)
 
     def layers_of_kind(self, *, windowed: bool) -> ModelConfig:
         """This config with only the layers of one kind: the sizes of that kind's KV cache."""

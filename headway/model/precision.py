@@ -130,6 +130,7 @@ def _gpu_backend(
     if attention != "triton":
         from headway.model.backends.attention_adapters import kernels_for
 
+        _check_other_attention(config, attention)
         kernels = kernels_for(ATTENTIONS[attention][0], dtype, kv_dtype, device)
     if not is_fp8:
         return GpuBackend(dtype, str(device), kv_dtype, kernels)
@@ -138,6 +139,16 @@ def _gpu_backend(
         dtype, str(device), kv_dtype, kernels, folds_norms=not is_stored,
         float_layers=float_layers(config),
     )  # fmt: skip
+
+
+def _check_other_attention(config: ModelConfig, attention: str) -> None:
+    """ConfigError for a model whose scores the adapters of other libraries do not describe."""
+    has_window = config.attention_window or config.windowed_layers
+    if has_window or config.has_sinks or config.attention_scale is not None:
+        raise ConfigError(
+            f"attention {attention} does not support the sliding window, the attention sinks or the "
+            f"attention scale that {config.architecture} has; use --attention triton"
+        )
 
 
 def check_fp8(config: ModelConfig) -> None:

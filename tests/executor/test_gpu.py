@@ -116,6 +116,12 @@ FAMILIES = {
     "seven heads, biases": model("Qwen2", num_attention_heads=7, num_key_value_heads=1),
     "its own head": model("Llama", tie_word_embeddings=False, num_attention_heads=4),
 }
+OTHERS = {
+    "windows, sinks, scales, a layer without rope": replace(
+        model("Mistral", sliding_window=6, num_hidden_layers=2, num_attention_heads=4),
+        has_sinks=True, attention_scale=0.4, unrotated_layers=frozenset([1]), query_growth=(0.5, 4),
+    ),
+}  # fmt: skip
 
 
 QWEN_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -128,7 +134,9 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("about", (FAMILIES | SPARSE).values(), ids=[*FAMILIES, *SPARSE])
+@pytest.mark.parametrize(
+    "about", (FAMILIES | OTHERS | SPARSE).values(), ids=[*FAMILIES, *OTHERS, *SPARSE]
+)
 def test_every_architecture_generates_the_tokens_of_plain_torch(
     about: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ where they are installed, on a GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from headway.errors import ConfigError
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
+from headway.model.precision import choose_backend
 
 pytest.importorskip("triton")
 from headway.executor.gpu.executor import GpuExecutor
@@ -205,11 +207,16 @@ class Small(attention_adapters.FlashAttention):
 
     block_multiple, num_alone = 1, 0
 
-    def decode(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
+    def decode(self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, *given: Any) -> None:
         self.num_alone += not batch.longest
-        super().decode(layer, q, out, batch, blocks)
+        super().decode(layer, q, out, batch, *given)
+
+
+@pytest.mark.parametrize("change", ["attention_window", "has_sinks", "attention_scale"])
+def test_models_with_scores_of_their_own_are_refused(change: str) -> None:
+    about = replace(FAMILIES["norms of heads"], **{change: 1})
+    with pytest.raises(ConfigError, match="--attention triton"):
+        choose_backend(about, "bfloat16", "cuda", None, "flashinfer")
 
 
 @without_gpu

@@ -3,7 +3,8 @@
 Tests without these libraries call stand-ins that have the documented signatures.
 
 FlashInfer plans its work on the host, which a captured graph does not allow. It therefore runs
-prefills, and our kernels run decodes. FlashAttention runs both, over blocks of 256 positions.
+prefills, and our kernels run decodes. FlashAttention runs both, over blocks of 256 positions. Models
+with windows, sinks or scales of their own are refused before: `scoring` is the default one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.errors import ConfigError
-from headway.model.backends.gpu import AttentionKernels, TritonAttention
+from headway.model.backends.attention_kernels import AttentionKernels, TritonAttention
 from headway.model.batch import ForwardBatch
+from headway.model.kernels.attention.scoring import DEFAULT, Scoring
 
 WORKSPACE_BYTES = 128 * 2**20  # bytes of workspace that FlashInfer recommends
 
@@ -32,8 +34,9 @@ class FlashInfer(TritonAttention):
         self._prompts = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
 
     def prefill(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor,
+        scoring: Scoring = DEFAULT,
+    ) -> None:  # fmt: skip
         first = batch.num_decodes
         if layer == 0:  # one plan for all layers of the pass
             self._plan(q, batch, blocks)
@@ -60,8 +63,9 @@ class FlashAttention:
         self._library = library
 
     def decode(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor,
+        scoring: Scoring = DEFAULT,
+    ) -> None:  # fmt: skip
         rows = slice(batch.num_decodes)
         found = self._library.flash_attn_with_kvcache(
             q[rows, None], *_paged(blocks, layer), cache_seqlens=batch.positions_t[rows].int() + 1,
@@ -70,8 +74,9 @@ class FlashAttention:
         out[rows] = found[:, 0]
 
     def prefill(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor,
+        scoring: Scoring = DEFAULT,
+    ) -> None:  # fmt: skip
         first, tables = batch.num_decodes, _tables(batch, slice(batch.num_decodes, None))
         out[first:] = self._library.flash_attn_varlen_func(
             q[first:], *_paged(blocks, layer), cu_seqlens_q=batch.starts_s - first,

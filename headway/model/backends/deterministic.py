@@ -11,8 +11,9 @@ from functools import partial
 
 from torch import Tensor
 
+from headway.model.backends.attention_kernels import TritonAttention
 from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
-from headway.model.backends.gpu import GpuBackend, Norm, TritonAttention, UnfusedPass
+from headway.model.backends.gpu import GpuBackend, Norm, UnfusedPass
 from headway.model.backends.plain import PlainWeight
 from headway.model.batch import ForwardBatch
 from headway.model.kernels.attention.invariant_attention import (
@@ -20,6 +21,7 @@ from headway.model.kernels.attention.invariant_attention import (
     invariant_prefill_attention,
     num_partials,
 )
+from headway.model.kernels.attention.scoring import DEFAULT, Scoring
 from headway.model.kernels.products.linear import linear, row_squares
 from headway.model.kernels.products.tiles import invariant_tile
 
@@ -30,24 +32,26 @@ class InvariantAttention(TritonAttention):
     is_concurrent = False  # partial results may be large, and would be in two pools of memory
 
     def decode(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor,
+        scoring: Scoring = DEFAULT,
+    ) -> None:  # fmt: skip
         count = batch.num_decodes
         assert batch.row_ids_s is not None
         invariant_decode_attention(
             q[:count], out[:count], blocks=blocks, layer=layer, tables=batch.tables_sw,
             row_ids_s=batch.row_ids_s[:count], positions_s=batch.positions_t[:count],
-            num_splits=batch.num_splits,
+            num_splits=batch.num_splits, scoring=scoring,
         )  # fmt: skip
 
     def prefill(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor,
+        scoring: Scoring = DEFAULT,
+    ) -> None:  # fmt: skip
         assert batch.row_ids_s is not None
         invariant_prefill_attention(
             q, out, blocks=blocks, layer=layer, tables=batch.tables_sw,
             row_ids_s=batch.row_ids_s[batch.num_decodes :], starts_s=batch.starts_s,
-            ends_s=batch.ends_s,
+            ends_s=batch.ends_s, scoring=scoring,
         )  # fmt: skip
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from headway.model.backends.attention_kernels import AttentionKernels
 from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
 from headway.model.backends.gpu import (
     FEW_ROWS,
-    AttentionKernels,
     FusedDecodePass,
     GpuBackend,
     GpuPass,

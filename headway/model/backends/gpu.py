@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.errors import ConfigError
+from headway.model.backends.attention_kernels import AttentionKernels, TritonAttention
 from headway.model.backends.base import (
     ExpertWeights,
     ForwardPass,
@@ -34,11 +35,10 @@ from headway.model.backends.base import (
 from headway.model.backends.plain import PlainBackend, PlainWeight
 from headway.model.backends.split import add_parts
 from headway.model.backends.streams import run_beside
-from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.kernels.attention.decode import HeadTransform, decode_attention
-from headway.model.kernels.attention.prefill import prefill_attention
 from headway.model.kernels.attention.rotary import rotate_and_store
+from headway.model.kernels.attention.scoring import Scoring
 from headway.model.kernels.attention.splits import split_for
 from headway.model.kernels.norm import rms_norm
 from headway.model.kernels.products.experts import MAX_FEW, ExpertRows
@@ -51,59 +51,8 @@ FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
 # cuBLAS is faster than our kernels with more rows and a large gate and up matrix, even with a norm
 # and an activation of their own launches. Measured on an H200 with the four matrices of a 7B model.
 MAX_FUSED_ROWS, LARGE_MATRIX = 128, 2**25
-NUM_COUNTERS = 1024  # of tiles that programs share: more than there ever are
 Norm = dict[str, Any]  # of the inputs of a product: options of products.linear
 ROUTER_TILE = Tile(64, 32, 64, slices=1, warps=4, stages=4)  # of prompts
-
-
-class AttentionKernels(Protocol):
-    """Attention, after this pass's keys and values are in the cache; q and out are [T, H, D]."""
-
-    fuses_decode: bool  # batches of decodes only use our fused kernel instead of this one
-    supports_padding: bool  # accepts padding and empty sequences; does not wait for the device
-    block_multiple: int  # the block size must be a multiple of it
-    is_concurrent: bool  # decode and prefill may run at the same time
-
-    def decode(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
-        """Compute the rows of the batch's decodes, which come first."""
-        ...
-
-    def prefill(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
-        """Compute the rows after the decodes; called for layers in order, from 0."""
-        ...
-
-
-class TritonAttention:
-    fuses_decode, supports_padding, block_multiple, is_concurrent = True, True, 1, True
-    _counters: Tensor | None = None  # see prefill_attention
-
-    def decode(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
-        count = batch.num_decodes
-        assert batch.row_ids_s is not None
-        decode_attention(
-            q[:count], out[:count], num_heads=q.shape[1], blocks=blocks, layer=layer,
-            tables=batch.tables_sw, row_ids_s=batch.row_ids_s[:count],
-            positions_s=batch.positions_t[:count], num_splits=batch.num_splits,
-        )  # fmt: skip
-
-    def prefill(
-        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
-    ) -> None:
-        assert batch.row_ids_s is not None
-        if self._counters is None:
-            self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=q.device)
-        prefill_attention(
-            q, out, blocks=blocks, layer=layer, tables=batch.tables_sw,
-            row_ids_s=batch.row_ids_s[batch.num_decodes :], starts_s=batch.starts_s,
-            ends_s=batch.ends_s, longest=batch.longest, num_tokens=len(q) - batch.num_decodes,
-            counters=self._counters,
-        )  # fmt: skip
 
 
 class GpuBackend(PlainBackend):
@@ -225,7 +174,7 @@ class GpuPass(ForwardPass):
 
     def __init__(self, given: PassArguments, shard: Shard | None = None) -> None:
         self._config, self._batch, self._blocks = given[:3]
-        self._rope = given.cosine, given.sine
+        self._rope, self._query_scale = (given.cosine, given.sine), given.query_scale
         self._shard = shard
         self._columns = (shard.attended, shard.inner) if shard else ([], [])
 
@@ -270,9 +219,17 @@ class GpuPass(ForwardPass):
             qkv, out, num_heads=config.num_heads, blocks=self._blocks, layer=number,
             tables=batch.tables_sw, row_ids_s=batch.row_ids_s, positions_s=batch.positions_t,
             slots_s=batch.slots_t, num_splits=batch.num_splits,
-            transform=HeadTransform(layer.q_norm, layer.k_norm, config.norm_eps, *self._rope),
+            transform=self._transform(layer), scoring=self._scoring(layer),
         )  # fmt: skip
         return out
+
+    def _transform(self, layer: LayerWeights) -> HeadTransform:
+        cosine, sine = self._rope if layer.is_rotated else (None, None)
+        epsilon, factors = self._config.norm_eps, self._query_scale
+        return HeadTransform(layer.q_norm, layer.k_norm, epsilon, cosine, sine, factors)
+
+    def _scoring(self, layer: LayerWeights) -> Scoring:
+        return Scoring(self._config.attention_scale, self._batch.window, layer.sinks)
 
 
 class FusedDecodePass(GpuPass):
@@ -361,23 +318,24 @@ class UnfusedPass(GpuPass):
             add_parts(x, inner, self._shard, columns, partial(_multiply_into, weight=weight))
 
     def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        config = self._config
+        config, transform = self._config, self._transform(layer)
         if self._attended is None:
             self._attended = qkv.new_zeros((len(qkv), config.num_heads, config.head_dim))
         rotate_and_store(
             qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=config.norm_eps,
-            cosine_pd=self._rope[0], sine_pd=self._rope[1], positions_t=self._batch.positions_t,
+            q_norm=transform.q_norm, k_norm=transform.k_norm, epsilon=transform.epsilon,
+            cosine_pd=transform.cosine_pd, sine_pd=transform.sine_pd,
+            query_scale_p=transform.query_scale_p, positions_t=self._batch.positions_t,
             slots_t=self._batch.slots_t, blocks=self._blocks, layer=number,
         )  # fmt: skip
-        self._attend(number, qkv, self._attended)
+        self._attend(number, qkv, self._attended, self._scoring(layer))
         return self._attended.flatten(1)
 
-    def _attend(self, number: int, qkv: Tensor, out: Tensor) -> None:
+    def _attend(self, number: int, qkv: Tensor, out: Tensor, scoring: Scoring) -> None:
         batch, config = self._batch, self._config
         heads = config.num_heads + 2 * config.num_kv_heads
         q = qkv.view(-1, heads, config.head_dim)[:, : config.num_heads]
-        given = (number, q, out, batch, self._blocks)
+        given = (number, q, out, batch, self._blocks, scoring)
         works = [partial(self._kernels.prefill, *given)] if batch.longest else []
         works += [partial(self._kernels.decode, *given)] if batch.num_decodes else []
         if len(works) > 1 and self._kernels.is_concurrent:

@@ -63,23 +63,20 @@ def test_a_decode_sees_its_window_and_one_sink(window: int) -> None:
 
 
 def test_a_new_token_may_have_no_rope_and_a_factor_for_its_position() -> None:
-    world = decoding(20, is_new=True)
-    for cosine, sine in ((None, None), (world.transform.cosine_pd, world.transform.sine_pd)):
-        factors = torch.rand(len(world.transform.cosine_pd)) + 0.5
-        transform = replace(
-            world.transform, cosine_pd=cosine, sine_pd=sine, query_scale_p=factors
-        )
-        still = torch.ones_like(world.transform.cosine_pd), torch.zeros_like(world.transform.sine_pd)
-        asked = replace(transform, cosine_pd=still[0], sine_pd=still[1]) if cosine is None else transform
-        scoring = Scoring(window=20)
-        on_device = {
-            name: None if value is None else value.to(DEVICE)
-            for name in ("q_norm", "k_norm", "cosine_pd", "sine_pd", "query_scale_p")
-            for value in [getattr(transform, name)]
-        }
-        seen = decodes.found(world, transform=replace(transform, **on_device), scoring=scoring)
-        right = decodes.exact(world, transform=asked, scoring=scoring)
-        assert decodes.distance(seen.out, right.out) < 1e-5
+    """Without a rope, as with one of angles that are zero."""
+    world = decoding(200, is_new=True)
+    turns = world.transform
+    scaled = replace(turns, query_scale_p=torch.rand(len(turns.cosine_pd)) + 0.5)
+    still = {"cosine_pd": torch.ones(600, 16), "sine_pd": torch.zeros(600, 16)}
+    for given, asked in (
+        (scaled, scaled),
+        (replace(turns, cosine_pd=None, sine_pd=None), replace(turns, **still)),
+    ):
+        names = ("q_norm", "k_norm", "cosine_pd", "sine_pd", "query_scale_p")
+        values = {name: getattr(given, name) for name in names}
+        moved = {n: None if value is None else value.to(DEVICE) for n, value in values.items()}
+        seen = decodes.found(world, transform=replace(given, **moved))
+        assert decodes.distance(seen.out, decodes.exact(world, transform=asked).out) < 1e-5
 
 
 # Prompts that start in and after the first window, and end at the end of a tile.

@@ -19,7 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.attention.scoring import DEFAULT, Scoring, first_seen, sink_scores
+from headway.model.kernels.attention.scoring import (
+    DEFAULT,
+    Scoring,
+    finite,
+    first_seen,
+    sink_scores,
+)
 from headway.model.kernels.attention.splits import DecodeSplit, split_for
 from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
@@ -128,6 +134,26 @@ def _with_tile(q, k, v, top, weight, total, at, first, end, scale, TILE: tl.cons
 
 
 @triton.jit
+def _with_sinks(top, weight, total, sinks, head, is_here):
+    """Add the sinks of these heads, if there are any, to what is here."""
+    if sinks is not None:
+        sink = sink_scores(sinks, head, is_here)
+        new_top = tl.maximum(top, sink)
+        fade, share = tl.exp2(top - finite(new_top)), tl.exp2(sink - finite(new_top))
+        top, weight, total = new_top, weight * fade + share, total * fade[:, None]
+    return top, weight, total
+
+
+@triton.jit
+def _scaled(q, query_scale_p, position):
+    """Queries times the factor of their position, if there are factors; rounded."""
+    if query_scale_p is not None:
+        factor = tl.load(query_scale_p + position).to(q.dtype).to(tl.float32)
+        q = (q.to(tl.float32) * factor).to(q.dtype)
+    return q
+
+
+@triton.jit
 def _over_cache(
     q, keys, values, table, numbers, top, weight, total, start, first, end, d, scale, block_stride,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -187,12 +213,9 @@ def _attend(
     keys = blocks + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * D)
     values = keys + G * BLOCK_SIZE * D
     if IS_NEW:
-        cosine = None
-        sine = None
-        if cosine_pd is not None:
-            angle = position * (D // 2) + tl.where(d < D // 2, d, d - D // 2)
-            cosine = tl.load(cosine_pd + angle, mask=d < D, other=0.0)
-            sine = tl.load(sine_pd + angle, mask=d < D, other=0.0)
+        angle = position * (D // 2) + tl.where(d < D // 2, d, d - D // 2)
+        cosine = None if cosine_pd is None else tl.load(cosine_pd + angle, mask=d < D, other=0.0)
+        sine = None if sine_pd is None else tl.load(sine_pd + angle, mask=d < D, other=0.0)
         slot = tl.load(slots_s + sequence).to(tl.int64)
     if IS_EARLY:
         k, v = _tile(keys, values, numbers, start, first, end, d, block_stride, D, BLOCK_SIZE, TILE)
@@ -200,7 +223,7 @@ def _attend(
     if (split_id > 0) & (start >= num_cached):
         return
     head = tl.arange(0, HEADS)[:, None]
-    is_head, is_here = (head < group) & (d < D), tl.arange(0, HEADS) < group
+    is_head = (head < group) & (d < D)
     row = qkv + sequence.to(tl.int64) * qkv_stride
     q_place = row + (kv_head * group + head) * D
     top = tl.full((HEADS,), -float("inf"), tl.float32)
@@ -208,9 +231,7 @@ def _attend(
     total = tl.zeros((HEADS, D_ROOM), tl.float32)
     if IS_NEW:
         q = _rotated(q_place, q_norm, cosine, sine, d, is_head, epsilon, D, HAS_NORM)
-        if query_scale_p is not None:
-            query_scale = tl.load(query_scale_p + position).to(q.dtype).to(tl.float32)
-            q = (q.to(tl.float32) * query_scale).to(q.dtype)
+        q = _scaled(q, query_scale_p, position)
         if split_id == 0:
             k_place = row + (H + kv_head) * D + tl.zeros((1, 1), tl.int32)
             k_new = _rotated(k_place, k_norm, cosine, sine, d, d < D, epsilon, D, HAS_NORM)
@@ -227,13 +248,10 @@ def _attend(
             total += v_new.to(q.dtype).to(tl.float32)
     else:
         q = tl.load(q_place + d, mask=is_head, other=0.0)
-    if sinks is not None:
-        if split_id == 0:
-            sink = sink_scores(sinks, kv_head * group + tl.arange(0, HEADS), is_here)
-            new_top = tl.maximum(top, sink)
-            weight = weight * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
-            total *= tl.exp2(top - new_top)[:, None]
-            top = new_top
+    own = tl.arange(0, HEADS)
+    top, weight, total = _with_sinks(
+        top, weight, total, sinks, kv_head * group + own, (own < group) & (split_id == 0)
+    )
     if IS_EARLY:
         top, weight, total = _with_tile(q, k, v, top, weight, total, start, first, end, scale, TILE)
         start += TILE
@@ -246,6 +264,7 @@ def _attend(
         home = out + sequence.to(tl.int64) * out_stride + (kv_head * group + head) * D + d
         tl.store(home, (total / weight[:, None]).to(out.dtype.element_ty), mask=is_head)
     else:
+        is_here = tl.arange(0, HEADS) < group
         place = (sequence * H + kv_head * group + tl.arange(0, HEADS)) * SPLITS + split_id
         tl.store(sums + place[:, None] * D + d, total, mask=is_head)
         tl.store(tops + place, top, mask=is_here)

@@ -73,13 +73,11 @@ def _attend(
         tile = tl.cdiv(num_tokens * GROUP, ROWS) - 1 - order  # the last tile, the longest, first
     num_earlier = num_cached - num_tokens
     end = tl.minimum(num_cached, num_earlier + (tile * ROWS + ROWS - 1) // GROUP + 1)
-    begin_at = None
-    lead, skip = 0, 0
-    if WINDOW is not None:
-        begin_at = first_seen(num_earlier + tile * ROWS // GROUP, WINDOW)
-        lead = begin_at // SPLIT
-        skip = tl.where(first == 0, begin_at % SPLIT // KEYS, 0)  # tiles of the first split
-        first += lead
+    begin_at = None if WINDOW is None else first_seen(num_earlier + tile * ROWS // GROUP, WINDOW)
+    lead = 0 if WINDOW is None else begin_at // SPLIT
+    # Tiles of the first split that are before the window.
+    skip = 0 if WINDOW is None else tl.where(first == 0, begin_at % SPLIT // KEYS, 0)
+    first += lead
     is_idle = first * SPLIT >= end
     if not IS_DECODE:
         is_idle |= tile < 0
@@ -88,6 +86,7 @@ def _attend(
     row, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, D_ROOM)[None, :]
     token, head = (start + row // GROUP).to(tl.int64), kv_head * GROUP + row % GROUP
     is_row, position = row < num_tokens * GROUP, num_earlier + row // GROUP
+    position = position if WINDOW is None else tl.minimum(position, end - 1)  # padding sees too
     is_held = is_row[:, None] & (d < D)
     q_at = token * q_token_stride + head * q_head_stride
     query = tl.load(q + q_at[:, None] + d, mask=is_held, other=0.0)
@@ -150,7 +149,7 @@ def _join(
     top = tl.full((1,), -float("inf"), tl.float32)
     weight = tl.zeros((1,), tl.float32)
     if sinks is not None:
-        top, weight = sink_scores(sinks, head + row, row >= 0), weight + 1.0
+        top, weight = sink_scores(sinks, head + row, row == 0), weight + 1.0
     total = tl.zeros((1, D_ROOM), tl.float32)
     place = (sequence * tl.num_programs(0) + head) * MAX_SPLITS + row
     for split in range(num_splits):

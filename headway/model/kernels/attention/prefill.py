@@ -140,9 +140,11 @@ def _prefill(
     all_see = num_earlier + tile * ROWS // GROUP + 1  # positions that all rows of the tile see
     end = tl.minimum(num_cached, num_earlier + (tile * ROWS + ROWS - 1) // GROUP + 1)
     keys = blocks + (layer.to(tl.int64) * 2 * G + kv_head) * BLOCK_SIZE * D
+    position = num_earlier + row // GROUP
+    position = position if WINDOW is None else tl.minimum(position, end - 1)  # padding sees too
     sink = None if sinks is None else sink_scores(sinks, head, row >= 0)
     found = _attend(
-        query, num_earlier + row // GROUP, keys, tables + row_id * table_stride, sink, all_see, end,
+        query, position, keys, tables + row_id * table_stride, sink, all_see, end,
         scale, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, ROWS, KEYS, WINDOW,
     )  # fmt: skip
     out_at = token * out_token_stride + head * out_head_stride
@@ -201,9 +203,7 @@ def _attend(
             seen = lane[None, :] <= (position - tile * KEYS)[:, None]
             score = tl.where(seen, score, -float("inf"))
         if WINDOW is not None:
-            if tile * KEYS <= end - 1 - WINDOW:  # the last query does not see all of the tile
-                seen = lane[None, :] > (position - WINDOW - tile * KEYS)[:, None]
-                score = tl.where(seen, score, -float("inf"))
+            score = _in_window(score, lane, position - tile * KEYS, left - 1, WINDOW)
         new_top = tl.maximum(top, tl.max(score, 1) * scale)
         base = new_top if WINDOW is None else finite(new_top)  # without one all see position 0
         weight = tl.exp2(score * scale - base[:, None])
@@ -214,6 +214,14 @@ def _attend(
         mixed = tl.dot(weight, value, mixed * fade[:, None], input_precision="ieee")
         top = new_top
     return mixed / total[:, None]
+
+
+@triton.jit
+def _in_window(score, lane, position, last, WINDOW: tl.constexpr):
+    """Scores in the windows of queries at these positions, up to `last`; -inf for the others."""
+    if last >= WINDOW:
+        score = tl.where(lane[None, :] > (position - WINDOW)[:, None], score, -float("inf"))
+    return score
 
 
 @triton.jit

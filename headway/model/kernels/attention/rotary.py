@@ -47,28 +47,31 @@ def _normed(x_hd, scale_h, weight_d, dtype: tl.constexpr):
 
 @triton.jit
 def _rotated(a_hd, b_hd, norm_a_d, norm_b_d, cosine, sine, epsilon, HALF: tl.constexpr):
-    """Both halves of each head, normalized unless the norm is None, and rotated."""
+    """Both halves of each head, normalized unless the norm is None, and rotated unless that is."""
     dtype: tl.constexpr = a_hd.dtype
     pair_d = tl.arange(0, a_hd.shape[1])
-    cosine_d = tl.load(cosine + pair_d, mask=pair_d < HALF, other=0.0)
-    sine_d = tl.load(sine + pair_d, mask=pair_d < HALF, other=0.0)
+    if cosine is not None:
+        cosine_d = tl.load(cosine + pair_d, mask=pair_d < HALF, other=0.0)
+        sine_d = tl.load(sine + pair_d, mask=pair_d < HALF, other=0.0)
     a_hd, b_hd = a_hd.to(tl.float32), b_hd.to(tl.float32)
     if norm_a_d is not None:
         scale_h = tl.rsqrt(tl.sum(a_hd * a_hd + b_hd * b_hd, axis=1) / (2 * HALF) + epsilon)
         a_hd = _normed(a_hd, scale_h, norm_a_d, dtype)
         b_hd = _normed(b_hd, scale_h, norm_b_d, dtype)
-    turned_a_hd = a_hd * cosine_d[None, :] - b_hd * sine_d[None, :]
-    turned_b_hd = b_hd * cosine_d[None, :] + a_hd * sine_d[None, :]
-    return turned_a_hd.to(dtype), turned_b_hd.to(dtype)
+    if cosine is not None:
+        turned_a_hd = a_hd * cosine_d[None, :] - b_hd * sine_d[None, :]
+        b_hd = b_hd * cosine_d[None, :] + a_hd * sine_d[None, :]
+        a_hd = turned_a_hd
+    return a_hd.to(dtype), b_hd.to(dtype)
 
 
 @triton.jit
 def _queries(
-    row, part, norm, cosine, sine, epsilon,
+    row, part, norm, cosine, sine, factor, epsilon,
     H: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES query heads of the token at `row`, in place; `cosine` and `sine` are its own."""
+    """QUERIES query heads of the token at `row`, in place; cosine, sine and factor are its own."""
     pair_d = tl.arange(0, PADDED)
     head_h = part * QUERIES + tl.arange(0, QUERIES)
     is_here_hd = (head_h < H)[:, None] & (pair_d < HALF)[None, :]
@@ -80,6 +83,9 @@ def _queries(
     begin(CHAINED)
     a_hd, b_hd = _load(at_hd, is_here_hd, HALF)
     a_hd, b_hd = _rotated(a_hd, b_hd, norm_a_d, norm_b_d, cosine, sine, epsilon, HALF)
+    if factor is not None:
+        scale = tl.load(factor).to(a_hd.dtype).to(tl.float32)
+        a_hd, b_hd = a_hd.to(tl.float32) * scale, b_hd.to(tl.float32) * scale
     _store(at_hd, a_hd, b_hd, is_here_hd, HALF)
 
 
@@ -117,7 +123,7 @@ def _keys_and_values(
 @launched
 @triton.jit(do_not_specialize=["layer"])  # one build for all layers
 def _rotate_and_store(
-    qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,
+    qkv, q_norm, k_norm, cosine_pd, sine_pd, query_scale_p, positions_t, slots_t, blocks,
     qkv_stride, num_layers, layer, epsilon,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
@@ -131,16 +137,25 @@ def _rotate_and_store(
     part = tl.program_id(0) % PARTS
     num_q_parts: tl.constexpr = (H + QUERIES - 1) // QUERIES
     row = qkv + token * qkv_stride
-    turn = tl.load(positions_t + token).to(tl.int64) * HALF
-    cosine, sine, slots = cosine_pd + turn, sine_pd + turn, slots_t + token
+    slots = slots_t + token
+    cosine = None
+    sine = None
+    factor = None
+    if cosine_pd is not None:
+        turn = tl.load(positions_t + token).to(tl.int64) * HALF
+        cosine, sine = cosine_pd + turn, sine_pd + turn
+    if query_scale_p is not None:
+        factor = query_scale_p + tl.load(positions_t + token)
     if PARTS == 1:
-        _queries(row, 0, q_norm, cosine, sine, epsilon, H, HALF, PADDED, QUERIES, CHAINED)
+        _queries(row, 0, q_norm, cosine, sine, factor, epsilon, H, HALF, PADDED, QUERIES, CHAINED)
         _keys_and_values(
             row, 0, k_norm, cosine, sine, epsilon, slots, blocks, num_layers, layer,
             H, G, P, HALF, PADDED, KEYS, False,
         )  # fmt: skip
     elif part < num_q_parts:
-        _queries(row, part, q_norm, cosine, sine, epsilon, H, HALF, PADDED, QUERIES, CHAINED)
+        _queries(
+            row, part, q_norm, cosine, sine, factor, epsilon, H, HALF, PADDED, QUERIES, CHAINED
+        )
     else:
         _keys_and_values(
             row, part - num_q_parts, k_norm, cosine, sine, epsilon, slots, blocks, num_layers, layer,
@@ -156,12 +171,13 @@ def rotate_and_store(
     q_norm: Tensor | None,  # [D]
     k_norm: Tensor | None,  # [D]
     epsilon: float,
-    cosine_pd: Tensor,  # [positions, D / 2] float32
-    sine_pd: Tensor,
+    cosine_pd: Tensor | None,  # [positions, D / 2] float32; None: heads are not rotated
+    sine_pd: Tensor | None,
     positions_t: Tensor,
     slots_t: Tensor,  # block * P + offset to store at; negative: nowhere
     blocks: Tensor,  # [B, L, 2, G, P, D]
     layer: int,
+    query_scale_p: Tensor | None = None,  # [positions] float32: the factor of queries
 ) -> None:
     """Normalize (if given) and rotate q in place; store k, transformed alike, and v in their slots."""
     if len(qkv) == 0:
@@ -169,12 +185,13 @@ def rotate_and_store(
     _, num_layers, _, _, block_size, head_size = blocks.shape
     assert qkv.stride(1) == 1, "a token's heads must be contiguous"
     assert blocks.is_contiguous(), "blocks must be contiguous"
-    assert cosine_pd.is_contiguous() and sine_pd.is_contiguous(), "tables must be contiguous"
+    tables = cosine_pd, sine_pd, query_scale_p
+    assert all(each is None or each.is_contiguous() for each in tables), "must be contiguous"
     padded = power_of_2(head_size // 2)
     queries, keys, num_parts = _parts(num_heads, num_kv_heads, head_size)
     num_warps = max(max(queries, 16) * padded // 256, 1)
     _rotate_and_store[(len(qkv) * num_parts,)](
-        qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,
+        qkv, q_norm, k_norm, *tables, positions_t, slots_t, blocks,
         qkv.stride(0), num_layers, layer, epsilon,
         H=num_heads, G=num_kv_heads, P=block_size, HALF=head_size // 2, PADDED=padded,
         QUERIES=queries, KEYS=keys, PARTS=num_parts,

@@ -36,9 +36,9 @@ def first_seen(position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def sink_scores(sinks, head, is_head):
-    """To base 2; zero for padding heads."""
-    return tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * BASE_2
+def sink_scores(sinks, head, is_here):
+    """To base 2; -inf where a head is not here."""
+    return tl.load(sinks + head, mask=is_here, other=-float("inf")).to(tl.float32) * BASE_2
 
 
 @triton.jit

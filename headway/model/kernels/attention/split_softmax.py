@@ -75,8 +75,9 @@ def with_tile(
     if STEP < KEYS:
         at += STEP
         key, value_2 = _keys_and_values(
-            keys, number_2, at, begin, end, query.dtype, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, STEP
-        )
+            keys, number_2, at, begin, end, query.dtype, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM,
+            STEP,
+        )  # fmt: skip
         score_2 = _scores(query, key, position, at, scale, STEP, WINDOW)
         new_top = tl.maximum(new_top, tl.max(score_2, 1))
     base = finite(new_top)  # of a row that sees nothing: zeros
