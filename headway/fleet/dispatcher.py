@@ -62,6 +62,7 @@ class Dispatcher:
         self.counters = FleetCounters()
         self._had_hope = clock.now()  # when a replica took requests or was being started
         self.replicas: dict[str, Replica] = {}
+        self._unsent: dict[Replica, None] = {}  # so that a frame of one replica reads no others
         self.num_starting = 0  # replicas that are being started; requests wait for them
         self.table = RequestTable(clock, self.counters, emit)
         self.requests = self.table.open
@@ -123,8 +124,8 @@ class Dispatcher:
     def flush(self) -> None:
         """Move what can move, and send what was queued for the replicas, one batch for each."""
         self.placement.settle()
-        while ready := [each for each in self.replicas.values() if each.outgoing]:
-            for replica in ready:
+        while self._unsent:
+            for replica in list(self._unsent):
                 if replica.is_unconfirmed:
                     self.placement.ping(replica)
                 replica.flush()
@@ -137,6 +138,7 @@ class Dispatcher:
         if (before := self.replicas.get(replica.name)) is not None:
             self.lose(before, "it has connected again")
         self.replicas[replica.name] = replica
+        replica.unsent = self._unsent
         self.placement.changed[replica] = None
         replica.answered = self.queries.next_number - 1  # it has just connected
         self.placement.follow(replica)

@@ -52,6 +52,10 @@ class Losses:
             was_there = replica.answered >= request.sent_before
             self._losses.append(Loss(request, replica, was_there, request is alone))
 
+    @property
+    def are_judged(self) -> bool:
+        return not self._replicas
+
     def tick(self) -> None:
         self._num_ticks += 1
 

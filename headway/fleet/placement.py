@@ -138,6 +138,8 @@ class Placement:
         if not self.is_changed:
             return
         self.is_changed = False
+        if self.losses.are_judged and not self.table.waiting:
+            return
         if not self.losses.can_judge(self.ready(), self.settings):
             return
         for request in list(self.losses.judge(self.settings)):

@@ -43,6 +43,7 @@ class Replica:
     quiet_ticks: int = 0  # in a row without any message
     idle_ticks: int = 0  # in a row without a step, with requests assigned
     outgoing: list[ToLoop] = field(default_factory=list)  # until the next `flush`
+    unsent: dict[Replica, None] = field(default_factory=dict)  # replicas of the fleet with outgoing
     # Prompt tokens of requests that the load may not include, and the number of reports before.
     _unreported: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -61,11 +62,13 @@ class Replica:
     def post(self, message: ToLoop) -> None:
         """Queue a message for the next `flush`."""
         self.outgoing.append(message)
+        self.unsent[self] = None
 
     def flush(self) -> None:
         """Send all queued messages at once."""
-        if self.outgoing:
-            messages, self.outgoing = self.outgoing, []
+        self.unsent.pop(self, None)
+        messages, self.outgoing = self.outgoing, []
+        if messages and not self.is_gone:
             self.client.send(messages)
 
     def assign(self, request: OpenRequest, num_new: int) -> None:

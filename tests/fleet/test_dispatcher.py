@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from headway.engine.messages import Cancel, FromLoop, LoadReport, Refusal, SampleUpdate, Submit
 from headway.errors import ConfigError
 from headway.fleet.client import next_tick
-from headway.fleet.replica import PROBE_TICKS, TICK_SECONDS
+from headway.fleet.replica import PROBE_TICKS, TICK_SECONDS, Replica
 from headway.fleet.settings import FleetSettings
 from headway.request import RequestParams
 from tests.support.scripted_fleet import SETTINGS, World, end_of, expected_tokens
@@ -66,6 +66,23 @@ def test_a_replica_that_joins_takes_the_requests_of_one_that_leaves(world: World
     world.add("b")
     assert world.where(id) == "b"
     finish(world)
+
+
+class NotListed(dict[str, Replica]):
+    def values(self) -> NoReturn:
+        raise AssertionError("all replicas were read")
+
+
+def test_a_frame_and_a_request_read_one_replica_however_many_there_are(world: World) -> None:
+    fleet = world.fleet
+    world.add("b")
+    world.settle()
+    fleet.replicas = fleet.placement.replicas = fleet.queries.replicas = NotListed(fleet.replicas)
+    id = world.submit()
+    for _ in range(4):
+        for each in ("a", "b"):
+            world.step(each)
+    assert world.tokens[id][0] == expected_tokens(id, 0, 4) and id not in fleet.requests
 
 
 def test_a_suspect_ends_with_the_replica_on_which_it_is_alone(world: World) -> None:
