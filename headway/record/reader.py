@@ -63,7 +63,7 @@ UNKNOWN = Request("", [], RequestParams())  # a decode that began before the fir
 NO_BLOCK = -1  # in place of the numbers of blocks that were not recorded
 NUMBERS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_model_len")
 # Raised for lines that do not continue the run of the lines before them.
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
 
 
 class EventReader:

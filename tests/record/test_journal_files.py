@@ -18,7 +18,7 @@ from headway.events import Added, Completed, Event, Planned
 from headway.record.diff import TIMES, decisions
 from headway.record.lines import VERSION, AddedLine, CompletedLine, HeaderLine, Line, PlannedLine
 from headway.record.packing import _pack_few, _pack_many, num_packed, pack_tokens, unpack_tokens
-from headway.record.reader import EventReader, read_journal
+from headway.record.reader import EventReader, complete, events_of, parse_journal, read_journal
 from headway.record.writer import JournalWriter, LineMaker, header, open_journal
 from headway.request import Request, RequestParams
 from headway.scheduler.policies.presets import describe
@@ -158,6 +158,22 @@ def test_the_error_for_a_malformed_file_names_file_and_line(tmp_path: Path, text
     with pytest.raises(FormatError) as caught:
         list(read_journal(file))
     assert f"{file}:{BAD_FILES[text]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "token"), [(16, 3_000_000_000), (0, 7)])
+def test_a_number_out_of_range_makes_a_file_malformed(size: int, token: int) -> None:
+    """Such numbers raise OverflowError and ZeroDivisionError."""
+    header = HEADER.replace('"block_size":16', f'"block_size":{size}')
+    request = f'{{"id":"a","arrival":0,"prompt":[{token}],"max_tokens":3,"limit":4}}'
+    lines = [
+        header, f'{{"event":"added","t":0,"requests":[{request}]}}\n',
+        '{"event":"planned","step":0,"t":0,"running":1,"waiting":0,"free":1,'
+        '"admitted":[["a",0,0,false]],"chunks":[["a",0,1,true]]}\n',
+        STEP,
+        '{"event":"planned","step":1,"t":0,"running":1,"waiting":0,"free":1,"decodes":1}\n',
+    ]  # fmt: skip
+    with pytest.raises(FormatError, match="not a complete Headway trace"), complete("x"):
+        list(events_of(parse_journal("x", [line.encode() for line in lines])))
 
 
 def test_the_error_for_an_older_version_gives_both_versions_and_the_remedy(tmp_path: Path) -> None:
