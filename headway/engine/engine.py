@@ -231,7 +231,8 @@ class Engine:
         """Start over without requests and cache, after a step was interrupted in the middle."""
         self._flight.clear()
         self._events.clear()
-        self.scheduler = Scheduler(self.scheduler.config)
+        before = self.scheduler
+        self.scheduler = Scheduler(before.config, records_answers=before.records_answers)
         self.scheduler.observe(self._note)
 
     def why(self) -> str:

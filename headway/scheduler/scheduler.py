@@ -54,7 +54,7 @@ class Scheduler:
 
     def __init__(self, config: Config, *, records_answers: bool = False) -> None:
         self.config = config
-        self._records_answers = records_answers  # of policies, in the plans
+        self.records_answers = records_answers  # of policies, in the plans
         self.state = SchedulerState(config)
         # Parts of the state that engines and observers read.
         self.kv: KVCache = self.state.kv
@@ -135,7 +135,7 @@ class Scheduler:
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         state = self.state
         plan = Plan(self._num_steps)
-        planned = Planned(plan, answers=Answers() if self._records_answers else None)
+        planned = Planned(plan, answers=Answers() if self.records_answers else None)
         state.planned, state.preempted, self._is_planning = planned, plan.preempted, True
         state.queue.counters.start_step()
         StepBuilder(state, plan).build()
@@ -172,8 +172,7 @@ class Scheduler:
         for request in [r for r in self.requests.values() if r in failed]:
             self._end(request, "error", reason)
             ended.append(request)
-        for request in self.swapped:
-            self.kv.discard_host_copy(request)
+        state.forget_host_copies()
         for request in reversed(self.running.copy()):
             try:
                 state.preempt(request, may_swap=False)

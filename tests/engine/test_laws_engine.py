@@ -309,11 +309,13 @@ def test_an_interrupt_leaves_nothing_half_done(async_scheduling: bool) -> None:
 
 def test_a_restart_begins_with_nothing() -> None:
     engine, _ = an_engine(True)
+    engine.scheduler.records_answers = True
     engine.add("a", [1, 2], params())
     engine.step()
     assert engine.num_in_flight == 1
     config = engine.scheduler.config
     engine.restart()
+    assert engine.scheduler.records_answers
     assert engine.num_in_flight == 0 and not engine.has_work and engine.scheduler.is_idle
     assert engine.scheduler.config is config
     again = engine.add("a", [1, 2], params())[0]
