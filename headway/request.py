@@ -40,7 +40,9 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.DECODING: frozenset(
         {RequestState.WAITING, RequestState.SWAPPED, RequestState.FINISHED}
     ),
-    RequestState.SWAPPED: frozenset({RequestState.PREFILL, RequestState.FINISHED}),
+    RequestState.SWAPPED: frozenset(
+        {RequestState.PREFILL, RequestState.WAITING, RequestState.FINISHED}
+    ),
     RequestState.FINISHED: frozenset(),
 }
 

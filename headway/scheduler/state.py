@@ -144,6 +144,13 @@ class SchedulerState:
         for planned in self.in_flight:
             planned.plan.tokens_kept.setdefault(request, 0)
 
+    def forget_host_copies(self) -> None:
+        """Swapped requests are computed again."""
+        for request in self.swapped:
+            self.kv.discard_host_copy(request)
+            request.move(RequestState.WAITING)
+        self.swapped.clear()
+
     def finish(self, request: Request, reason: str) -> None:
         """End a request, running or waiting; its tokens in flight will be dropped."""
         if request in self.running:

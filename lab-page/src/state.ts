@@ -115,7 +115,10 @@ export class RecordedState {
       case OP.REST: this.rest = a ? { reason: r, count: a } : null; break;
       case OP.FORGET:
         this.published.fill(0);
-        if (r) for (const request of this.requests.values()) request.host = [];
+        if (r) for (const request of this.requests.values()) {
+          request.host = [];
+          if (request.status === SWAPPED) request.status = WAITING;
+        }
         break;
       case OP.DEFER: case OP.COPY: break; // they concern one step only
       default: throw new Error(`unknown operation ${ops[place]}`);

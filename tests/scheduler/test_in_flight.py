@@ -207,6 +207,20 @@ def test_a_failure_with_two_plans_in_flight_and_a_swap_leaks_nothing() -> None:
     driver.check_empty()
 
 
+def test_a_failure_leaves_no_request_swapped_out() -> None:
+    driver = small_driver("vllm", swap="swap", num_blocks=6, num_host_blocks=6)
+    driver.add_all(a=(10, 6), b=(10, 4))
+    while not driver.scheduler.swapped:
+        driver.step()
+    b = driver.requests["b"]
+    driver.plan()
+    driver.scheduler.fail("device lost")
+    assert not driver.scheduler.swapped and b.state is RequestState.WAITING
+    driver.run()
+    driver.check_outputs()
+    driver.check_empty()
+
+
 def test_a_cache_reset_is_refused_while_requests_run() -> None:
     driver = small_driver(num_blocks=16)
     driver.add("a", range(8), 3)

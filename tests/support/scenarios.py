@@ -432,6 +432,7 @@ class ScenarioRun:
         self.seen["crashes while swapping"] += any(plan.copies_out for plan in plans)
         self.scheduler.fail("executor failed")
         assert self.scheduler.kv.is_unused, "blocks are held after a failed step"
+        assert not self.scheduler.swapped, "requests are swapped out without blocks on the host"
         self.seen["crashes"] += 1
         self.check_now()
 

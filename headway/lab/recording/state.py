@@ -164,6 +164,9 @@ class RecordedState:
         self.published.clear()
         for request in self.requests.values() if is_all else ():
             request.host = []
+            if request.status is Status.SWAPPED:
+                request.status = Status.WAITING
+        self.num_swapped *= not is_all
 
     def _release(self, r: int, published: int) -> None:
         request = self.requests[r]
