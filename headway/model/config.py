@@ -16,7 +16,7 @@ from typing import Any
 
 from headway.errors import ModelError
 from headway.model.config_keys import refuse_unread
-from headway.model.experts import MATRICES
+from headway.model.experts import MATRICES, hf_fields
 from headway.model.families import family_of_gguf, family_of_hf
 from headway.model.fields import Fields
 from headway.model.quantization import MXFP4, Quantization, stored_quantization
@@ -262,11 +262,12 @@ def from_gguf(
     prefix = f"{family.gguf}."
     own = {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix)}
     fields = Fields(own, where)
-    if fields.get("expert_count"):
-        raise fields.error("mixture-of-experts models (expert_count) are not supported")
     num_heads = fields.count("attention.head_count")
     head_dim = _gguf_head_dim(fields, num_heads)
     variant = family.read_gguf(fields, head_dim, rope_from_gguf(fields, head_dim, divisors))
+    if family.experts is not None:
+        named = hf_fields(fields, tensors, is_normalized=family.gguf == "qwen3moe")
+        variant = replace(variant, experts=family.experts(named))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     config = ModelConfig(
         architecture=family.name,

@@ -8,7 +8,7 @@ gpt-oss have stacks (weights/stacked_experts.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from headway.model.fields import Fields
@@ -16,6 +16,13 @@ from headway.model.fields import Fields
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 # Names of Mixtral's matrices, as those of other models.
 ALIASES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+GGUF_KEYS = {  # by those of config.json
+    "num_hidden_layers": "block_count", "num_local_experts": "expert_count",
+    "intermediate_size": "feed_forward_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,19 @@ def matrix_kind(name: str) -> str:
     """The last part of a matrix's name, the same for all models: `down_proj`."""
     last = name.rpartition(".")[2]
     return ALIASES.get(last, last)
+
+
+def hf_fields(fields: Fields, tensors: Collection[str], *, is_normalized: bool) -> Fields:
+    """The fields of a GGUF file's experts, named as in a config.json.
+
+    The file does not say whether a model of Qwen's normalizes the factors of the chosen experts.
+    """
+    layers = range(fields.count("block_count"))
+    values = {name: fields.get(key) for name, key in GGUF_KEYS.items()}
+    dense = [n for n in layers if f"blk.{n}.ffn_gate_inp.weight" not in tensors]
+    values |= {"mlp_only_layers": dense, "norm_topk_prob": is_normalized}
+    values["num_experts_per_tok"] = fields.count("expert_used_count")
+    return Fields(values, fields.where)
 
 
 def mixtral_experts(fields: Fields) -> Experts:

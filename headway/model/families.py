@@ -173,6 +173,8 @@ FAMILIES = (
         name="mixtral",
         architectures=("MixtralForCausalLM",),
         model_type="mixtral",
+        gguf="llama",
+        has_interleaved_rows=True,
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -184,6 +186,7 @@ FAMILIES = (
         name="qwen2_moe",
         architectures=("Qwen2MoeForCausalLM",),
         model_type="qwen2_moe",
+        gguf="qwen2moe",
         defaults={
             "num_key_value_heads": 16, "qkv_bias": True, "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, **NO_WINDOW,
@@ -195,6 +198,7 @@ FAMILIES = (
         name="qwen3_moe",
         architectures=("Qwen3MoeForCausalLM",),
         model_type="qwen3_moe",
+        gguf="qwen3moe",
         defaults={
             "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
             **NO_WINDOW,
@@ -244,8 +248,13 @@ def family_of_hf(fields: Fields) -> Family:
 def family_of_gguf(fields: Fields) -> Family:
     """The family that a GGUF file names; ModelError if it is not supported."""
     kind = fields.get("general.architecture")
-    for family in FAMILIES:
-        if family.gguf is not None and kind == family.gguf:
+    has_experts = bool(fields.get(f"{kind}.expert_count"))
+    families = [family for family in FAMILIES if family.gguf]
+    for family in families:
+        if kind == family.gguf and has_experts == (family.experts is not None):
             return family
-    supported = ", ".join(family.gguf for family in FAMILIES if family.gguf)
-    raise fields.error(f"architecture {kind!r} is not supported; supported: {supported}")
+    supported = ", ".join(dict.fromkeys(str(family.gguf) for family in families))
+    what = f"architecture {kind!r}"
+    if kind in supported.split(", "):
+        what += " with experts (expert_count)" if has_experts else " without experts"
+    raise fields.error(f"{what} is not supported; supported: {supported}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from headway.errors import ConfigError, ModelError
 from headway.model.backends.base import Backend
@@ -38,7 +39,7 @@ from tests.end_to_end.test_real_families import (
     save,
 )
 from tests.model.test_batch_invariance import ScaledCheckpoint, four_bits, logits_in_batches
-from tests.support import real
+from tests.support import gguf_models, real
 from tests.support.rank_threads import ThreadRanks
 
 native_only = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
@@ -59,13 +60,21 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
+ON_GGUF = {  # llama.cpp knows no Qwen with some dense layers
+    "mixtral": FAMILIES["mixtral"],
+    "qwen2_moe in all layers": Family(
+        "Qwen2Moe", {**QWEN, "num_experts": 6, "shared_expert_intermediate_size": 48}
+    ),
+    "qwen3_moe": FAMILIES["qwen3_moe"],
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def find(name: str) -> Path:
         folder = tmp_path_factory.mktemp("experts")
-        save(FAMILIES[name], folder)
+        save((FAMILIES | ON_GGUF)[name], folder)
         return folder
 
     return find
@@ -85,6 +94,39 @@ def test_logits_and_tokens_equal_transformers(saved: Saved, name: str, backend: 
     check_against_transformers(
         Decoder(open_checkpoint(saved(name)), BACKENDS[backend]()), reference
     )
+
+
+@pytest.mark.parametrize("name", ON_GGUF)
+def test_gguf_files_equal_transformers(saved: Saved, name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(saved(name), dtype=torch.float32).eval()
+    file = gguf_models.write(saved(name), tmp_path / "m.gguf")
+    assert open_checkpoint(file).config.experts is not None
+    check_against_transformers(Decoder(open_checkpoint(file), PlainBackend()), reference)
+
+
+@native_only
+@pytest.mark.parametrize(("kind", "bits"), [(Kind.Q4_0, 4), (Kind.Q5_1, 8), (Kind.Q8_0, 8)])
+def test_experts_of_gguf_files_keep_their_groups(
+    saved: Saved, kind: Kind, bits: int, tmp_path: Path
+) -> None:
+    file = gguf_models.write(saved("qwen3_moe"), tmp_path / "m.gguf", kind)
+    checkpoint = open_checkpoint(file)
+    form = forms.Form(bits, packing.GROUP)
+    backend = NativeBackend(is_quantized=True, forms={"gate_up": form, "down": form})
+    experts = Decoder(checkpoint, backend).layers[1].experts
+    assert experts is not None
+    for number in (0, 19):
+        names = [f"model.layers.1.mlp.experts.{number}.{n}_proj" for n in ("gate", "up", "down")]
+        matrices = [checkpoint.read(f"{name}.weight") for name in names]
+        for found, expected in (
+            (experts.gate_up[number], torch.cat(matrices[:2])), (experts.down[number], matrices[2]),
+        ):  # fmt: skip
+            assert isinstance(found, NativeWeight) and found.struct.bits == bits
+            assert found.struct.group == packing.GROUP
+            rows = found.rows(torch.arange(len(expected)))
+            torch.testing.assert_close(rows, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -26,7 +26,7 @@ from headway.model.precision import choose_backend, why_not_native
 from headway.model.weights import mxfp4
 from headway.model.weights.scaled import ScaledMatrix
 from tests.parallel import test_laws
-from tests.support import real
+from tests.support import gguf_models, real
 
 VOCABULARY, LENGTH = 199, 256
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -125,6 +125,7 @@ FAMILIES = {
     "odd heads": Family("Llama", {"head_dim": 10, "intermediate_size": 150}),
 }  # fmt: skip
 FITTING = [name for name in FAMILIES if name != "odd heads"]
+ON_GGUF = ["llama, as small ones are", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "granite"]
 BACKENDS: dict[str, Callable[[], Backend]] = {"native": NativeBackend, "plain": PlainBackend}
 
 
@@ -211,6 +212,18 @@ def test_logits_and_tokens_equal_transformers(saved: Saved, name: str, backend: 
     is_sharded = (folder / "model.safetensors.index.json").exists()
     assert is_sharded == ("shards" in name), "the model's size no longer gives several shards"
     check_against_transformers(Decoder(open_checkpoint(folder), BACKENDS[backend]()), reference)
+
+
+@pytest.mark.parametrize("name", ON_GGUF)
+def test_gguf_files_equal_transformers(saved: Saved, name: str, tmp_path: Path) -> None:
+    folder, reference = saved(name)
+    model = Decoder(open_checkpoint(gguf_models.write(folder, tmp_path / "m.gguf")), PlainBackend())
+    prompt = prompts(1)["150"]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    found = real.logits_of(model, prompt)
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-4
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
 def test_the_reference_of_the_tests_with_ranks_equals_transformers(tmp_path: Path) -> None:

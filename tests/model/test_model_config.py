@@ -592,7 +592,7 @@ def test_gguf_rope_divisors_are_kept() -> None:
         ({"block_count": None}, "block_count is missing"),
         ({"block_count": 1 << 30}, "it must be an integer from 1 to 10000"),
         ({"attention__head_count": [4, 4, 4]}, "head_count is [4, 4, 4]"),
-        ({"expert_count": 8}, "expert_count"),
+        ({"expert_count": 8}, "expert_used_count is missing"),
         ({"attention__sliding_window": 128}, "sliding_window 128"),
         ({"attention__value_length": 8}, "attention.key_length (16)"),
         ({"rope__dimension_count": 8}, "rope.dimension_count is 8"),

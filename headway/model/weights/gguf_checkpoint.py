@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_gguf
+from headway.model.experts import matrix_kind
 from headway.model.families import INTERLEAVED
 from headway.model.sharding import EVERYTHING, WHOLE, Part
 from headway.model.weights import gguf
@@ -31,6 +33,11 @@ GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GGUF_EXPERTS = {
+    "gate": "ffn_gate_inp", "shared_expert_gate": "ffn_gate_inp_shexp", "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up", "down_proj": "ffn_down",
+}  # fmt: skip
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 GGUF_OUTPUT_NORMS = {  # in models that normalize the outputs of attention and MLP
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -80,7 +87,13 @@ class GgufCheckpoint(Checkpoint):
         return GGMLQuantizationType(info.kind).name
 
     def _info(self, name: str) -> gguf.TensorInfo:
-        info = self._infos.get(self._name(name))
+        info, expert = self._infos.get(self._name(name)), EXPERT.search(name)
+        if info is not None and expert and len(info.shape) == 3:  # a stack of all experts
+            num_bytes = info.num_bytes // info.shape[0]
+            offset = info.offset + int(expert[1]) * num_bytes
+            info = replace(info, shape=info.shape[1:], offset=offset, num_bytes=num_bytes)
+        if info is not None and len(info.shape) == 1 < len(self._shapes.get(name, ())):
+            info = replace(info, shape=(1, *info.shape))  # a gate with one output
         self._check(name, None if info is None else info.shape)
         assert info is not None, "check raises for a missing tensor"
         return info
@@ -107,6 +120,10 @@ def gguf_name(name: str, *, has_output_norms: bool = False) -> str:
         return f"{GGUF_TOP[base]}.{ending}"
     layer, _, part = base.removeprefix("model.layers.").partition(".")
     names = GGUF_LAYER | GGUF_OUTPUT_NORMS if has_output_norms else GGUF_LAYER
+    kind = GGUF_EXPERTS.get(matrix_kind(part))
+    if kind and part not in names:
+        stack = "_exps" if ".experts." in part else "_shexp" if ".shared_expert." in part else ""
+        return f"blk.{layer}.{kind}{stack}.{ending}"
     return f"blk.{layer}.{names.get(part, part)}.{ending}"
 
 
