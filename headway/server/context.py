@@ -24,6 +24,8 @@ async def check_engine_running(engine: AsyncEngine) -> str | None:
 def reasoning_parser(processor: InputProcessor, settings: Settings) -> Reasoning | None:
     """How the model writes its reasoning; ConfigError if the parser is not one for the model."""
     tokenizer, parser = processor.tokenizer, settings.reasoning_parser
+    if settings.tool_call_parser == HARMONY.name:  # one parser finds both
+        parser = HARMONY.name
     return None if tokenizer is None else reasoning_of(tokenizer, parser)
 
 

@@ -60,17 +60,42 @@ def render_chat(
 def _render_messages(
     template: str, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> str:
-    """Render; if the template fails on messages without content, give them empty content."""
-    given = [dict(message) for message in messages]
-    try:
-        return _render(template, {**variables, "messages": given})
-    except InvalidRequest:
-        empty = [message for message in given if message.get("content") is None]
-        if not empty:
-            raise
-        for message in empty:
-            message["content"] = ""
-        return _render(template, {**variables, "messages": given})
+    """Render; if the template fails, again with what it may not know in another form."""
+    given = [_without_empty_fields(message) for message in messages]
+    tools = variables["tools"]
+    filled = [{**message, "content": message.get("content") or ""} for message in given]
+    described = tools and [_with_description(tool) for tool in tools]
+    joined = [_with_reasoning_in_content(message) for message in filled]
+    for form, others in ((given, tools), (filled, described)):
+        try:
+            return _render(template, {**variables, "messages": form, "tools": others})
+        except InvalidRequest:
+            continue
+    return _render(template, {**variables, "messages": joined, "tools": described})
+
+
+def _without_empty_fields(message: Message) -> Message:
+    """Without `tool_calls` and other fields that are null: templates ask whether they exist."""
+    found = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if not found.get("tool_calls"):
+        found.pop("tool_calls", None)
+    return found
+
+
+def _with_description(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    return {**tool, "function": {"description": "", **function}}
+
+
+def _with_reasoning_in_content(message: Message) -> Message:
+    """A message with calls has either content or `thinking` in gpt-oss's template."""
+    if not (message.get("tool_calls") and message["content"] and message.get("thinking")):
+        return message
+    found = {**message, "content": f"{message['thinking']}\n{message['content']}"}
+    del found["thinking"]
+    return found
 
 
 def _up_to_content(text: str, message: Message) -> str:
@@ -144,10 +169,7 @@ def _with_reasoning(message: Message) -> Message:
     text = next((text for text in texts if isinstance(text, str) and text), None)
     if text is None or message["role"] != "assistant":
         return message
-    found = {**message, **dict.fromkeys(REASONING_NAMES, text)}
-    if message.get("tool_calls") and message.get("content"):
-        del found["thinking"]  # gpt-oss's template refuses it beside both
-    return found
+    return {**message, **dict.fromkeys(REASONING_NAMES, text)}
 
 
 @lru_cache(maxsize=32)

@@ -15,6 +15,7 @@ from headway.text.split import ANSWER, CALL, MARKUP, REASONING, Part, Splitter, 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL_END, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 TAGS = (START, CHANNEL, MESSAGE, END, CALL_END, RETURN, CONSTRAIN)
+OUTPUT_ENDS = (CALL_END, RETURN)  # the model writes nothing after them
 RECIPIENT = re.compile(r"to=([\w.-]+)")
 SHOWN = ("final", "commentary")
 

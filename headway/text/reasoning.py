@@ -83,10 +83,13 @@ class Reasoning(NamedTuple):
 def reasoning_of(tokenizer: Tokenizer, parser: str | None) -> Reasoning | None:
     """How a model writes its reasoning; None without a parser, or if `auto` finds no reasoning.
 
+    The harmony format is always parsed: without its tags, a text does not show its messages.
     ConfigError if the vocabulary does not have the tokens that the parser needs.
     """
     if parser is not None:
         one_of("--reasoning-parser", parser, REASONING_PARSERS)
+    if parser is None and tokenizer.is_harmony:
+        parser = GPT_OSS
     if parser == AUTO:
         parser = _detect(tokenizer)
     if parser is None:
@@ -106,7 +109,7 @@ def reasoning_of(tokenizer: Tokenizer, parser: str | None) -> Reasoning | None:
 
 def _detect(tokenizer: Tokenizer) -> str | None:
     """The parser for a model, by its special tokens and its chat template."""
-    if all(tokenizer.id_of(tag) in tokenizer.special_ids for tag in harmony.TAGS):
+    if tokenizer.is_harmony:
         return GPT_OSS
     template = tokenizer.chat_template or ""
     if think.START in template:

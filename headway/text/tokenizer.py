@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from headway.errors import InvalidRequest, ModelError, find_lone_surrogate
+from headway.text import harmony
 from headway.text.gguf_vocab import SPACE, Vocabulary
 from headway.text.long_text import (
     Cutter,
@@ -62,6 +63,11 @@ class Tokenizer:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         eos_id = self.id_of(eos) if eos else None
         self.eos_ids = frozenset([*more_eos_ids, *([] if eos_id is None else [eos_id])])
+        # Whether messages are in the harmony format, which has several ends.
+        self.is_harmony = all(self.id_of(tag) in self.special_ids for tag in harmony.TAGS)
+        if self.is_harmony:
+            ends = map(self.id_of, harmony.OUTPUT_ENDS)
+            self.eos_ids |= frozenset(end for end in ends if end is not None)
         # How many leading spaces decode() strips; None: a byte-level tokenizer, like GPT-2's.
         self.num_stripped = _num_stripped(backend, where)
         self._cutter = Cutter.of(backend)

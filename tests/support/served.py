@@ -111,6 +111,7 @@ class Capitals:
         self.gate.set()
         self.fault: Exception | None = None
         self.says: Sequence[int] | None = None  # a fixed output for all requests
+        self.prompts: list[Sequence[int]] = []  # of all requests
         self.num_free_steps: int | None = None  # steps until the gate closes
         self.seconds = 0.0  # of every step
         self.is_blocked = False  # a step waits at the gate
@@ -137,6 +138,8 @@ class Capitals:
         return self._result
 
     def _sample(self, request: Request, place: int) -> int:
+        if place == request.num_prompt:
+            self.prompts.append(request.prompt)
         if self.says is None:
             return capitals(request, place)
         number = place - request.num_prompt
@@ -210,9 +213,10 @@ async def server(
     engine_client = ThreadClient(Engine(Scheduler(config), executor, clock), limits)
     engine_client.loop.handle(GetMetrics, lambda query: f"# {query.prefix}\n")
     engine = AsyncEngine(engine_client)
+    tokenizer = letters(template, bos, specials)
     processor = InputProcessor(
-        tokenizer=letters(template, bos, specials), vocab_size=vocab_size + len(specials), hidden_size=HIDDEN_SIZE,
-        eos_ids=frozenset({END}),
+        tokenizer=tokenizer, vocab_size=vocab_size + len(specials), hidden_size=HIDDEN_SIZE,
+        eos_ids=tokenizer.eos_ids,
     )  # fmt: skip
     context = Context(
         engine=engine, input_processor=processor, model_name=MODEL, max_model_len=max_model_len,

@@ -259,5 +259,5 @@ def test_earlier_reasoning_reaches_templates_by_any_name() -> None:
         message = {"role": "assistant", "content": "c", name: "r"}
         assert render_chat(template, [message]) == "rrc"
         call = {**message, "tool_calls": [{"function": {"name": "f"}}]}
-        assert render_chat(template, [call]) == "rc", "gpt-oss's template refuses both"
+        assert render_chat(template, [call]) == "rrc"
     assert render_chat(template, [{"role": "user", "content": "c", "reasoning": "r"}]) == "c"

@@ -41,7 +41,7 @@ class ServeOptions:
         None,
         f"Parser that separates reasoning from the answer: {', '.join(REASONING_PARSERS)}. "
         "auto detects it by the model's tokens and chat template.",
-        show_default="none",
+        show_default="gpt_oss if the model has its tokens, else none",
     )
     api_server_count: int = _server(1, "Number of processes that handle HTTP requests.", min=1)
     engine_process: bool | None = _server(

@@ -96,19 +96,21 @@ class ReasoningOutputParser(OutputParser):
             elif part.kind == ANSWER:
                 pieces += self._push(part.text, None)
             else:
-                pieces.append(self._call(part.name, part.text))
+                pieces += self._call(part.name, part.text)
         if reason is not None:
             pieces += self._push("", reason)
         self._tokens.add(delta.num_tokens, delta.logprobs)
         self.logprobs = self._tokens.take(self._splitter, is_end=reason is not None)
         return pieces
 
-    def _call(self, name: str, arguments: str) -> CallDelta:
+    def _call(self, name: str, arguments: str) -> list[OutputPiece]:
         if name:
             self._num_split += 1
             self._scanner = JsonScanner()
-            return CallDelta(self._num_split - 1, "", self._new_id(), name)
-        return CallDelta(self._num_split - 1, self._scanner.feed(arguments)[0])
+            return [CallDelta(self._num_split - 1, "", self._new_id(), name)]
+        if self._scanner.is_over:
+            return []
+        return [CallDelta(self._num_split - 1, self._scanner.feed(arguments)[0])]
 
 
 class TokenKinds:

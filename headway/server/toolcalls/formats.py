@@ -31,7 +31,7 @@ MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments", "", "", ", ", i
 HARMONY = ToolFormat("gpt_oss", "", "", "arguments", "", "", "")  # parsed with the reasoning
 FORMATS = {"hermes": HERMES, "qwen": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
 AUTO = "auto"  # the format of the model's chat template
-PARSERS = (AUTO, *FORMATS)
+PARSERS = (AUTO, *FORMATS, HARMONY.name)
 
 
 @dataclass(frozen=True, slots=True)

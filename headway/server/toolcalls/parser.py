@@ -25,6 +25,7 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self.depth = 0
+        self.is_over = False  # the object's end has been read
         self._is_string = False
         self._is_escaped = False
 
@@ -43,6 +44,7 @@ class JsonScanner:
             elif character in "}]":
                 self.depth -= 1
                 if self.depth <= 0:
+                    self.is_over = True
                     return "".join(found), place + 1
         return "".join(found), len(text)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 from headway.errors import InvalidRequest, ModelError
@@ -34,13 +35,17 @@ def template_messages(
 ) -> list[Message]:
     """Messages for a chat template: arguments of earlier calls are objects instead of JSON text.
 
-    If the template does not render calls, they are written into the content. InvalidRequest names
-    a call that cannot be parsed.
+    If the template does not render calls, they are written into the content; if it renders only one
+    of a message, the others get messages of their own. InvalidRequest names a call that cannot be
+    parsed.
     """
     found = [_with_parsed_calls(number, message) for number, message in enumerate(messages)]
     has_calls = any(each.get("tool_calls") or each["role"] == "tool" for each in found)
     if has_calls and not renders_calls(template):
         return [_as_text(message, format) for message in found]
+    has_several = any(len(each.get("tool_calls") or ()) > 1 for each in found)
+    if has_several and not renders_calls(template, 2):
+        return _with_one_call_each(found)
     return found
 
 
@@ -76,18 +81,44 @@ def render_tool_prompt(template: str | None) -> str:
 
 
 @lru_cache(maxsize=32)
-def renders_calls(template: str | None) -> bool:
-    """Whether a template renders the calls of earlier messages."""
-    call = {"id": PROBE_ID, "type": "function", "function": {"name": PROBE, "arguments": {}}}
+def renders_calls(template: str | None, count: int = 1) -> bool:
+    """Whether a template renders as many calls of an earlier message."""
+    names = [f"{PROBE}_{number}" for number in range(count)]
+    ids = [f"{PROBE_ID[:-1]}{number}" for number in range(count)]
+    calls = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": {}}}
+        for id, name in zip(ids, names, strict=True)
+    ]
     messages: list[Message] = [
         {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "!", "tool_call_id": PROBE_ID, "name": PROBE},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *(
+            {"role": "tool", "content": "!", "tool_call_id": id, "name": name}
+            for id, name in zip(ids, names, strict=True)
+        ),
     ]
     try:
-        return PROBE in render_chat(template, messages)
+        rendered = render_chat(template, messages)
+        return all(name in rendered for name in names)
     except (InvalidRequest, ModelError):  # it has rules about calls, so it renders them
         return True
+
+
+def _with_one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Each call in a message of its own, followed by its result."""
+    groups, by_id = [list[Message]()], dict[str, list[Message]]()
+    for message in messages:
+        if message["role"] == "tool":
+            by_id.get(str(message.get("tool_call_id")), groups[-1]).append(message)
+            continue
+        calls = message.get("tool_calls") or []
+        split = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+        first = {**message, "tool_calls": calls[:1]} if calls else message
+        for call, each in zip_longest(calls, (first, *split)):
+            groups.append([each])
+            if call is not None:
+                by_id[str(call.get("id"))] = groups[-1]
+    return [message for group in groups for message in group]
 
 
 def _as_text(message: Message, format: ToolFormat) -> Message:
