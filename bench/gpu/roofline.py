@@ -5,10 +5,10 @@
 
 It adds the time of the products and attention of every prompt, at the ceiling of operations, and of
 one read of the weights and of all keys and values for every decode step, at the ceiling of
-bandwidth. All requests start together and none waits. It is no strict bound: a step with prompts
-and decodes could overlap the two and read the weights once. The ceilings
-(bandwidth, operations) are what the GPU sustains for two seconds, by a large copy and a large
-product, or given.
+bandwidth. Of experts, a step reads those that its tokens choose, if each is equally likely. All
+requests start together and none waits. It is no strict bound: a step with prompts and decodes could
+overlap the two and read the weights once. The ceilings (bandwidth, operations) are what the GPU
+sustains for two seconds, by a large copy and a large product, or given.
 With --seconds, the time of a run, it also prints the fraction of the floor that the run reached.
 """
 
@@ -55,21 +55,23 @@ class Floor:
 
 def floor(config: ModelConfig, lengths: Lengths, ceilings: Ceilings, itemsize: int = 2) -> Floor:
     """Prefill is limited by operations and decode by bytes; at these sizes the other is small."""
-    matrices = sum(
-        math.prod(s) for n, s in config.shapes().items() if len(s) == 2 and "layers" in n
-    )
-    head = config.vocab_size * config.hidden_size
+    sizes = {n: math.prod(s) for n, s in config.shapes().items() if len(s) == 2 and "layers" in n}
+    matrices, head = sum(sizes.values()), config.vocab_size * config.hidden_size
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
     pairs = sum(prompt * (prompt + 1) / 2 for prompt, _ in lengths)
     width = 4 * config.num_layers * config.num_heads * config.head_dim
     flops = (
-        2 * matrices * sum(prompt for prompt, _ in lengths)
+        2 * config.num_used(in_layers=True) * sum(prompt for prompt, _ in lengths)
         + width * pairs
         + 2 * head * len(lengths)
     )
     steps = max(output for _, output in lengths) - 1
+    rows = (sum(output > step for _, output in lengths) for step in range(1, steps + 1))
+    unread = sum((1 - config.expert_share) ** count for count in rows) * experts
     # The prompt gives the first output token; each other token reads all tokens before it.
     read = sum((o - 1) * p + o * (o - 1) / 2 for p, o in lengths)
-    weight_bytes, kv_bytes = steps * itemsize * (matrices + head), read * config.kv_bytes(itemsize)
+    weight_bytes = itemsize * (steps * (matrices + head) - unread)
+    kv_bytes = read * config.kv_bytes(itemsize)
     return Floor(
         weight_bytes=weight_bytes, kv_bytes=kv_bytes, prefill_flops=flops,
         prefill_seconds=flops / ceilings.flops,

@@ -6,8 +6,9 @@
     python -m bench.gpu.speed --only start --shapes qwen3-0.6b
 
 Every figure of a case is the median of --repeat runs through `LLM.generate`, after a first one.
-Prompts share no prefix. bfloat16. `code` and `7b_code` are the first requests of a trace, all at
-once, prompts of at most 7,000 tokens and outputs of at most 400; they are left out without --trace.
+Prompts share no prefix. bfloat16. `code`, `7b_code` and `30b_code` are the first requests of a
+trace, all at once, prompts of at most 7,000 tokens and outputs of at most 400; they are left out
+without --trace.
 Two parts run only with --only:
 
 start  seconds until an engine is ready, without and with compiled kernels in the cache. Every start
@@ -123,8 +124,10 @@ def code_traffic(trace: Path | None, count: int) -> Work:
 
 
 MAX_PROMPT, MAX_OUTPUT = 7000, 400  # of a trace
-MAX_LENGTHS = {"qwen3-0.6b": 33024, "qwen2.5-7b": 8192, "llama-8b": 4096}
-TRACED, NUM_7B_CODE = ("code", "7b_code"), 120
+MAX_LENGTHS = {
+    "qwen3-0.6b": 33024, "qwen2.5-7b": 8192, "llama-8b": 4096, "qwen3-30b-a3b": 8192,
+}  # fmt: skip
+TRACED, NUM_LARGE_CODE = ("code", "7b_code", "30b_code"), 120
 # Shape, work by --trace, and temperature; those of one shape after each other.
 CASES: dict[str, tuple[str, Callable[[Path | None], Work], float]] = {
     "256": ("qwen3-0.6b", lambda _: roofline.field_lengths(256), 0.6),
@@ -137,9 +140,10 @@ CASES: dict[str, tuple[str, Callable[[Path | None], Work], float]] = {
     "code": ("qwen3-0.6b", partial(code_traffic, count=400), 0.6),
     "7b_128": ("qwen2.5-7b", lambda _: mixed_lengths(128), 0.6),
     "7b_batch_1": ("qwen2.5-7b", lambda _: fixed(1, 16, 256), 0.6),
-    "7b_code": ("qwen2.5-7b", partial(code_traffic, count=NUM_7B_CODE), 0.6),
+    "7b_code": ("qwen2.5-7b", partial(code_traffic, count=NUM_LARGE_CODE), 0.6),
     "8b_64": ("llama-8b", lambda _: fixed(64, 1024, 256), 0.6),
     "8b_batch_1": ("llama-8b", lambda _: fixed(1, 16, 256), 0.6),
+    "30b_code": ("qwen3-30b-a3b", partial(code_traffic, count=NUM_LARGE_CODE), 0.6),
 }
 
 
@@ -279,7 +283,7 @@ def leave_out(asked: Namespace) -> Figures:
 if __name__ == "__main__":
     loaded = Loaded()
     bench.parts |= {name: partial(measure, name=name) for name in CASES}
-    bench.option("--trace", type=Path, help="a .csv of requests, for code and 7b_code")
+    bench.option("--trace", type=Path, help="a .csv of requests, for the cases of code")
     bench.option("--repeat", type=int, default=3)
     bench.option("--attention", default="triton", help="as for `headway serve`")
     bench.option("--block-size", type=int, default=16)

@@ -1,0 +1,333 @@
+"""A mixture of experts on a GPU: its kernels, candidates for their tiles, and the speed of decoding.
+
+    python -m bench.gpu.experts                     prints one JSON object; takes a few minutes
+    python -m bench.gpu.experts --only tiles --rows 1 32
+    python -m bench.gpu.experts --tiny              runs in seconds without a GPU, as a test
+
+kernels  microseconds of each kernel of a layer's experts by rows, in a CUDA graph with one launch for
+         each of --layers layers, whose weights and choices differ; `floor` is the time of the bytes
+         of the chosen experts and of the router, or of the operations. `sum` is the time of the last
+         product with the sum less that without it. `error` is the distance of a layer's output from
+         float32 over its norm; the report is not ok above 0.01. Up to 8 rows in both ways: rows that
+         are listed by expert, and rows that are not (`few`; the package: up to MAX_FEW)
+tiles    the same for the two products with each candidate: `best` has the fastest tiles and `chosen`
+         that of the package (products/experts.py, products/grouped.py)
+decode   output tokens per second of 1 to 256 requests of 256 prompt and 128 output tokens, prompts
+         included, with random weights: the median of three runs after a first, and the share of the
+         floor of bench.gpu.roofline; `vllm` is what vLLM 0.24 reached in these cases on an H200
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+if "--tiny" in sys.argv:  # must be set before triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from bench.gpu import roofline
+from bench.gpu.kernels import TINY, seconds
+from bench.harness import SHAPES, Bench, Figures, log
+from headway.model.config import ModelConfig, from_hf, load_hf
+from headway.model.kernels.launch import compile_all
+from headway.model.kernels.products import experts, grouped
+from headway.model.kernels.products.experts import ExpertRows, VectorTile
+from headway.model.kernels.products.linear import linear, row_squares
+from headway.model.kernels.products.tiles import Tile, device_limits
+from headway.model.kernels.routing import list_pairs
+
+Launches = list[Callable[[], object]]
+bench = Bench(__doc__)
+bench.option("--shape", default="qwen3-30b-a3b", help="folder in bench/shapes")
+bench.option("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 32, 128, 256, 1024, 8192])
+bench.option("--layers", type=int, default=8)
+bench.option("--tiny", action="store_true", help="use a tiny model, on the CPU")
+VLLM = {1: 224, 8: 824, 32: 1904, 128: 5533, 256: 8565}
+MAX_TRIED = 8  # rows for which the kernels without lists are tried
+FEW_TILES = {
+    "gated": [
+        VectorTile(outputs, inputs, warps)
+        for outputs, inputs, warps in (
+            (4, 2048, 4), (4, 1024, 2), (8, 1024, 4), (8, 2048, 8), (8, 512, 2), (16, 512, 4),
+            (16, 1024, 8), (2, 2048, 2),
+        )
+    ],
+    "down": [
+        VectorTile(outputs, inputs, warps)
+        for outputs, inputs, warps in (
+            (4, 1024, 4), (8, 1024, 8), (8, 256, 2), (4, 256, 1), (16, 256, 4), (2, 1024, 2),
+        )
+    ],
+}  # fmt: skip
+
+
+def candidates(rows: int, num_inputs: int) -> list[Tile]:
+    """Tiles for this mean number of rows of an expert, which fit into the memory of the device."""
+    heights = [n for n in (16, 32, 64, 128) if n >= rows / 4 and (n <= 4 * rows or n <= 32)]
+    found = [
+        Tile(height, outputs, inputs, slices=1, warps=warps, stages=stages)
+        for height in heights or [128]
+        for outputs in (32, 64, 128, 256) for inputs in (64, 128, 256) for warps in (4, 8)
+        for stages in (3, 4, 6)
+    ]  # fmt: skip
+    return [
+        tile for tile in found
+        if num_inputs % tile.inputs == 0
+        and 24 << 10 <= (tile.rows + tile.outputs) * tile.inputs * 2 * tile.stages <= device_limits()[1]
+        and (tile.warps == 8) == (tile.rows * tile.outputs >= 128 * 128)
+        and tile.outputs >= tile.rows
+    ]  # fmt: skip
+
+
+class Layers:
+    """The experts of some layers, and rows that go through them."""
+
+    def __init__(self, config: ModelConfig, num_layers: int, device: str) -> None:
+        about = config.experts
+        assert about is not None, "the shape has no experts"
+        self.about, self.hidden, self.epsilon = about, config.hidden_size, config.norm_eps
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.device, self.num_layers = device, num_layers
+        size = (about.num_experts, 2 * about.width, self.hidden)
+        self.gate_up = [self.random(*size) for _ in range(num_layers)]
+        self.down = [self.random(size[0], self.hidden, about.width) for _ in range(num_layers)]
+        self.router = [self.random(size[0], self.hidden) for _ in range(num_layers)]
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02)
+
+    def run(self, rows: int, max_few: int) -> tuple[dict[str, Launches], list[Tensor]]:
+        """The launches of each kernel, for all layers, and the router's outputs."""
+        about, x = self.about, self.random(rows, self.hidden)
+        logits = [
+            torch.randn((rows, about.num_experts), device=self.device)
+            for _ in range(self.num_layers)
+        ]
+        inner = self.random(rows * about.num_chosen, about.width)
+        norm: dict[str, Any] = {"epsilon": self.epsilon, "squares_mj": row_squares(x)}
+        made: dict[str, Launches] = {"router": [], "list": [], "gate_up": [], "down": [], "all": []}
+        for own, router, first, last in zip(
+            logits, self.router, self.gate_up, self.down, strict=True
+        ):
+            given = (x, own, first, last)
+            options = {"num_chosen": about.num_chosen, "normalizes": about.normalizes, **norm}
+            routed = ExpertRows(*given, max_few=max_few, **options)
+            made["router"].append(partial(linear, x, router, out_mn=torch.empty_like(own), **norm))
+            made["all"].append(partial(routed.summed, inner, out_mn=torch.empty_like(x)))
+            if rows <= max_few:
+                made["gate_up"].append(partial(ExpertRows, *given, max_few=max_few, **options))
+                continue
+            _, lists = list_pairs(own, about.num_experts, about.num_chosen)
+            made["list"].append(partial(list_pairs, own, about.num_experts, about.num_chosen))
+            made["gate_up"].append(
+                partial(grouped.grouped, x, first, lists, about.num_chosen, is_gated=True, **norm)
+            )
+            made["down"].append(partial(grouped.grouped, inner, last, lists, about.num_chosen))
+        return {name: each for name, each in made.items() if each}, logits
+
+    def floors(self, logits: list[Tensor], ceilings: roofline.Ceilings) -> dict[str, float]:
+        """Seconds of the bytes of what is read, or of the operations, in one layer."""
+        about, pairs = self.about, len(logits[0]) * self.about.num_chosen
+        used = [len(each.topk(about.num_chosen)[1].unique()) for each in logits]
+        matrix = about.width * self.hidden
+        mean = sum(used) / len(used)
+        sizes = {"router": (about.num_experts * self.hidden, len(logits[0])),
+                 "gate_up": (2 * matrix * mean, 2 * matrix * pairs / (2 * matrix * mean)),
+                 "all": (matrix * mean, pairs / mean)}  # fmt: skip
+        return {
+            name: max(2 * numbers / ceilings.bandwidth, 2 * numbers * rows / ceilings.flops)
+            for name, (numbers, rows) in sizes.items()
+        }
+
+    def error(self, rows: int, max_few: int) -> float:
+        """The distance of a layer's output from float32, over its norm."""
+        about, x = self.about, self.random(rows, self.hidden)
+        logits = torch.randn((rows, about.num_experts), device=self.device)
+        routed = ExpertRows(
+            x, logits, self.gate_up[0], self.down[0], num_chosen=about.num_chosen,
+            normalizes=about.normalizes, max_few=max_few, epsilon=self.epsilon,
+            squares_mj=row_squares(x),
+        )  # fmt: skip
+        found = routed.summed(routed.inner_pn).float()
+        shares, chosen = logits.softmax(-1).topk(about.num_chosen)
+        if about.normalizes:
+            shares = shares / shares.sum(-1, keepdim=True)
+        wide = F.rms_norm(x.float(), (self.hidden,), eps=self.epsilon)
+        expected = torch.zeros_like(wide)
+        for expert in range(about.num_experts):
+            row, place = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = (
+                (wide[row] @ self.gate_up[0][expert].float().T).unflatten(-1, (-1, 2)).unbind(-1)
+            )
+            out = (F.silu(gate) * up) @ self.down[0][expert].float().T
+            expected.index_add_(0, row, out * shares[row, place, None])
+        return float((found - expected).norm() / expected.norm())
+
+
+class Chosen:
+    """What the parts share."""
+
+    def __init__(self, asked: Namespace) -> None:
+        torch.manual_seed(0)
+        self.device = "cpu" if asked.tiny else "cuda"
+        self.rows, self.config = asked.rows, load_hf(SHAPES / asked.shape)
+        self.ceilings = roofline.Ceilings(bandwidth=1e10, flops=1e11)
+        if asked.tiny:
+            sparse = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6,
+                      "num_experts_per_tok": 2, "moe_intermediate_size": 32}  # fmt: skip
+            self.rows, self.config = [1, 9], from_hf(TINY | sparse, "tiny")
+        else:
+            self.ceilings = roofline.measured()
+        self.layers = Layers(self.config, 2 if asked.tiny else asked.layers, self.device)
+
+
+def microseconds(launches: Launches, device: str) -> float:
+    return round(1e6 * seconds(launches, device), 2)
+
+
+@bench.part
+def kernels(asked: Namespace) -> Figures:
+    given = Chosen(asked)
+    report: Figures = {**asdict(given.ceilings), "ok": True}
+    with torch.inference_mode():
+        for rows, max_few in ways(given.rows):
+            launches, logits = given.layers.run(rows, max_few)
+            took = {name: microseconds(each, given.device) for name, each in launches.items()}
+            floors = given.layers.floors(logits, given.ceilings)
+            error = given.layers.error(rows, max_few)
+            found: Figures = {
+                "us": took, "floor_us": {n: round(1e6 * s, 2) for n, s in floors.items()},
+                "whole_us": round(sum(took[n] for n in took if n != "down"), 2),
+                "sum_us": round(took["all"] - took["down"], 2) if "down" in took else None,
+                "error": error,
+            }  # fmt: skip
+            report[named(rows, max_few)] = found
+            report["ok"] = report["ok"] and error < 0.01
+            log(f"{named(rows, max_few)}: {found}")
+    return report
+
+
+def ways(rows: list[int]) -> list[tuple[int, int]]:
+    """Numbers of rows, and the most that are not listed."""
+    return [(n, few) for n in rows for few in (MAX_TRIED, 0) if few == 0 or n <= MAX_TRIED]
+
+
+def named(rows: int, max_few: int) -> str:
+    return f"{rows} rows, few" if rows <= max_few else f"{rows} rows"
+
+
+@contextmanager
+def using(**tiles: VectorTile) -> Iterator[None]:
+    """Use these tiles of a few rows."""
+    kept = experts.GATED_TILE, experts.DOWN_TILE
+    experts.GATED_TILE = tiles.get("gated", kept[0])
+    experts.DOWN_TILE = tiles.get("down", kept[1])
+    try:
+        yield
+    finally:
+        experts.GATED_TILE, experts.DOWN_TILE = kept
+
+
+@contextmanager
+def using_tile(tile: Tile) -> Iterator[None]:
+    """Use this tile of listed rows."""
+    kept = dict(grouped.TILES)
+    grouped.TILES.clear()
+    grouped.TILES[float("inf")] = tile
+    try:
+        yield
+    finally:
+        grouped.TILES.clear()
+        grouped.TILES.update(kept)
+
+
+def tried(
+    layers: Layers, rows: int, max_few: int, *, tiny: bool
+) -> dict[str, list[tuple[str, Any]]]:
+    """Contexts by kernel, with the names of their tiles; the first is that of the package."""
+    about = layers.about
+    mean = rows * about.num_chosen / about.num_experts
+    if rows <= max_few:
+        few = {"gate_up": ("gated", experts.GATED_TILE), "all": ("down", experts.DOWN_TILE)}
+        return {
+            name: [(str(tuple(tile)), partial(using, **{kind: tile}))
+                   for tile in dict.fromkeys([own, *FEW_TILES[kind][: 2 if tiny else None]])]
+            for name, (kind, own) in few.items()
+        }  # fmt: skip
+    own = next(tile for most, tile in grouped.TILES.items() if mean <= most)
+    return {
+        name: [(str(tuple(tile)[:6]), partial(using_tile, tile))
+               for tile in dict.fromkeys([own, *candidates(int(mean), width)[: 1 if tiny else None]])]
+        for name, width in (("gate_up", layers.hidden), ("down", about.width))
+    }  # fmt: skip
+
+
+@bench.part
+def tiles(asked: Namespace) -> Figures:
+    given = Chosen(asked)
+    layers, report = given.layers, Figures()
+    with torch.inference_mode():
+        for rows, max_few in ways(given.rows):
+            launches, _ = layers.run(rows, max_few)
+            plan = tried(layers, rows, max_few, tiny=asked.tiny)
+
+            def build(plan: Any = plan, launches: Any = launches) -> None:
+                for name, contexts in plan.items():
+                    for _, context in contexts:
+                        with context():
+                            launches[name][0]()
+
+            compile_all(build)
+            for name, contexts in plan.items():
+                found: dict[str, float] = {}
+                for tile, context in contexts:
+                    try:
+                        with context():
+                            found[tile] = microseconds(launches[name], given.device)
+                    except Exception as error:  # too large for the device
+                        log(f"{name}, {named(rows, max_few)}, {tile}: {error}")
+                ordered = sorted(found.items(), key=lambda each: each[1])
+                own = contexts[0][0]
+                report.setdefault(named(rows, max_few), {})[name] = {
+                    "chosen": [own, found.get(own)], "best": ordered[:5], "tried": len(found),
+                }  # fmt: skip
+                log(f"{name}, {named(rows, max_few)}: {report[named(rows, max_few)][name]}")
+    return report
+
+
+@bench.part
+def decode(asked: Namespace) -> Figures:
+    from bench.gpu.speed import dummy, fixed, timed
+
+    config = load_hf(SHAPES / asked.shape)
+    ceilings, report = roofline.measured(), Figures()
+    with dummy(asked.shape, max_model_len=4096) as llm:
+        for count, theirs in VLLM.items():
+            work = fixed(count, 256, 128)
+            found = timed(llm, work, 0.6, 3)
+            floor = roofline.floor(config, [(256, 128)] * count, ceilings).seconds
+            found |= {"floor_seconds": floor, "percent_of_floor": 100 * floor / found["seconds"]}
+            if asked.shape == "qwen3-30b-a3b":
+                found |= {"vllm": theirs, "times_vllm": found["output_tokens_per_second"] / theirs}
+            report[str(count)] = found
+            log(f"{count} requests: {found}")
+    return report
+
+
+def leave_out(asked: Namespace) -> Figures:
+    bench.on_demand = {"decode"} if asked.tiny else set()
+    return {"shape": "tiny" if asked.tiny else asked.shape}
+
+
+if __name__ == "__main__":
+    bench.main(start=leave_out)
