@@ -15,19 +15,15 @@ Prints one JSON object. Times of requests are simulated seconds.
 from __future__ import annotations
 
 from argparse import Namespace
-from random import Random
 from time import process_time
 from typing import Any
 
+from bench.fleet.routing import measure, shared_prefixes
 from bench.harness import Bench, Figures, log
 from headway.fleet.prefix_tracker import PrefixTracker
 from headway.fleet.router import Router
 from headway.fleet.routing import parse_route
-from headway.lab.cluster import simulate_replicas
-from headway.lab.cost import load_profile
-from headway.lab.simulate import config_for
-from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.lab.workload.synthetic import zipf
+from headway.lab.workload.request import WorkloadRequest
 
 RULES = ("prefix_load", "cells", "chwbl", "least_loaded")
 
@@ -35,27 +31,9 @@ bench = Bench(__doc__)
 bench.option("--replicas", type=int, default=1024)
 bench.option("--requests", type=int, default=10, help="of each replica")
 bench.option("--routes", nargs="+", default=RULES)
-PROFILE, RATE = "llama3.1-8b-a100-80gb", 5.0  # requests per second and replica
+RATE = 5.0  # requests per second and replica
 PREFIX, PREFIXES_PER_REPLICA = 3000, 4  # tokens
 NUM_BLOCKS = 4000  # of a replica: 21 prefixes
-
-
-def workload(num_replicas: int, per_replica: int) -> list[WorkloadRequest]:
-    space, random, arrival = TokenSpace(), Random(0), 0.0
-    num_prefixes = PREFIXES_PER_REPLICA * num_replicas
-    chosen = random.choices(
-        range(num_prefixes), zipf(1.0)(num_prefixes), k=per_replica * num_replicas
-    )
-    requests = []
-    for number, which in enumerate(chosen):
-        own = space.take(round(random.uniform(50, 800)))
-        output = round(random.uniform(20, 200))
-        requests.append(WorkloadRequest(
-            id=str(number), arrival=arrival, pieces=(*space.shared(which, PREFIX), own),
-            num_output=output, max_tokens=output,
-        ))  # fmt: skip
-        arrival += random.expovariate(RATE * num_replicas)
-    return requests
 
 
 class Timed:
@@ -81,19 +59,10 @@ class Timed:
         setattr(self._owner, self._name, self._call)
 
 
-def measure(requests: list[WorkloadRequest], text: str, num_replicas: int) -> Figures:
-    profile = load_profile(PROFILE)
-    config = config_for("headway", profile, {"num_blocks": NUM_BLOCKS})
+def timed_run(requests: list[WorkloadRequest], text: str, num_replicas: int) -> Figures:
     with Timed(Router, "choose") as choose, Timed(PrefixTracker, "apply") as apply:
-        result = simulate_replicas(requests, config, profile, num_replicas, route=parse_route(text))
-    summary = result.summary()
-    whole = summary["pools"]["colocated"]
-    return {
-        "hits": round(summary["cache_hit_ratio"], 4),
-        "ttft": {mark: round(summary["ttft"][mark], 4) for mark in ("p50", "p90", "p99")},
-        "busy": round(whole["busy"], 3),
-        "balance": {name: round(value, 3) for name, value in whole["balance"].items()},
-        "completed": summary["completed"],
+        found = measure(requests, parse_route(text), num_replicas, num_blocks=NUM_BLOCKS)
+    return found | {
         "choose_us": round(choose.seconds / choose.number * 1e6, 1),
         "delta_us": round(apply.seconds / choose.number * 1e6, 1),
         "deltas": apply.number,
@@ -102,12 +71,15 @@ def measure(requests: list[WorkloadRequest], text: str, num_replicas: int) -> Fi
 
 @bench.part
 def cells(asked: Namespace) -> Figures:
-    requests = workload(asked.replicas, asked.requests)
+    number = asked.replicas
+    requests = shared_prefixes(
+        asked.requests * number, PREFIXES_PER_REPLICA * number, PREFIX, RATE * number
+    )
     found = {}
     for text in asked.routes:
-        found[text] = measure(requests, text, asked.replicas)
+        found[text] = timed_run(requests, text, number)
         log(f"{text}: {found[text]}")
-    return {"replicas": asked.replicas, "requests": len(requests), "rules": found}
+    return {"replicas": number, "requests": len(requests), "rules": found}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import tracemalloc
 from argparse import Namespace
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -68,19 +68,22 @@ def longest_prefix(request: RouteRequest, replicas: Sequence[ReplicaView]) -> in
     )
 
 
-def hot() -> list[WorkloadRequest]:
-    """Requests with a shared prefix each, whose popularity falls as 1 / rank."""
-    space, random = TokenSpace(), Random(0)
-    weights, arrival, requests = zipf(1.0)(NUM_PREFIXES), 0.0, list[WorkloadRequest]()
-    for number in range(NUM_REQUESTS):
-        which = random.choices(range(NUM_PREFIXES), weights)[0]
+def shared_prefixes(
+    number: int, num_prefixes: int, length: int, rate: float
+) -> list[WorkloadRequest]:
+    """Requests with a prefix of `length` tokens each, whose popularity falls as 1 / rank."""
+    space, random, arrival = TokenSpace(), Random(0), 0.0
+    ranks, weights = range(num_prefixes), list(accumulate(zipf(1.0)(num_prefixes)))
+    requests = list[WorkloadRequest]()
+    for place in range(number):
+        (which,) = random.choices(ranks, cum_weights=weights)
         own = space.take(round(random.uniform(50, 800)))
         output = round(random.uniform(20, 200))
         requests.append(WorkloadRequest(
-            id=str(number), arrival=arrival, pieces=(*space.shared(which, PREFIX), own),
+            id=str(place), arrival=arrival, pieces=(*space.shared(which, length), own),
             num_output=output, max_tokens=output,
         ))  # fmt: skip
-        arrival += random.expovariate(HOT_RATE)
+        arrival += random.expovariate(rate)
     return requests
 
 
@@ -91,13 +94,14 @@ def unshared() -> list[WorkloadRequest]:
     ).generate()
 
 
-def measure(requests: list[WorkloadRequest], rule: RouteRule) -> Figures:
+def measure(
+    requests: list[WorkloadRequest], rule: RouteRule, num_replicas: int = NUM_REPLICAS,
+    **settings: int,
+) -> Figures:  # fmt: skip
     """The figures of one run."""
-    profile = load_profile(PROFILE)
-    start = perf_counter()
-    summary = simulate_replicas(
-        requests, config_for("headway", profile, {}), profile, NUM_REPLICAS, route=rule
-    ).summary()
+    profile, start = load_profile(PROFILE), perf_counter()
+    config = config_for("headway", profile, settings)
+    summary = simulate_replicas(requests, config, profile, num_replicas, route=rule).summary()
     pool = summary["pools"]["colocated"]
     return {
         "hits": round(summary["cache_hit_ratio"], 4),
@@ -245,7 +249,7 @@ def decision_us(asked: Namespace) -> Figures:
 
 
 bench.parts |= {
-    "hot": lambda _: compare("hot", hot()),
+    "hot": lambda _: compare("hot", shared_prefixes(NUM_REQUESTS, NUM_PREFIXES, PREFIX, HOT_RATE)),
     "unshared": lambda _: compare("unshared", unshared()),
 }
 
