@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import pickle
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,17 +18,27 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from bench.fleet.streams import Stream, command, descendants, streams_during
 from bench.harness import ROOT
 from headway.cli.commands import deploy
 from headway.cli.main import app
+from headway.engine.async_engine import AsyncEngine
+from headway.engine.input_processor import InputProcessor
+from headway.fleet.settings import FleetSettings
 from headway.on_ray.options import CLUSTER_ENVIRONMENT, FleetOptions
+from headway.server.app import create_app
+from headway.server.context import Context
+from headway.server.process import shutdown
 from headway.server.process.serve import ServerFactory, restored_signal_handlers
+from tests.fleet.test_discovery import KEY, Listed, start
+from tests.fleet.test_discovery import MODEL as LETTERS
 from tests.fleet.test_ray import is_served, run
 from tests.support import real
-from tests.support.waiting import LIMIT, wait_until
+from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
+from tests.support.waiting import LIMIT, on_loop, until, wait_until
 
 pytestmark = [
     pytest.mark.skipif(
@@ -84,13 +97,56 @@ def test_the_workers_of_the_manifest_have_room_for_the_replicas() -> None:
 
 
 def test_serve_gives_a_replica_the_time_that_its_requests_have() -> None:
-    from headway.fleet.settings import FleetSettings
     from headway.on_ray.serve import replica_deployment
 
     factory = ServerFactory(make_engine=None, make_app=None)  # type: ignore[arg-type]
     options = FleetOptions(replicas=1, settings=FleetSettings(drain_seconds=45.0))
     deployment = replica_deployment(factory, options)._bound_deployment
     assert deployment._deployment_config.graceful_shutdown_timeout_s > 45.0
+
+
+def letters_app(engine: AsyncEngine, _: object) -> FastAPI:
+    processor = InputProcessor(
+        tokenizer=letters(), vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
+        eos_ids=frozenset({END}),
+    )  # fmt: skip
+    return create_app(Context(
+        engine=engine, input_processor=processor, model_name=MODEL, max_model_len=256
+    ))  # fmt: skip
+
+
+@on_loop
+async def test_a_gateway_that_serve_stops_ends_its_streams_with_an_error_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Serve would only cut them. Its controller is not here: the gateway asks whether it stops."""
+    from headway.on_ray import serve
+
+    directory, executor, is_stopping = Listed(), Capitals(), threading.Event()
+    replica = await start("a", directory, executor)
+    executor.num_free_steps = 3
+    directory.model = partial(pickle.dumps, (None, LETTERS))  # type: ignore[attr-defined]
+    monkeypatch.setattr(serve.RayDirectory, "of", lambda _: directory)
+    monkeypatch.setattr(serve, "is_stopping", is_stopping.is_set)
+    monkeypatch.setattr(serve, "STOP_INTERVAL", 0.01)
+    monkeypatch.setattr(shutdown, "DRAIN_TIMEOUT", 0.05)  # until requests fail that no step ends
+    factory = ServerFactory(make_engine=None, make_app=letters_app, grace=0.0)  # type: ignore[arg-type]
+    settings = FleetSettings(hang_seconds=LIMIT, stall_seconds=LIMIT)
+    stop = serve.Gateway.__del__
+    monkeypatch.delattr(serve.Gateway, "__del__")  # Serve awaits it; here Python would call it
+    gateway = object.__new__(serve.Gateway)
+    await gateway.__init__(factory, FleetOptions(replicas=1, key=KEY, settings=settings), None)
+    transport = httpx.ASGITransport(app=gateway.__serve_build_asgi_app__())
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 9, "stream": True}
+        stream = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: executor.is_blocked)
+        is_stopping.set()
+        *tokens, error, _ = (await stream).text.removesuffix("\n\n").split("\n\n")
+    assert tokens and "shutting_down" in error, (tokens, error)
+    executor.gate.set()
+    await stop(gateway)
+    await replica.close()
 
 
 def replicas(node: Any) -> list[int]:

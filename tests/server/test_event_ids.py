@@ -152,6 +152,19 @@ def test_a_stream_continues_behind_any_event(kind: str, tmp_path: Path) -> None:
     run()
 
 
+@on_loop
+async def test_an_event_that_was_cut_is_sent_again(tmp_path: Path) -> None:
+    """The id of an event counts once the whole event has arrived."""
+    path, body = BODIES["usage"]
+    async with gateways(tmp_path) as here:
+        text = (await here.post(0, path, EVENTS, **body)).text
+        whole, end = split(text), text.index("\n\n", text.index("\n\n") + 2) + 2
+        for cut in (end - 1, end, end + 2, text.index("\n", end), text.index("data: ", end) + 9):
+            known = split(text[:cut])
+            again = await here.post(1, path, {"last-event-id": known[-1][0]}, **body)
+            assert content(known + split(again.text)) == content(whole), text[:cut]
+
+
 def content(events: list[tuple[str, str]]) -> Any:
     """What a client makes of events, however the text is divided."""
     texts: dict[str, Any] = {}
