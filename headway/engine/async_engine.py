@@ -7,7 +7,8 @@
     print(output.outputs[0].text)
 
 The engine runs on a thread, or in another process: an `EngineClient` carries the messages. Leaving
-an iteration early aborts its request. One AsyncEngine belongs to one event loop.
+an iteration early aborts its request. One AsyncEngine belongs to one event loop. Its `_on_messages`
+gets the tokens from the client and puts them into the `RequestStream` of each request.
 """
 
 from __future__ import annotations

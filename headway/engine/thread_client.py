@@ -1,7 +1,8 @@
 """An engine on a thread of this process, for callers on an event loop.
 
-`ThreadClient` runs the engine. `EventLoopBridge` carries its messages to the event loop with few
-wake-ups, and `PreparationQueue` prepares requests whose params take long to process.
+`ThreadClient` runs the engine's loop (loop.py). `EventLoopBridge` carries the loop's messages to
+`AsyncEngine._on_messages` on the event loop with few wake-ups, and `PreparationQueue` prepares
+requests whose params take long to process.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ applied and when the output gets it. Helpers that return before that are no hops
 from __future__ import annotations
 
 import asyncio
+import importlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from headway.server.settings import Settings
 from tests.support.real import write_tiny
 
 PACKAGE = Path(__file__).parents[2] / "headway"
+OVERVIEW = PACKAGE.parent / "docs" / "architecture.md"
 TO_TOKEN = (
     "scheduler.queue.WaitingQueue.push",
     "scheduler.state.SchedulerState.admit",
@@ -41,6 +44,11 @@ ANSWERED = (
     "engine.async_engine.AsyncEngine._on_messages",
     "server.generation.stream.CancellableResponse._send",
 )
+NAMED_IN = (
+    "engine/async_engine", "engine/engine", "engine/offline", "engine/outputs", "llm",
+    "server/generation/prompt_runs", "server/generation/stream", "server/http/connection",
+    "server/openai/chat",
+)  # fmt: skip
 MAX_POST_TO_TOKEN = 32
 MAX_BACK_TO_CLIENT = 13
 
@@ -132,6 +140,25 @@ def test_few_functions_lie_between_a_post_and_its_first_token(llm: LLM) -> None:
     response = asyncio.run(post())
     assert response.status_code == 200 and not hops.left
     check_limits(hops, MAX_POST_TO_TOKEN, MAX_BACK_TO_CLIENT)
+    listed = listed_hops()
+    assert len(listed) > 20 and [name for name in hops.found if name in listed] == listed
+
+
+def listed_hops() -> list[str]:
+    """The functions in the overview's list of calls, which have a path in the next column."""
+    lines = OVERVIEW.read_text(encoding="utf-8").splitlines()
+    found = [re.match(r" +([\w.]+) +(\w+/\S+)\.py", line) for line in lines]
+    return [f"{match[2].replace('/', '.')}.{match[1]}" for match in found if match]
+
+
+def test_every_function_in_the_overview_exists() -> None:
+    """In the text after the list, too: names with a dot."""
+    modules = [importlib.import_module(f"headway.{name.replace('/', '.')}") for name in NAMED_IN]
+    text = OVERVIEW.read_text(encoding="utf-8").partition("in one of two ways")[2]
+    names = re.findall(r"`([A-Z]\w+)\.(\w+)`", text.partition("## One step")[0])
+    for owner, attribute in names:
+        assert any(hasattr(getattr(each, owner, None), attribute) for each in modules), attribute
+    assert len(names) > 8
 
 
 def check_limits(hops: Hops, max_to_token: int, max_back: int) -> None:

@@ -1,7 +1,9 @@
 """Prompts of HTTP requests on their way through the engine.
 
 A `PromptRun` submits one prompt and yields what its samples gain. It aborts the request when the
-iteration is left. Knows nothing of connections and JSON.
+iteration is left. Tokens come from the request's `RequestStream` (engine/async_engine.py), as text
+from `OutputBuilder`. They go to stream.py, or past it to the connection: see `DirectWriter`. Knows
+nothing of connections and JSON.
 """
 
 from __future__ import annotations

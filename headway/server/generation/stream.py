@@ -1,7 +1,8 @@
 """Responses as one JSON object or as server-sent events; a disconnect cancels the request.
 
 The work of a request runs in a task while another task watches the connection. The work is
-cancelled if the client disconnects, stops reading, or the request exceeds its time limit.
+cancelled if the client disconnects, stops reading, or the request exceeds its time limit. Tokens
+come from `PromptRun.deltas` (prompt_runs.py); an endpoint's `Output` makes their events.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions: generates the next message of a conversation."""
+"""POST /v1/chat/completions: generates the next message of a conversation.
+
+`server/app.py` passes `chat` to `stream.generate`, which sends what `ChatOutput` encodes.
+"""
 
 from __future__ import annotations
 

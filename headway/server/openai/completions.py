@@ -1,4 +1,7 @@
-"""POST /v1/completions: generates texts that continue prompts."""
+"""POST /v1/completions: generates texts that continue prompts.
+
+`server/app.py` passes `completions` to `stream.generate`, which sends what the output encodes.
+"""
 
 from __future__ import annotations
 
