@@ -125,7 +125,16 @@ FAMILIES = {
     "odd heads": Family("Llama", {"head_dim": 10, "intermediate_size": 150}),
 }  # fmt: skip
 FITTING = [name for name in FAMILIES if name != "odd heads"]
-ON_GGUF = ["llama, as small ones are", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "granite"]
+SIX_LAYERS = {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 32}
+ON_GGUF = {
+    "gemma3 as in GGUF files": Family("Gemma3Text", GEMMA | SIX_LAYERS),
+    **{
+        name: FAMILIES[name]
+        for name in (
+            "llama, as small ones are", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "granite",
+        )
+    },
+}  # fmt: skip
 BACKENDS: dict[str, Callable[[], Backend]] = {"native": NativeBackend, "plain": PlainBackend}
 
 
@@ -158,7 +167,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     def find(name: str) -> tuple[Path, Any]:
         if name not in made:
             folder = tmp_path_factory.mktemp("family")
-            save(FAMILIES[name], folder)
+            save((FAMILIES | ON_GGUF)[name], folder)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             made[name] = folder, model.eval()
         return made[name]

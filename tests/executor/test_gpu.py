@@ -134,9 +134,20 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize(
-    "about", (FAMILIES | OTHERS | SPARSE).values(), ids=[*FAMILIES, *OTHERS, *SPARSE]
-)
+ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+DERIVED = {
+    "granite": model("Granite", embedding_multiplier=12.0, num_attention_heads=2),
+    "smollm3": model("SmolLM3", no_rope_layers=[0], num_attention_heads=2),
+    "phi3": model("Phi3", original_max_position_embeddings=128, num_attention_heads=2),
+    "ministral3": model("Ministral3", rope_theta=None, rope_parameters=ROPE, num_attention_heads=2),
+}
+EVERY = FAMILIES | OTHERS | SPARSE | DERIVED  # docs/models.md lists their families
+
+
+@pytest.mark.parametrize("about", EVERY.values(), ids=list(EVERY))
 def test_every_architecture_generates_the_tokens_of_plain_torch(
     about: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

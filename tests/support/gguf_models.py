@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 ARCHITECTURES = {  # by model_type; q and k of some are interleaved
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "smollm3": "smollm3", "olmo2": "olmo2",
-    "granite": "granite",
+    "granite": "granite", "gemma3_text": "gemma3",
 }  # fmt: skip
 INTERLEAVED = ("llama", "smollm3", "granite")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -45,7 +45,7 @@ def write(folder: Path, path: Path, kind: Kind = Kind.F32) -> Path:
         if count and arch in INTERLEAVED:
             halves = array.reshape(values[count], 2, -1, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-        array = array.squeeze()
+        array = array.squeeze() + (arch == "gemma3" and name.endswith("norm.weight"))
         used = kind if ".layers." in name and array.ndim > 1 and "gate.w" not in name else Kind.F32
         writer.add_tensor(own, gguf.quantize(array, used), raw_dtype=used)
     writer.write_header_to_file()
@@ -65,20 +65,23 @@ def _add_keys(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
     for add in (writer.add_key_length, writer.add_value_length):
         add(values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"])
     writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
-    writer.add_rope_freq_base(values["rope_parameters"]["rope_theta"])
+    rope = values["rope_parameters"]
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_token_list([f"<{n}>" for n in range(values["vocab_size"])])
     adds = {
         "num_local_experts": writer.add_expert_count, "num_experts": writer.add_expert_count,
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "sliding_window": writer.add_sliding_window,
         "attention_multiplier": writer.add_attention_scale,
         "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale,
         "logits_scaling": writer.add_logit_scale,
     }  # fmt: skip
-    for key in adds.keys() & values.keys():
-        adds[key](values[key])
+    for key, add in adds.items():
+        if values.get(key) is not None:
+            add(values[key])
 
 
 def _stacked(folder: Path) -> dict[str, Array]:
