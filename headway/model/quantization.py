@@ -60,7 +60,9 @@ class Quantization:
     kept: tuple[str, ...] = ()  # modules whose matrices are floats: names, or re: and a pattern
 
     def keeps(self, module: str) -> bool:
-        """Whether the config lists the module as one whose matrix is in floats."""
+        """Whether the module's matrix is in floats: the config lists it, or it cannot be quantized."""
+        if self.layout == MXFP4 and ".experts." not in f"{module}.":
+            return True
         return any(
             re.match(name[3:], module)
             if name.startswith("re:")

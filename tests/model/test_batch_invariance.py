@@ -28,6 +28,7 @@ from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
 from headway.model.sharding import EVERYTHING, Part
 from headway.model.weights.checkpoint import DummyCheckpoint, QuantizedMatrix
+from headway.model.weights.mxfp4 import INTEGERS
 from tests.support import real
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
@@ -295,6 +296,25 @@ def test_quantized_products_are_exact_up_to_rounding(num_outputs: int, bits: int
             onto = torch.ones(num_rows, num_outputs)
             added = multiplied(packing.pack_groups(groups, None), x, onto)
             assert ((added - exact - 1).abs() <= most + 4 * EPSILON * (1 + exact.abs())).all()
+
+
+def test_products_with_codes_of_mxfp4_are_bit_identical_to_those_with_its_integers() -> None:
+    random_numbers = _generator(3)
+    for num_outputs, num_inputs in ((65, 160), (16, 32)):
+        shape = num_outputs, num_inputs
+        codes = torch.randint(16, shape, dtype=torch.uint8, generator=random_numbers)
+        scale = torch.randint(-9, 3, (num_outputs, num_inputs // 32), generator=random_numbers)
+        scale, integers = 2.0**scale, torch.tensor(INTEGERS, dtype=torch.uint8)
+        coded = QuantizedMatrix(q=codes, scale=scale, minimum=-12 * scale, bits=4, is_coded=True)
+        stacked = packing.stack([coded, coded])
+        wide = replace(stacked, q=integers[stacked.q.int()], bits=5, is_coded=False)
+        found, expected = (packing.pack_groups(each, None) for each in (stacked, wide))
+        assert found.num_bytes * 36 == expected.num_bytes * 20
+        for num_rows in (1, 2, 7, 8, 17, 40):
+            x = torch.randn(num_rows, num_inputs, generator=random_numbers)
+            assert torch.equal(multiplied(found, x, None), multiplied(expected, x, None))
+        ids = torch.arange(2 * num_outputs)
+        assert torch.equal(found.rows(ids), expected.rows(ids))
 
 
 @pytest.mark.parametrize("bits", [4, 5, 8, 32])

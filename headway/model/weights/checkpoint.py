@@ -27,6 +27,7 @@ class QuantizedMatrix:
     scale: torch.Tensor  # float32 [out, in / 32]
     minimum: torch.Tensor  # float32 [out, in / 32]
     bits: int  # 4, 5 or 8: q < 2 ** bits
+    is_coded: bool = False  # q are codes of MXFP4, which stand for integers (mxfp4.INTEGERS)
 
 
 class Checkpoint:

@@ -27,19 +27,14 @@ class SafetensorsCheckpoint(Checkpoint):
         self._quantized = None
         if given is not None and given.layout != MXFP4:
             self._quantized = QuantizedTensors(given, self._files)
-        experts = self.config.experts
-        self._stacks: StackedExperts | None = None
-        if experts is not None and experts.is_stacked:
-            self._stacks = StackedExperts(self._files, experts.num_experts)
+        self._stacks = StackedExperts(self._files, self.config.experts)
 
     def has(self, name: str) -> bool:
         is_stored = self._files.entry(name) is not None or self._is_quantized(name)
-        return super().has(name) and (
-            is_stored or (self._stacks is not None and self._stacks.has(name))
-        )
+        return super().has(name) and (is_stored or self._stacks.has(name))
 
     def read(self, name: str, part: Part = EVERYTHING) -> torch.Tensor:
-        if self._stacks is not None and self._stacks.has(name):
+        if self._stacks.has(name):
             return self._stacks.read(name, self._shapes[name], part)
         if (quantized := self._scaled(name, part)) is not None:
             return quantized.wide()
@@ -53,6 +48,8 @@ class SafetensorsCheckpoint(Checkpoint):
         return tensor.float() + offset if offset else tensor
 
     def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
+        if self._stacks.has(name):
+            return self._stacks.groups(name, self._shapes[name], part)
         found = self._scaled(name, part)
         return None if found is None else found.groups()
 
@@ -62,8 +59,6 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _scaled(self, name: str, part: Part) -> ScaledMatrix | None:
         """The matrix, or a part of it, in its quantized form; None if it is stored in floats."""
-        if self._stacks is not None and self._stacks.has(name):
-            return self._stacks.scaled(name, self._shapes[name], part)
         if self._quantized is None or not self._is_quantized(name):
             return None
         rows, columns = self._shapes[name]

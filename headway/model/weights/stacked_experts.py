@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from headway.errors import ModelError
+from headway.model.experts import Experts
 from headway.model.sharding import Part
 from headway.model.weights import mxfp4
+from headway.model.weights.checkpoint import QuantizedMatrix
 from headway.model.weights.quantized_tensors import FLOATS
 from headway.model.weights.safetensors_files import TensorFiles
-from headway.model.weights.scaled import ScaledMatrix
 
 NAME = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 TURNS = {"gate": ("gate_up_proj", 2, 0), "up": ("gate_up_proj", 2, 1), "down": ("down_proj", 1, 0)}
@@ -47,12 +48,13 @@ class Place(NamedTuple):
 class StackedExperts:
     """Reads the tensors of single experts, which have the names of other models' experts."""
 
-    def __init__(self, files: TensorFiles, num_experts: int) -> None:
-        self._files, self._num_experts = files, num_experts
+    def __init__(self, files: TensorFiles, experts: Experts | None) -> None:
+        self._files = files
+        self._num_experts = experts.num_experts if experts and experts.is_stacked else 0
 
     def has(self, name: str) -> bool:
         """Whether a tensor of this name is in a stack."""
-        return NAME.fullmatch(name) is not None
+        return self._num_experts > 0 and NAME.fullmatch(name) is not None
 
     def _place(self, name: str) -> Place:
         match = NAME.fullmatch(name)
@@ -73,12 +75,12 @@ class StackedExperts:
             return place.own(entry[place.expert, part.columns, rows].T)
         return mxfp4.dequantize(*self._blocks(place, shape, part))
 
-    def scaled(self, name: str, shape: tuple[int, ...], part: Part) -> ScaledMatrix | None:
-        """A part of a matrix as integers; None if it is not stored in MXFP4."""
+    def groups(self, name: str, shape: tuple[int, ...], part: Part) -> QuantizedMatrix | None:
+        """A part of a matrix in codes; None if it is not stored in MXFP4."""
         place = self._place(name)
         if place.is_bias or self._files.entry(place.blocks) is None:
             return None
-        return mxfp4.integers(*self._blocks(place, shape, part))
+        return mxfp4.groups(*self._blocks(place, shape, part))
 
     def _blocks(self, place: Place, shape: tuple[int, ...], part: Part) -> tuple[Tensor, Tensor]:
         stored = (shape[0] * place.step, shape[1] // mxfp4.BLOCK)

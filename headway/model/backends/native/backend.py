@@ -113,7 +113,7 @@ class NativeBackend:
             packed = packing.pack_wide(_floats(checkpoint, matrices), bias)
         else:
             groups = _groups(checkpoint, matrices)
-            if wanted is not None and wanted.bits == 8 and groups.bits == 4:
+            if wanted is not None and wanted.bits == 8 and groups.bits == 4 and not groups.is_coded:
                 groups = replace(groups, bits=5)  # the same numbers, one in each byte
             packed = packing.pack_groups(groups, bias)
         return packed.placed(self._arena)
@@ -204,7 +204,7 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
     """The file's groups if all have the same number of bits, otherwise new 8-bit groups."""
     found = [checkpoint.read_groups(name) for name in names]
     kept = [groups for groups in found if groups is not None]
-    if len(kept) < len(names) or len({groups.bits for groups in kept}) > 1:
+    if len(kept) < len(names) or len({(each.bits, each.is_coded) for each in kept}) > 1:
         kept = [packing.quantize(checkpoint.read(name)) for name in names]
     return packing.stack(kept) if len(kept) > 1 else kept[0]
 

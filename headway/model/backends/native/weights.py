@@ -16,6 +16,7 @@ from headway.model.backends.native.build import load
 from headway.model.weights.checkpoint import QuantizedMatrix
 
 GROUP = 32  # inputs that share a scale
+CODED = 5  # in place of bits, as in bytes.c: codes of MXFP4
 PANELS_PER_TASK = 4  # panels per task of the quantized product
 BYTE_PRODUCTS = (
     "portable C (the CPU has no dot products of bytes)",
@@ -136,6 +137,7 @@ def pack_groups(groups: QuantizedMatrix, bias: Tensor | None) -> NativeWeight:
     """Panels of `lanes` outputs; each group has quads of inputs, then scales and minimums."""
     lanes, (num_outputs, num_inputs) = layout().lanes, groups.q.shape
     q, minimum, bits = groups.q, groups.minimum, 4 if groups.bits == 4 else 8
+    kind = CODED if groups.is_coded else bits
     if layout().is_signed and groups.bits == 8:
         q, minimum = q - 128, minimum + 128 * groups.scale  # wraps: the same bytes, signed
     spare = -num_outputs % (lanes * PANELS_PER_TASK)
@@ -149,7 +151,7 @@ def pack_groups(groups: QuantizedMatrix, bias: Tensor | None) -> NativeWeight:
     ]
     sides = [half.contiguous().view(torch.uint8) for half in halves]
     packed = torch.cat([quads.flatten(2), *sides], dim=2)
-    return NativeWeight.of(packed, groups.q.shape, bits, GROUP, bias)
+    return NativeWeight.of(packed, groups.q.shape, kind, GROUP, bias)
 
 
 def pack_wide(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
@@ -194,4 +196,4 @@ def stack(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
         name: torch.cat([getattr(part, name) for part in parts])
         for name in ("q", "scale", "minimum")
     }
-    return QuantizedMatrix(bits=parts[0].bits, **joined)
+    return QuantizedMatrix(bits=parts[0].bits, is_coded=parts[0].is_coded, **joined)

@@ -2,7 +2,8 @@
 
    Weights are scale * q + minimum in groups of 32 inputs, with q of 4 or 8 bits. A panel contains
    LANES outputs. For each group it has first the q, four inputs of each output next to each other
-   (4-bit: two such quads share a byte, low nibble first), then scales and minimums as float16.
+   (4-bit: two such quads share a byte, low nibble first), then scales and minimums as float16. With
+   CODED in place of bits, q are the numbers of MXFP4, twice as large and 12 more, in codes of 4 bits.
    `dot` adds the products of four inputs of a row. */
 
 #if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
@@ -19,7 +20,9 @@
 #define BYTE_PRODUCTS 0 /* plain C */
 #endif
 #define GROUP 32 /* inputs that share a scale */
-#define GROUP_BYTES(bits) (LANES * GROUP * (bits) / 8 + LANES * 4)
+#define CODED 5
+#define PACKED(bits) ((bits) == 8 ? 8 : 4) /* bits of a number in memory */
+#define GROUP_BYTES(bits) (LANES * GROUP * PACKED(bits) / 8 + LANES * 4)
 #if BYTE_PRODUCTS == 4
 #define TILES 1
 #define INTERLEAVED 16 /* rows whose groups of bytes are interleaved */
@@ -33,6 +36,8 @@ ALWAYS int quad_of(const int row, const int quad) {
     return TILES ? row * GROUP + quad * 4 : (quad * INTERLEAVED + row) * 4;
 }
 
+static const uint8_t decoded[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 ALWAYS int32_t four(const int8_t *x) {
     int32_t together;
     memcpy(&together, x, 4);
@@ -45,6 +50,9 @@ typedef __m512i bytes;
 ALWAYS bytes load_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
 ALWAYS bytes low(bytes b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
 ALWAYS bytes high(bytes b) { return low(_mm512_srli_epi16(b, 4)); }
+ALWAYS bytes decode(bytes b) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)decoded)), b);
+}
 ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
                 const int quad) {
     return (ivec)_mm512_dpbusd_epi32((__m512i)sums, q, _mm512_set1_epi32(four(x + quad_of(row, quad))));
@@ -58,6 +66,9 @@ typedef __m256i bytes;
 ALWAYS bytes load_bytes(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 ALWAYS bytes low(bytes b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
 ALWAYS bytes high(bytes b) { return low(_mm256_srli_epi16(b, 4)); }
+ALWAYS bytes decode(bytes b) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)decoded)), b);
+}
 ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
                 const int quad) {
     __m256i quads = _mm256_set1_epi32(four(x + quad_of(row, quad)));
@@ -73,6 +84,7 @@ typedef uint8x16_t bytes;
 ALWAYS bytes load_bytes(const uint8_t *p) { return vld1q_u8(p); }
 ALWAYS bytes low(bytes b) { return vandq_u8(b, vdupq_n_u8(15)); }
 ALWAYS bytes high(bytes b) { return vshrq_n_u8(b, 4); }
+ALWAYS bytes decode(bytes b) { return vqtbl1q_u8(vld1q_u8(decoded), b); }
 ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
                 const int quad) {
     int8x16_t w = vreinterpretq_s8_u8(q);
@@ -93,6 +105,10 @@ typedef uint8_t bytes __attribute__((vector_size(LANES * 4)));
 ALWAYS bytes load_bytes(const uint8_t *p) { bytes b; memcpy(&b, p, sizeof b); return b; }
 ALWAYS bytes low(bytes b) { return b & 15; }
 ALWAYS bytes high(bytes b) { return b >> 4; }
+ALWAYS bytes decode(bytes b) {
+    for (int i = 0; i < LANES * 4; i++) b[i] = decoded[b[i]];
+    return b;
+}
 ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
                 const int quad) {
     x += quad_of(row, quad);

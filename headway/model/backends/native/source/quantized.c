@@ -81,6 +81,12 @@ ALWAYS vec add_group(vec sums, vec dots, vec scale, vec minimum, QuantizedRows x
     return sums;
 }
 
+/* The q of one of two quads that share their bytes. */
+ALWAYS bytes half_of(bytes b, const int is_high, const int bits) {
+    b = is_high ? high(b) : low(b);
+    return bits == CODED ? decode(b) : b;
+}
+
 /* out[rows, panels] from some rows and neighbouring panels. Prefetches weights if `starts`: other rows
    find them in a cache. */
 ALWAYS void quantized_tile(const int rows, const int panels, const int bits, const uint8_t *w,
@@ -118,8 +124,8 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
             bytes b[QUANT_PANELS];
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++) {
-                b[p] = load_bytes(group + p * panel + quad * bits / 8 * LANES * 4);
-                if (bits == 4) b[p] = quad % 2 ? high(b[p]) : low(b[p]);
+                b[p] = load_bytes(group + p * panel + quad * PACKED(bits) / 8 * LANES * 4);
+                if (bits != 8) b[p] = half_of(b[p], quad % 2, bits);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
@@ -128,7 +134,7 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
         }
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) {
-            const uint16_t *halves = (const uint16_t *)(group + p * panel + LANES * 4 * bits);
+            const uint16_t *halves = (const uint16_t *)(group + p * panel + LANES * 4 * PACKED(bits));
             vec scale = load_halves(halves), minimum = load_halves(halves + LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
@@ -166,6 +172,7 @@ static void quantized_tiles_of(int rows, int is_single, int64_t bits, const uint
                                float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
 #define BITS(n, panels)                                                    \
     if (bits == 4) quantized_tiles(n, panels, 4, w, x, starts, out);       \
+    else if (bits == CODED) quantized_tiles(n, panels, CODED, w, x, starts, out); \
     else quantized_tiles(n, panels, 8, w, x, starts, out);
 #define CASE(n) case n: BITS(n, PANELS_IN_CACHE) break;
     if (is_single) {
@@ -230,13 +237,14 @@ static void quantized_weight_row(int64_t id, int64_t K, const uint8_t *w, int64_
     const uint8_t *panel = w + id / LANES * groups * GROUP_BYTES(bits);
     const int lane = (int)(id % LANES);
     for (int64_t g = 0; g < groups; g++, panel += GROUP_BYTES(bits)) {
-        const uint16_t *halves = (const uint16_t *)(panel + LANES * 4 * bits);
+        const uint16_t *halves = (const uint16_t *)(panel + LANES * 4 * PACKED(bits));
         const float scale = load_halves(halves)[lane], minimum = load_halves(halves + LANES)[lane];
         for (int i = 0; i < GROUP; i++) {
-            const int quad = bits == 4 ? i / 8 : i / 4;
+            const int quad = bits == 8 ? i / 4 : i / 8;
             int q = panel[quad * LANES * 4 + lane * 4 + i % 4];
-            if (bits == 4) q = i / 4 % 2 ? q >> 4 : q & 15;
+            if (bits != 8) q = i / 4 % 2 ? q >> 4 : q & 15;
             else if (SIGNED) q = (int8_t)q;
+            if (bits == CODED) q = decoded[q];
             y[g * GROUP + i] = scale * (float)q + minimum;
         }
     }

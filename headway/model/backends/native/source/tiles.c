@@ -61,13 +61,13 @@ static void end_tiles(void) { __asm__ volatile("tilerelease"); }
 /* Expand the groups of panels, one after the other. */
 ALWAYS void expand(const uint8_t *panel, int64_t bits, int64_t groups, Expanded *expanded) {
     for (int64_t g = 0; g < groups; g++, panel += GROUP_BYTES(bits), expanded++) {
-        for (int j = 0; j < bits; j++) {
+        for (int j = 0; j < PACKED(bits); j++) {
             const bytes b = load_bytes(panel + j * LANES * 4);
             __builtin_prefetch(panel + j * LANES * 4 + PREFETCH_BYTES);
-            _mm512_store_si512(expanded->q[bits == 4 ? 2 * j : j], bits == 4 ? low(b) : b);
-            if (bits == 4) _mm512_store_si512(expanded->q[2 * j + 1], high(b));
+            _mm512_store_si512(expanded->q[bits == 8 ? j : 2 * j], bits == 8 ? b : half_of(b, 0, bits));
+            if (bits != 8) _mm512_store_si512(expanded->q[2 * j + 1], half_of(b, 1, bits));
         }
-        const uint16_t *halves = (const uint16_t *)(panel + LANES * 4 * bits);
+        const uint16_t *halves = (const uint16_t *)(panel + LANES * 4 * PACKED(bits));
         store(expanded->scale, load_halves(halves));
         store(expanded->minimum, load_halves(halves + LANES));
     }
@@ -115,6 +115,7 @@ static void tiles_task(int64_t task, QuantizedRows x, int64_t M, const uint8_t *
     Expanded expanded[QUANT_PANELS * groups];
     begin_tiles();
     if (bits == 4) expand(narrow, 4, panels * groups, expanded);
+    else if (bits == CODED) expand(narrow, CODED, panels * groups, expanded);
     else expand(narrow, 8, panels * groups, expanded);
     for (int64_t m = 0; m < M; m += INTERLEAVED) {
         const int rows = M - m < INTERLEAVED ? (int)(M - m) : INTERLEAVED;
