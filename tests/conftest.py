@@ -83,6 +83,7 @@ LONGEST = "fleet/test_ray.py"  # two minutes, mostly of waiting
 # Files that need the weights of the bundled model or transformers, which a process loads once.
 LOADING = (
     "end_to_end/test_real_equality.py",
+    "end_to_end/test_real_experts.py",
     "end_to_end/test_real_families.py",
     "end_to_end/test_real_run.py",
     "end_to_end/test_real_windows.py",
