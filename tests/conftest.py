@@ -116,6 +116,15 @@ def pytest_collection() -> Generator[None, Any, Any]:
         _let_loggers_propagate()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Fork the process whose forks are servers of tests, before there are threads."""
+    if "tests.support.processes" in sys.modules and shutil.which("nvidia-smi") is None:  # nor CUDA
+        from tests.support.processes import start_forks
+
+        start_forks()
+
+
 def _let_loggers_propagate() -> None:
     """Pytest adds its handlers to every other logger three times per test; torch has 40 of them."""
     for logger in logging.Logger.manager.loggerDict.values():

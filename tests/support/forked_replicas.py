@@ -1,23 +1,18 @@
 """Replicas in processes of their own that start in milliseconds: forks of one that has the model.
 
-    python -m tests.support.forked_replicas MODEL HOLD
-
-Reads names of replicas from its standard input. Each new replica prints its name, process id and
-port. All of them end with the first process.
+It gets the names of replicas. Each new replica says its name, process id and port. All of them end
+with the first process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 from headway import LLM, Plan
@@ -26,8 +21,8 @@ from headway.fleet.discovery import Announced
 from headway.remote.auth import Identity
 from headway.remote.service import EngineService
 from tests.support.held import Held, Hold
+from tests.support.processes import FORKS
 
-ROOT = Path(__file__).parents[2]
 KEY = b"key"
 MODEL = Identity(name="", model="tiny", block_size=8)
 SETTINGS: dict[str, Any] = {"num_blocks": 400, "block_size": 8, "max_num_seqs": 64, "threads": 1}
@@ -43,45 +38,45 @@ class Poisoned(Held):
         return super().launch(plan)
 
 
-async def serve(llm: LLM, name: str, parent: int, hold: Hold) -> None:
+async def serve(llm: LLM, name: str, parent: int, hold: Hold, said: Connection) -> None:
     llm.engine.executor = Poisoned(llm.engine.executor, hold)
     client = ThreadClient(llm.engine, report_load=True)
     identity = Identity(name=name, model=MODEL.model, block_size=MODEL.block_size)
     address = await EngineService(client, identity, KEY).start(("127.0.0.1", 0))
     assert isinstance(address, tuple)
-    sys.stdout.write(json.dumps([name, os.getpid(), address[1]]) + "\n")  # in one piece
-    sys.stdout.flush()
+    said.send((name, os.getpid(), address[1]))  # in one piece
     while os.getppid() == parent:
         await asyncio.sleep(0.2)
     os._exit(0)
 
 
-def main(model: str, hold: str) -> None:
+def main(model: str, hold: Hold, asked: Connection, said: Connection) -> None:
     llm, parent = LLM(model, **SETTINGS), os.getpid()
-    for name in sys.stdin:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # those that were killed
-                pass
-        if os.fork() == 0:
-            asyncio.run(serve(llm, name.strip(), parent, Hold(hold)))
+    with suppress(EOFError):
+        while name := asked.recv():
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:  # those that were killed
+                    pass
+            if os.fork() == 0:
+                asyncio.run(serve(llm, name, parent, hold, said))
 
 
 @dataclass
 class ForkedReplicas:
     """A directory of replicas that can be started and killed."""
 
-    process: subprocess.Popen[str]
+    asked: Connection
+    said: Connection
     hold: Hold
     found: dict[str, tuple[str, int]] = field(default_factory=dict)  # announced: host and port
     pids: dict[str, int] = field(default_factory=dict)
 
     def start(self, *names: str) -> None:
         """Start and announce replicas, and wait for them."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write("".join(f"{name}\n" for name in names))
-        self.process.stdin.flush()
+        for name in names:
+            self.asked.send(name)
         for _ in names:
-            name, pid, port = json.loads(self.process.stdout.readline())
+            name, pid, port = self.said.recv()
             self.found[name], self.pids[name] = ("127.0.0.1", port), pid
 
     def kill(self, name: str) -> None:
@@ -104,17 +99,16 @@ class ForkedReplicas:
 @contextmanager
 def forked_replicas(model: str, hold: Hold) -> Iterator[ForkedReplicas]:
     """No replicas yet; at the end, all of them end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.forked_replicas", model, hold.path], cwd=ROOT,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    made = ForkedReplicas(process, hold)
+    (asked, ask), (answer, said) = FORKS.Pipe(duplex=False), FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=main, args=(model, hold, asked, said))
+    process.start()
+    for end in (asked, said):
+        end.close()
+    made = ForkedReplicas(ask, answer, hold)
     try:
         yield made
     finally:
         made.kill_all()
-        process.communicate()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        ask.close()
+        process.join()
+        answer.close()

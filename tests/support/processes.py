@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import random
 import runpy
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing import forkserver, get_context, reduction
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.waiting import LIMIT
 
@@ -27,6 +30,40 @@ MAIN = "import sys; from tests.support.scripted import main; main(sys.argv[1])"
 PATIENT = {"head_timeout": LIMIT, "keep_alive_timeout": LIMIT, "stall_timeout": LIMIT}
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.wire.server", "tests.support.forked_ranks"])
+
+
+def start_forks() -> None:
+    """Start the server of FORKS as a fork of this process, which has imported what it needs.
+
+    By itself, it is a new program, which imports everything again: 3 s of CPU for each process of
+    pytest. This one must have a single thread, except for the one of pytest-xdist.
+    """
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # because of that thread
+        patch.setattr(forkserver.util, "spawnv_passfds", _fork_program)  # type: ignore[attr-defined]
+        forkserver.ensure_running()
+
+
+def _fork_program(_path: str, arguments: list[str], files: list[int]) -> int:
+    """What starts `python -c`, with a fork."""
+    if pid := os.fork():
+        return pid
+    try:
+        _become_new(files)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
+
+
+def _become_new(files: list[int]) -> None:
+    """Share nothing with the process that was forked, except for these files and what is printed."""
+    with open(os.devnull, "r+b", buffering=0) as nothing:
+        kept = {0, 1, 2, nothing.fileno(), *files}
+        for number in {int(name) for name in os.listdir("/proc/self/fd")} - kept:
+            os.dup2(nothing.fileno(), number, inheritable=False)  # so that nothing else gets it
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    logging.root.handlers.clear()
+    forkserver._forkserver.__init__()  # type: ignore[misc]
 
 
 def stable_port() -> int:
