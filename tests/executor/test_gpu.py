@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from headway import Config, Scheduler, preset
@@ -24,10 +26,14 @@ from headway.executor.cpu import CpuExecutor
 from headway.executor.gpu.graphs import Graphs, padded_rows
 from headway.executor.gpu.mixed_pass import PassInputs, PassSize, captured_sizes
 from headway.executor.sampling.logprobs import ExtraOutputs
+from headway.model.backends.base import Backend
 from headway.model.backends.plain import PlainBackend
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
+from headway.model.footprint import footprint
+from headway.model.loader import open_checkpoint
+from headway.model.precision import weight_bytes
 from headway.model.weights.checkpoint import DummyCheckpoint
 from headway.plan import Chunk, Copy, Embedding, Plan
 from headway.request import Pooling, Request, RequestParams
@@ -40,6 +46,7 @@ from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
 from headway.model.backends import gpu
 from headway.model.backends.gpu import GpuBackend
 from headway.model.kernels.attention.splits import HALVES, LEADING, SPLIT_COUNTS
+from tests.model.test_checkpoint import encoded, random_groups, weights_of, write_gguf
 from tests.support.events import Events
 
 pytestmark = pytest.mark.usefixtures("small_padding")
@@ -154,6 +161,31 @@ def test_every_architecture_generates_the_tokens_of_plain_torch(
     monkeypatch.setattr(gpu.GpuPass, "max_few_experts", 2)  # of at most 4 rows
     config = settings()
     assert answers(on_device, config, about, async_scheduling=1) == answers(plain, config, about)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K])
+def test_weights_of_a_gguf_file_are_dequantized_for_a_gpu(kind: Kind, tmp_path: Path) -> None:
+    about = model("Llama", hidden_size=256, intermediate_size=256)
+    encode = random_groups(kind, {})
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", about, weights_of(about), encode))
+    backend = GpuBackend(torch.bfloat16, DEVICE)
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        weight = backend.weight(checkpoint, [f"model.layers.0.{name}"])
+        stored = checkpoint.read(f"model.layers.0.{name}.weight")
+        assert stored.std() > 0 and torch.equal(weight.matrix.cpu(), stored.bfloat16())
+    assert footprint(checkpoint, torch.device("cuda")).weights == weight_bytes(about, backend)
+
+
+def test_a_gguf_file_generates_the_same_tokens_on_a_gpu(tmp_path: Path) -> None:
+    about, config = model(num_attention_heads=2, intermediate_size=64), settings()
+    file = write_gguf(tmp_path / "m.gguf", about, weights_of(about), encoded(Kind.Q8_0))
+
+    def with_file(make: Callable[[Decoder], Executor], backend: Backend) -> list[list[int]]:
+        decoder = Decoder(open_checkpoint(file), backend)
+        return answers(lambda *_: make(decoder), config, about, count=2)
+
+    found = with_file(lambda each: GpuExecutor(each, config), GpuBackend(torch.float32, DEVICE))
+    assert found == with_file(lambda each: CpuExecutor(each, config), PlainBackend())
 
 
 @pytest.mark.parametrize("max_model_len", [16, 64])

@@ -73,6 +73,20 @@ def encoded(kind: Kind) -> Encode:
     return encode
 
 
+def random_groups(kind: Kind, stored: dict[str, Array]) -> Encode:
+    """Encode matrices with 256 inputs as random bytes, which are kept in `stored`."""
+    random, group_bytes = np.random.default_rng(3), gguf.GGML_QUANT_SIZES[kind][1]
+
+    def encode(name: str, rows: Array) -> tuple[Array, Kind]:
+        if rows.ndim == 1:
+            return rows, Kind.F32
+        # Small bytes, so that every float16 scale is finite.
+        stored[name] = random.integers(1, 17, (len(rows), group_bytes), dtype=np.uint8)
+        return stored[name], kind
+
+    return encode
+
+
 def write_gguf(
     path: Path,
     config: ModelConfig,
@@ -176,16 +190,8 @@ def test_other_types_have_no_groups(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", BIG_GROUPS)
 def test_types_that_only_dequantize_are_read_by_rows(kind: Kind, tmp_path: Path) -> None:
     config = config_of(hidden_size=256, intermediate_size=256)
-    random, stored = np.random.default_rng(3), {}
-    group_bytes = gguf.GGML_QUANT_SIZES[kind][1]
-
-    def encode(name: str, rows: Array) -> tuple[Array, Kind]:
-        if rows.ndim == 1:
-            return rows, Kind.F32
-        # Small bytes, so that every float16 scale is finite.
-        stored[name] = random.integers(1, 17, (len(rows), group_bytes), dtype=np.uint8)
-        return stored[name], kind
-
+    stored = dict[str, Array]()
+    encode = random_groups(kind, stored)
     path = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encode)
     checkpoint = open_checkpoint(path)
     for name, raw in stored.items():
