@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,26 +14,20 @@ from headway.fleet.client import FleetClient
 from headway.fleet.routing import round_robin
 from headway.fleet.settings import FleetSettings
 from headway.remote.client import SocketClient
+from tests.support.fleet_replica import replica
 from tests.support.held import Hold
+from tests.support.processes import Forked
 from tests.support.scripted import END, script
 from tests.support.waiting import on_loop, until
 
-ROOT = Path(__file__).parents[2]
 # A replica that is not stopped may pause for less without being lost.
 SETTINGS = FleetSettings(hang_seconds=10.0, max_replica_losses=3)
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fleet_replica", str(tmp_path / name),
-             str(tmp_path / "hold")], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        )
-        for name in "abc"
-    }  # fmt: skip
-    for process in started.values():
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+def processes(tmp_path: Path) -> Iterator[dict[str, Forked]]:
+    hold = Hold(str(tmp_path / "hold"))
+    started = {name: replica(tmp_path / name, hold) for name in "abc"}
     yield started
     for process in started.values():
         process.kill()
@@ -44,7 +36,7 @@ def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 @on_loop
 async def test_killed_and_stopped_processes_are_replaced(
-    processes: dict[str, subprocess.Popen[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    processes: dict[str, Forked], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clients = {name: SocketClient(tmp_path / name) for name in "abc"}
     hold = Hold(str(tmp_path / "hold"))

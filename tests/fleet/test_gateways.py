@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -24,11 +22,12 @@ from headway.fleet.shared_counters import GAUGES, NAMES, TOTALS, SharedCounters
 from headway.remote.client import SocketClient
 from headway.server.process.serve import ServerFactory, bind
 from headway.server.process.workers import MakeClient, Supervisor
+from tests.support.fleet_replica import replica
 from tests.support.held import Hold
+from tests.support.processes import FORKS
 from tests.support.scripted import END, MiniApp, mini_served
 from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 NUM_GATEWAYS = 2
 
 
@@ -79,16 +78,9 @@ class _NoPid:
 @pytest.fixture
 def replicas(tmp_path: Path) -> Iterator[list[Path]]:
     paths = [tmp_path / name for name in "ab"]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fleet_replica", str(path),
-             str(tmp_path / "hold")], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        )
-        for path in paths
-    ]  # fmt: skip
-    for process in started:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    Hold(str(tmp_path / "hold")).release()
+    hold = Hold(str(tmp_path / "hold"))
+    started = [replica(path, hold) for path in paths]
+    hold.release()
     yield paths
     for process in started:
         process.kill()
@@ -119,8 +111,9 @@ class Replicas:
 
 
 def test_a_gateway_that_is_killed_is_replaced_and_its_counts_stay(
-    replicas: list[Path], tmp_path: Path
+    replicas: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("headway.server.process.workers.CONTEXT", FORKS)
     counters, num_sent = tmp_path / "counters", 8
     SharedCounters.create(counters, NUM_GATEWAYS)
     factory = ServerFactory(make_engine=partial(mini_served, 0.0), make_app=DescribingApp)
