@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ModelError
-from headway.model.config_keys import refuse_unread
+from headway.model.config_keys import refuse_unread, text_values
 from headway.model.experts import MATRICES, hf_fields
 from headway.model.families import family_of_gguf, family_of_hf
 from headway.model.fields import Fields
@@ -190,7 +190,7 @@ class ModelConfig(Variant):
 def load_hf(path: Path) -> ModelConfig:
     """Read config.json, given its path or folder, with the end tokens of generation_config.json."""
     file = path / "config.json" if path.is_dir() else path
-    values = read_json(file)
+    values = text_values(read_json(file))
     beside = file.with_name("generation_config.json")
     if beside.exists():
         ends = Fields(read_json(beside), str(beside)).ids("eos_token_id")
@@ -213,6 +213,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     """Build the config from the values of a config.json; `where` names the file in errors."""
+    values = text_values(values)
     family = family_of_hf(Fields(values, where))
     fields = Fields({**family.defaults, **values}, where)
     key, activation = family.activation

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from headway.model.fields import Fields
 
 # Keys without an effect on inference: of training, of generation's defaults, of other programs.
@@ -47,6 +50,23 @@ OFF: dict[str, object] = {
     "use_bidirectional_attention": False,
     "use_mrope": False,
 }
+
+# Of models with images: their names, and the keys beside text_config that the text does not use.
+WITH_IMAGES = ["Mistral3ForConditionalGeneration"]
+OF_IMAGES = frozenset({
+    "architectures", "image_token_id", "image_token_index", "model_type",
+    "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config",
+    "vision_config", "vision_feature_layer",
+})  # fmt: skip
+
+
+def text_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a model's text part, which alone is loaded of a model with images."""
+    inner = values.get("text_config")
+    if values.get("architectures") != WITH_IMAGES or not isinstance(inner, Mapping):
+        return dict(values)
+    outer = {key: value for key, value in values.items() if key not in OF_IMAGES}
+    return outer | {key: value for key, value in inner.items() if value is not None}
 
 
 def refuse_unread(

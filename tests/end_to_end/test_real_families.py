@@ -223,6 +223,27 @@ def test_logits_and_tokens_equal_transformers(saved: Saved, name: str, backend: 
     check_against_transformers(Decoder(open_checkpoint(folder), BACKENDS[backend]()), reference)
 
 
+def test_the_text_model_of_a_model_with_images_is_loaded(saved: Saved, tmp_path: Path) -> None:
+    from transformers import Ministral3Config, Mistral3Config, Mistral3ForConditionalGeneration
+
+    folder, reference = saved("ministral3")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    vision = {"model_type": "pixtral", "num_attention_heads": 2, "image_size": 32, **sizes}
+    text = Ministral3Config.from_pretrained(folder)
+    whole = Mistral3ForConditionalGeneration(
+        Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    )
+    whole.model.language_model.load_state_dict(reference.model.state_dict())
+    whole.lm_head.load_state_dict(reference.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    checkpoints = open_checkpoint(tmp_path), open_checkpoint(folder)
+    assert checkpoints[0].config == checkpoints[1].config
+    found, expected = (
+        real.logits_of(Decoder(each, PlainBackend()), prompts(1)["150"]) for each in checkpoints
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", ON_GGUF)
 def test_gguf_files_equal_transformers(saved: Saved, name: str, tmp_path: Path) -> None:
     folder, reference = saved(name)

@@ -106,6 +106,18 @@ def test_a_part_equals_the_cut_of_the_whole(opened: Opened, name: str) -> None:
             assert groups is None or torch.equal(expand(groups), floats[each][part])
 
 
+def test_matrices_of_the_text_part_of_a_model_with_images_are_found(tmp_path: Path) -> None:
+    def change(stored: Tensors) -> None:
+        for key in list(stored):
+            stored[f"language_model.{key}"] = stored.pop(key)
+
+    scheme = SCHEMES["fp8 with a scale per matrix"]
+    floats = quantized.write(tmp_path, scheme, change)
+    checkpoint = open_checkpoint(tmp_path)
+    assert all(torch.equal(checkpoint.read(name), floats[name]) for name in floats)
+    assert checkpoint.read_fp8(f"{DOWN}.weight") is not None
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_missing_or_wrong_tensor_is_named(name: str, tmp_path: Path) -> None:
     """For each tensor of a format: it is missing, has another shape, or has another type."""

@@ -319,6 +319,30 @@ def test_an_invalid_value_is_named(changes: dict[str, Any], detail: str) -> None
     assert detail in error_of(**changes)
 
 
+def test_the_text_part_of_a_model_with_images_is_read() -> None:
+    text = {**values_of("ministral3"), "architectures": None}
+    fp8 = {
+        "activation_scheme": "static", "dequantize": False, "quant_method": "fp8",
+        "modules_to_not_convert": ["model.vision_tower", "lm_head"], "weight_block_size": None,
+    }  # fmt: skip
+    whole = {
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+        "dtype": "bfloat16", "image_token_index": 10, "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu", "quantization_config": fp8, "spatial_merge_size": 2,
+        "text_config": text, "vision_config": {"model_type": "pixtral"}, "vision_feature_layer": -1,
+    }  # fmt: skip
+    found = from_hf(whole, "config.json")
+    assert found == from_hf({**text, "quantization_config": fp8}, "config.json")
+    assert found.architecture == "ministral3" and found.quantization is not None
+    for changes, detail in (
+        ({"text_config": None}, "Mistral3ForConditionalGeneration is not supported"),
+        ({"text_config": {**text, "model_type": "mamba"}}, "'mamba' is not supported"),
+        ({"projector_depth": 2}, "projector_depth 2 is not supported"),
+    ):
+        with pytest.raises(ModelError, match=detail):
+            from_hf({**whole, **changes}, "config.json")
+
+
 # Config files of published models, without the numbers of token ids and sizes.
 COMMON_KEYS: dict[str, Any] = {
     "hidden_act": "silu", "initializer_range": 0.02, "rope_scaling": None, "pad_token_id": 0,

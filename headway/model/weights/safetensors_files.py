@@ -40,8 +40,12 @@ class TensorFiles:
         return found
 
     def _stored(self, name: str) -> str:
-        """The name in the file: a model saved without its head has no `model.` prefix."""
-        return name if name in self._files else name.removeprefix("model.")
+        """The name in the file.
+
+        A model saved without its head has no `model.` prefix; one with images has another before it.
+        """
+        names = (name, name.removeprefix("model."), f"language_model.{name}")
+        return next((each for each in names if each in self._files), name)
 
 
 def safetensors_files(folder: Path) -> list[Path]:
