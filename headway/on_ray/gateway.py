@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -84,7 +85,7 @@ def serve_fleet(
             backend = KeptFleet(folder, options, on_ready)
             return Supervisor(factory, bound, num_gateways, lambda _: backend).run(ready)
         info, identity = wait_for_model(folder, on_ready)
-        engine = gateway_engine(FileDirectory(folder / LIST), identity, options)
+        engine = AsyncEngine(fleet_client(FileDirectory(folder / LIST), identity, options))
         serving = serve_http(
             factory, engine, info, Listener(fileno=bound.detach()), ready=ready,
             on_start=partial(install_signal_handlers, factory.grace),
@@ -93,19 +94,18 @@ def serve_fleet(
     return 0
 
 
+@dataclass
 class KeptFleet:
     """The replicas of a keeper, as the backend of several gateways. `kept` ends them."""
 
+    folder: Path
+    options: FleetOptions
+    on_ready: Callable[[int], None]
     exit_status = None
 
-    def __init__(
-        self, folder: Path, options: FleetOptions, on_ready: Callable[[int], None]
-    ) -> None:
-        self._folder, self._options, self._on_ready = folder, options, on_ready
-
     def start(self) -> tuple[MakeClient, Any]:
-        info, identity = wait_for_model(self._folder, self._on_ready)
-        return partial(_gateway_client, self._folder, identity, self._options), info
+        info, identity = wait_for_model(self.folder, self.on_ready)
+        return partial(_gateway_client, self.folder, identity, self.options), info
 
     def stop(self) -> None: ...
     def kill(self) -> None: ...
@@ -186,12 +186,8 @@ def wait_for_model(folder: Path, on_ready: Callable[[int], None]) -> tuple[Any, 
         time.sleep(0.05)
 
 
-def gateway_engine(directory: Directory, identity: Identity, options: FleetOptions) -> AsyncEngine:
-    """The engine of a gateway: all replicas behind one client."""
-    return AsyncEngine(fleet_client(directory, identity, options))
-
-
 def fleet_client(directory: Directory, identity: Identity, options: FleetOptions) -> FleetClient:
+    """All replicas behind one client."""
     return DiscoveredFleet(
         directory, identity, options.key, route=parse_route(options.route),
         settings=options.settings,

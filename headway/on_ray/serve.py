@@ -23,11 +23,12 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.queries import GetProblem
 from headway.engine.thread_client import ThreadClient
 from headway.errors import ExecutorError, HeadwayError
 from headway.on_ray.directory import RayDirectory
-from headway.on_ray.gateway import gateway_engine
+from headway.on_ray.gateway import fleet_client
 from headway.on_ray.options import FleetOptions
 from headway.on_ray.private import is_stopping
 from headway.on_ray.ranks import placement
@@ -221,7 +222,7 @@ class Gateway:
             while (model := await asyncio.to_thread(directory.model)) is None:
                 await asyncio.sleep(0.1)
         info, identity = pickle.loads(model)
-        self._engine = gateway_engine(directory, identity, options)
+        self._engine = AsyncEngine(fleet_client(directory, identity, options))
         await self._engine.start()
         self._app = factory.make_app(self._engine, info)
         self._stopping = asyncio.create_task(self._stop(factory.grace))

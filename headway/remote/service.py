@@ -132,21 +132,17 @@ class EngineService:
                     await asyncio.sleep(0.01)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        is_admitted = False
         try:
             async with asyncio.timeout(auth.HANDSHAKE_SECONDS):
                 await auth.admit_client(reader, writer, self.identity, self._key)
-            is_admitted = True
-        except (*auth.LOST, ExecutorError) as error:
-            peer, reason = (
-                writer.get_extra_info("peername"),
-                str(error) or "it sent nothing in time",
-            )
-            log.warning("the connection of the client at %s was refused: %s", peer, reason)
+        except BaseException as error:  # also if this task was cancelled
+            writer.close()
+            if not isinstance(error, (*auth.LOST, ExecutorError)):
+                raise
+            peer = writer.get_extra_info("peername")
+            problem = auth.describe(error)
+            log.warning("the connection of the client at %s was refused: %s", peer, problem)
             return
-        finally:
-            if not is_admitted:  # also if this task was cancelled
-                writer.close()
         client = self._connected(writer)
         try:
             async for messages in read_items(reader, to_engine()):
