@@ -34,11 +34,6 @@ class PrefixTracker:
             found = self.slots[replica] = next(each for each in count() if each not in used)
         return found
 
-    def num_keys(self, replica: str) -> int:
-        bit = 1 << self.slots[replica] if replica in self.slots else 0
-        pairs = zip(self._holders, self._num_keys, strict=True)
-        return sum(number for holders, number in pairs if holders & bit)
-
     def apply(
         self, replica: str, added: Sequence[bytes], removed: Sequence[bytes], cleared: bool = False
     ) -> None:

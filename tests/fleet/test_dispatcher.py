@@ -14,6 +14,7 @@ from headway.fleet.replica import PROBE_TICKS, TICK_SECONDS, Replica
 from headway.fleet.settings import FleetSettings
 from headway.request import RequestParams
 from tests.support.scripted_fleet import SETTINGS, World, end_of, expected_tokens
+from tests.support.tracked import num_keys
 
 
 @pytest.fixture
@@ -329,7 +330,7 @@ def test_messages_of_a_lost_replica_are_ignored(world: World) -> None:
     for batch in world.scripted(replica).outbox:
         world.fleet.receive(replica, batch)
     tracker = world.fleet.router.tracker
-    assert world.tokens[id] == [[]] and not sum(map(tracker.num_keys, tracker.slots))
+    assert world.tokens[id] == [[]] and not num_keys(tracker)
 
 
 def test_messages_of_an_earlier_stay_are_ignored(world: World) -> None:

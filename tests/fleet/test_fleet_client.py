@@ -22,7 +22,7 @@ from headway.fleet.settings import FleetCounters, FleetSettings
 from tests.support.faults import Faults
 from tests.support.held import Held, Hold
 from tests.support.scripted import END, make_engine, script
-from tests.support.tracked import holds
+from tests.support.tracked import holds, num_keys
 from tests.support.waiting import LIMIT, on_loop, until
 
 
@@ -242,7 +242,7 @@ async def test_the_tracker_equals_the_pools() -> None:
             await until(lambda name=name, keys=keys: holds(tracker, name, keys))  # type: ignore[misc]
             assert keys
         await fleet.client.remove("a")
-        assert tracker.num_keys("a") == 0
+        assert num_keys(tracker, "a") == 0
 
 
 @on_loop

@@ -16,7 +16,7 @@ from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler.policies.presets import preset
-from tests.support.tracked import holds
+from tests.support.tracked import holds, num_keys
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
 CHAT = "requests=60,arrivals=poisson(10),prompt=lognormal(800,0.8),output=lognormal(60,0.7)"
@@ -131,7 +131,7 @@ def test_the_router_knows_exactly_what_the_caches_hold(async_scheduling: bool) -
         assert holds(tracker, replica.name, replica.engine.scheduler.kv.pool.index.block_of)
         assert (load.waiting_tokens, load.num_running, load.num_waiting) == (0, 0, 0)
         assert load.num_free_blocks == load.num_blocks == 200
-    assert 0 < sum(map(tracker.num_keys, tracker.slots)) <= 3 * 200
+    assert 0 < num_keys(tracker) <= 3 * 200
 
 
 def longest_prefix(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:

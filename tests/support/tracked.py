@@ -13,8 +13,15 @@ def num_cached(tracker: PrefixTracker, keys: Sequence[bytes], replica: str) -> i
     return next((number for number, _ in tracker.leading(keys, bit)), 0)
 
 
+def num_keys(tracker: PrefixTracker, replica: str | None = None) -> int:
+    """Keys of a replica, or of all replicas; one that several have counts for each."""
+    slots = tracker.slots.values() if replica is None else [tracker.slots.get(replica, 1 << 20)]
+    pairs = list(zip(tracker._holders, tracker._num_keys, strict=True))
+    return sum(number for slot in slots for holders, number in pairs if holders >> slot & 1)
+
+
 def holds(tracker: PrefixTracker, replica: str, keys: Collection[bytes]) -> bool:
     """Whether the tracker has exactly these keys for a replica."""
-    return tracker.num_keys(replica) == len(keys) and all(
+    return num_keys(tracker, replica) == len(keys) and all(
         num_cached(tracker, [key], replica) == 1 for key in keys
     )
