@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -122,19 +122,32 @@ def streams_during(
 ) -> list[Stream]:
     """Send all requests at once, do `work` on a thread from this event on, and wait for both.
 
-    Raises what `work` raises. It is not done if there are fewer events.
+    Raises what `work` raises, at once. It is not done if there are fewer events.
     """
     counts, started = count(1), list[Future[object]]()
-    with ThreadPoolExecutor(1) as pool:
+
+    async def run(pool: Executor) -> list[Stream]:
+        loop = asyncio.get_running_loop()
 
         def on_event() -> None:
             if next(counts) == after:
                 started.append(pool.submit(work))
+                started[0].add_done_callback(end)
 
-        found = asyncio.run(all_streams(url, bodies, on_event))
-    for each in started:
-        each.result()
-    return found
+        def end(done: Future[object]) -> None:
+            if done.exception() is not None:  # the streams may wait for what has failed
+                with suppress(RuntimeError):  # they have ended
+                    loop.call_soon_threadsafe(sending.cancel)
+
+        sending = asyncio.create_task(all_streams(url, bodies, on_event))
+        return await sending
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            return asyncio.run(run(pool))
+        finally:
+            for each in started:
+                each.result()
 
 
 async def one_by_one(url: str, bodies: Sequence[dict[str, Any]]) -> list[Stream]:
