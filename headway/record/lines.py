@@ -18,6 +18,14 @@ Packed = int | list[int | tuple[int, int, int]]
 Id = str
 
 
+class Part(Struct, omit_defaults=True, gc=False):
+    """Of a line. Many are kept, and none refers to itself, so the garbage collector skips them."""
+
+
+class EventLine(Part, tag_field="event"):
+    """One event."""
+
+
 class HeaderLine(Struct, omit_defaults=True, kw_only=True):
     """The first line: how the scheduler was configured, and how the run was recorded."""
 
@@ -30,7 +38,7 @@ class HeaderLine(Struct, omit_defaults=True, kw_only=True):
     replica: str = ""
 
 
-class RequestLine(Struct, omit_defaults=True, kw_only=True):
+class RequestLine(Part, kw_only=True):
     """All that is needed to submit a request again."""
 
     id: Id
@@ -52,7 +60,7 @@ class RequestLine(Struct, omit_defaults=True, kw_only=True):
     output: Packed = 0  # that another engine had generated; 0: none
 
 
-class EndLine(Struct, omit_defaults=True, kw_only=True):
+class EndLine(Part, kw_only=True):
     """How a request ended."""
 
     id: Id
@@ -67,7 +75,7 @@ class EndLine(Struct, omit_defaults=True, kw_only=True):
     error_code: str | None = None
 
 
-class PreemptionLine(Struct, array_like=True):
+class PreemptionLine(Struct, array_like=True, gc=False):
     """A running request that went back to the queue. `kind` is swap, recompute or discard."""
 
     id: Id
@@ -78,7 +86,7 @@ class PreemptionLine(Struct, array_like=True):
     num_free: int
 
 
-class BlocksLine(Struct, omit_defaults=True, kw_only=True):
+class BlocksLine(Part, kw_only=True):
     """Block numbers of a plan."""
 
     hits: list[int] = []  # of each admission: leading blocks that were in the prefix cache
@@ -88,28 +96,28 @@ class BlocksLine(Struct, omit_defaults=True, kw_only=True):
     in_: list[tuple[int, int]] = field(name="in", default_factory=list)
 
 
-class AddedLine(Struct, tag="added", tag_field="event"):
+class AddedLine(EventLine, tag="added"):
     t: float
     requests: list[RequestLine]
 
 
-class AbortedLine(Struct, tag="aborted", tag_field="event"):
+class AbortedLine(EventLine, tag="aborted"):
     t: float
     end: EndLine
 
 
-class ResetLine(Struct, tag="reset", tag_field="event", omit_defaults=True):
+class ResetLine(EventLine, tag="reset"):
     t: float
     is_forced: bool = False
     preempted: list[PreemptionLine] = []
 
 
-class ReconfiguredLine(Struct, tag="reconfigured", tag_field="event"):
+class ReconfiguredLine(EventLine, tag="reconfigured"):
     t: float
     config: dict[str, Any]
 
 
-class PlannedLine(Struct, tag="planned", tag_field="event", omit_defaults=True, kw_only=True):
+class PlannedLine(EventLine, tag="planned", kw_only=True):
     """The decisions of a plan, and why requests wait."""
 
     step: int
@@ -131,7 +139,7 @@ class PlannedLine(Struct, tag="planned", tag_field="event", omit_defaults=True, 
     blocks: BlocksLine | None = None
 
 
-class CompletedLine(Struct, tag="completed", tag_field="event", omit_defaults=True, kw_only=True):
+class CompletedLine(EventLine, tag="completed", kw_only=True):
     """The end of a step."""
 
     step: int
@@ -143,7 +151,7 @@ class CompletedLine(Struct, tag="completed", tag_field="event", omit_defaults=Tr
     finished: Sequence[EndLine] = ()
 
 
-class FailedLine(Struct, tag="failed", tag_field="event", omit_defaults=True, kw_only=True):
+class FailedLine(EventLine, tag="failed", kw_only=True):
     """A step that failed."""
 
     t: float

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_PACKED_BY_HAND = 64  # tokens; more are packed with numpy
+MAX_PACKED_BY_HAND = 64  # tokens; more are packed and unpacked with numpy
 
 
 def pack_tokens(tokens: Sequence[int]) -> list[Any]:
@@ -61,10 +61,17 @@ def unpack_tokens(packed: Iterable[Any]) -> array[int]:
         if isinstance(item, int):
             tokens.append(item)
         else:
-            first, count, stride = item
-            run = range(first, first + count) if stride else array("i", [first]) * count
-            tokens.extend(run)  # an array is copied at once
+            tokens.extend(_run(*item))  # an array is copied at once
     return tokens
+
+
+def _run(first: int, count: int, stride: int) -> Iterable[int]:
+    if not stride:
+        return array("i", [first]) * count
+    if count <= MAX_PACKED_BY_HAND:
+        return range(first, first + count)
+    bounds = array("i", [first, first + count - 1])  # OverflowError, where numpy may wrap around
+    return array("i", np.arange(bounds[0], bounds[1] + 1, dtype=np.intc).tobytes())
 
 
 def num_packed(packed: int | Iterable[Any]) -> int:

@@ -173,7 +173,7 @@ class EventReader:
     def _decode(self, plan: Plan, line: PlannedLine) -> None:
         """Advance the requests that decode; those that reach their limit leave."""
         batch = self._batch
-        plan.decodes = batch.batch.requests
+        plan.decodes = [*batch.members]
         if self._is_partial:  # some of them may have begun before
             plan.decodes = [*plan.decodes, *repeat(UNKNOWN, line.decodes)][: line.decodes]
         if len(plan.decodes) != line.decodes:
