@@ -64,18 +64,18 @@ class RecentTrace:
         self._num_dropped = 0
         # Requests that are open when the kept lines begin, and their tokens found in the cache.
         self._before: dict[str, tuple[RequestLine, int | None]] = {}
-        self._maker = LineMaker(redact=True)
+        self._line_of = LineMaker(redact=True).line
         self._trial_ends = 0.0  # until then no other trial may start
         self._drop_at = 0.0  # the time from which the oldest line is too old
 
     def __call__(self, event: Event) -> None:
         lines = self._lines
-        lines.append(self._maker.line(event))
+        lines.append(self._line_of(event))
         if len(lines) > MAX_LINES or event.time > self._drop_at:
             oldest = event.time - MAX_SECONDS
-            while len(lines) > MAX_LINES or time_of(lines[0]) < oldest:
+            while (first := time_of(lines[0])) < oldest or len(lines) > MAX_LINES:
                 self._drop(lines.popleft())
-            self._drop_at = time_of(lines[0]) + MAX_SECONDS
+            self._drop_at = first + MAX_SECONDS
 
     def start(self) -> TrialStart | None:
         """What a trial needs besides the steps; None if another trial runs."""
@@ -105,11 +105,12 @@ class RecentTrace:
         """Follow the requests of a line that is no longer kept."""
         self._num_dropped += 1
         before = self._before
-        if isinstance(line, AddedLine):
-            before.update((each.id, (each, None)) for each in line.requests)
-        elif isinstance(line, PlannedLine):
+        if isinstance(line, PlannedLine):
             for id, num_cached, _, is_resume in line.admitted:
                 if id in before and not is_resume:
                     before[id] = before[id][0], num_cached
+            return
         for end in ends_of(line):
             before.pop(end.id, None)
+        if isinstance(line, AddedLine):
+            before.update((each.id, (each, None)) for each in line.requests)
