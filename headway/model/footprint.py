@@ -26,6 +26,8 @@ from headway.model.quantization import FP8, keeps_fp8
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import float_layers
 
+FLOATS = {"int8": "float32", FP8: "bfloat16"}  # the type of what is not quantized
+
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
@@ -65,13 +67,14 @@ def footprint(
     precision = measured_precision(config, precision)
     kv_dtype = kv_dtype_for(kv_cache_dtype, device)
     check_runs(config, precision, device, kv_dtype)
+    floats: torch.dtype = getattr(torch, FLOATS.get(precision, precision))
     sizes = {
-        name: _weight_bytes(checkpoint, name, shape, precision)
+        name: _quantized_bytes(checkpoint, name, shape, precision) or prod(shape) * floats.itemsize
         for name, shape in config.shapes().items()
     }
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     looked_up = 0 if config.tie_embeddings else sizes["model.embed_tokens.weight"]
-    kv_dtype = kv_dtype or _float_type(precision)
+    kv_dtype = kv_dtype or floats
     scale = Fraction(SCALE_BYTES if kv_dtype == torch.int8 else 0, config.head_dim)
     full, windowed = (
         config.layers_of_kind(windowed=kind).kv_bytes(kv_dtype.itemsize + scale)
@@ -85,20 +88,15 @@ def footprint(
     )  # fmt: skip
 
 
-def _weight_bytes(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], precision: str) -> int:
+def _quantized_bytes(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], precision: str
+) -> int:
+    """0 for a tensor that is in floats."""
     module, given = name.removesuffix(".weight"), checkpoint.config.quantization
     if len(shape) == 2 and precision == "int8" and matrix_of(module) and shape[1] % GROUP == 0:
         return quantized_bytes((shape[0], shape[1]), checkpoint.group_bits(name) or 8)
     if len(shape) == 2 and precision == FP8 and ".layers." in name:
-        layer = int(name.split(".")[2])
-        is_float = layer in float_layers(checkpoint.config)
+        is_float = int(name.split(".")[2]) in float_layers(checkpoint.config)
         if not (given.keeps(module) if given and keeps_fp8(given) else is_float):
             return prod(shape) + SCALE_BYTES * shape[0]
-    return prod(shape) * _float_type(precision).itemsize
-
-
-def _float_type(precision: str) -> torch.dtype:
-    """The type of what is not quantized."""
-    name = {"int8": "float32", FP8: "bfloat16"}.get(precision, precision)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return 0

@@ -385,8 +385,8 @@ def test_a_model_is_described_from_its_header(tmp_path: Path) -> None:
     shown = json.loads(headway("models", tmp_path, "--json").out)
     assert shown["family"] == "llama" and shown["format"] == "awq, 4 bits, groups of 64"
     assert (shown["CPU"]["runs_as"], shown["GPU"]["runs_as"]) == ("float32", "bfloat16")
-    assert shown["CPU"]["weight_bytes"] == 4 * shown["parameters"]
-    assert shown["CPU"]["longest_context"] == 128 and shown["CPU"]["requests"] > 1
+    assert shown["CPU"]["weights_bytes"] == 4 * shown["parameters"]
+    assert shown["CPU"]["longest_context"] == 128 and shown["CPU"]["requests_of_this_length"] > 1
     assert "groups of 64" in headway("models", tmp_path).out
     assert "no such" in sentence("models", tmp_path / "none")
     assert "int3" in sentence("models", tmp_path, "--memory", "int3")
@@ -407,14 +407,16 @@ def test_a_config_says_what_a_model_needs_before_it_is_downloaded(tmp_path: Path
     shown = json.loads(headway(*given, "--memory", "1GiB", "--json").out)
     facts, expert = shown["CPU"], 3 * 512 * 512
     assert shown["parameters"] - shown["parameters_per_token"] == 2 * (64 - 4) * expert
-    assert facts["weight_bytes"] == 2 * shown["parameters"] and "GPU" not in shown
-    assert facts["kv_bytes"] == 2 * 2 * 2 * 64 * 2 and facts["longest_context"] == 4096
-    assert facts["requests"] == (2**30 - facts["weight_bytes"]) // (4096 * facts["kv_bytes"])
+    assert facts["weights_bytes"] == 2 * shown["parameters"] and "GPU" not in shown
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 2 and facts["longest_context"] == 4096
+    assert facts["requests_of_this_length"] == (2**30 - facts["weights_bytes"]) // (
+        4096 * facts["kv_bytes_per_token"]
+    )
     rate = facts["tokens_per_second"] / 1e9
-    num_read = 2 * (shown["parameters_per_token"] - 1000 * 512) + 1000 * facts["kv_bytes"]
+    num_read = 2 * (shown["parameters_per_token"] - 1000 * 512) + 1000 * facts["kv_bytes_per_token"]
     assert f"{rate * num_read:,.1f} GB/s" in facts["speed"] and "at most" in facts["speed"]
     small = headway(*given, "--memory", "100MiB")
-    assert "too little" in small.out and "tokens/s" not in small.out and small.code == 0
+    assert "too little" in small.out and "per second" not in small.out and small.code == 0
     file.write_text(json.dumps(EXPERTS | {"hidden_act": "relu"}))
     assert "hidden_act 'relu' is not supported" in sentence(*given)
     file.write_text(json.dumps(EXPERTS | {"architectures": ["MambaForCausalLM"]}))

@@ -145,11 +145,11 @@ def test_a_profile_says_how_fast_a_model_will_run(folder: Path) -> None:
     shown = json.loads(headway("models", folder, *own, "--device", "cpu", "--json").out)["CPU"]
     profile = load_profile(own[1])
     step = profile.pass_seconds(32, 32, 32 * 512, 32 * 512)
-    assert shown["batch_tokens_per_second"] == pytest.approx(32 / step, rel=0.05)
+    assert shown["tokens_per_second_of_32"] == pytest.approx(32 / step, rel=0.05)
     assert shown["speed"].startswith("by the profile tiny-0.6b-float32. Measured on this machine")
     given = (*own, "--device", "cuda", "--memory", "1GiB")
     done = headway("models", folder, *given)
-    assert "fitted to another model" in done.out and "prompt tokens/s" in done.out
+    assert "fitted to another model" in done.out and "prompt tokens per second" in done.out
     assert "--device" in sentence("models", folder, *own)
 
 

@@ -22,20 +22,6 @@ if TYPE_CHECKING:
 CONTEXT, BATCH = 1000, 32  # tokens of each request, and requests, whose speed is shown
 SAME = 0.02  # relative difference of the weights of one model
 OTHER = "It was fitted to another model: expect larger errors than for that one."
-ROWS = {  # of a device's column: a fact's label and format
-    "runs_as": ("runs as", "{}"),
-    "weight_bytes": ("weights", "GiB"),
-    "kv_dtype": ("KV cache", "{}"),
-    "kv_bytes": ("  bytes of a token", "{:,}"),
-    "window_kv_bytes": ("  of one in the windows", "{:,}"),
-    "memory_bytes": ("memory", "GiB"),
-    "kv_cache_bytes": ("  left for the KV cache", "GiB"),
-    "longest_context": ("longest context", "{:,}"),
-    "requests": ("  requests of this length", "{:,}"),
-    "tokens_per_second": ("tokens/s, 1 request", "{:,.1f}"),
-    "batch_tokens_per_second": (f"tokens/s, {BATCH} requests", "{:,.1f}"),
-    "prompt_tokens_per_second": ("prompt tokens/s", "{:,.1f}"),
-}
 
 
 def facts_of(
@@ -68,6 +54,7 @@ def _on_device(
     given: str | None,
     profile: str | None,
 ) -> dict[str, Any]:
+    """The facts of a device by the labels of their rows; sizes end in _bytes."""
     from headway.model.devices import Device, parse_size, usable_memory, use_device, why_no_cuda
     from headway.model.footprint import footprint
 
@@ -77,20 +64,20 @@ def _on_device(
     types = options.dtype, options.quantization, options.kv_cache_dtype
     found = footprint(checkpoint, device, *types)
     facts: dict[str, Any] = {
-        "runs_as": found.precision, "weight_bytes": found.weights, "kv_dtype": found.kv_dtype,
-        "kv_bytes": found.kv,
+        "runs_as": found.precision, "weights_bytes": found.weights,
+        "kv_cache": found.kv_dtype, "kv_bytes_per_token": found.kv,
     }  # fmt: skip
     if found.window:
-        facts |= {"window_kv_bytes": found.window_kv, "window": found.window}
+        facts["kv_bytes_per_token_in_windows"] = found.window_kv
     if given is None and not is_here:
         return facts
     share = options.gpu_memory_utilization
     memory = parse_size(given, "memory") if given else usable_memory(device, share)
     limit, room = checkpoint.config.max_model_len, memory - found.weights
     longest = found.longest(room, min(limit, options.max_model_len or limit))
-    facts |= {"memory_bytes": memory, "kv_cache_bytes": room, "longest_context": longest}
+    facts |= {"memory_bytes": memory, "left_for_kv_cache_bytes": room, "longest_context": longest}
     if longest:
-        facts["requests"] = room // found.request(longest)
+        facts["requests_of_this_length"] = room // found.request(longest)
         facts |= _speed(found, profile, min(CONTEXT, longest), device if is_here else None)
     return facts
 
@@ -118,18 +105,22 @@ def _speed(
     is_same = abs(profile.model.weight_bytes / found.read - 1) < SAME
     one, many = (n / own.pass_seconds(n, n, n * context, n * context) for n in (1, BATCH))
     return {
-        "tokens_per_second": one, "batch_tokens_per_second": many,
+        "tokens_per_second": one, f"tokens_per_second_of_{BATCH}": many,
         "prompt_tokens_per_second": context / own.prefill_seconds(context),
         "speed": f"by the profile {profile.name}. {profile.accuracy() if is_same else OTHER}",
     }  # fmt: skip
 
 
-def _shown(value: Any, form: str) -> str:
-    if value is None:
-        return "-"
-    if form != "GiB":
-        return form.format(value)
-    return f"{abs(value) / 2**30:,.2f} GiB{' too little' if value < 0 else ''}"
+def _shown(name: str, value: Any) -> str:
+    if not isinstance(value, int | float):
+        return value or "-"
+    if name.endswith("_bytes"):
+        return f"{abs(value) / 2**30:,.2f} GiB{' too little' if value < 0 else ''}"
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _label(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ").replace("kv", "KV")
 
 
 def print_model(facts: dict[str, Any]) -> None:
@@ -142,10 +133,11 @@ def print_model(facts: dict[str, Any]) -> None:
     )
     devices = {name: facts[name] for name in ("CPU", "GPU") if name in facts}
     columns = {name: each for name, each in devices.items() if "runs_as" in each}
+    names = dict.fromkeys(name for each in columns.values() for name in each if name != "speed")
     rows = [
-        (label, *(_shown(each.get(key), form) for each in columns.values()))
-        for key, (label, form) in ROWS.items() if any(key in each for each in columns.values())
-    ]  # fmt: skip
+        (_label(name), *(_shown(name, each.get(name)) for each in columns.values()))
+        for name in names
+    ]
     console.print(render.table(("", *columns), rows))
     for name, each in devices.items():
         note = each.get("problem") or ("speed" in each and f"tokens/s {each['speed']}")
