@@ -7,7 +7,6 @@ table, so a replica is forgotten without a look at the keys.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
@@ -66,19 +65,24 @@ class PrefixTracker:
                 yield num_groups * GROUP + num_blocks, exactly
 
     def _runs(self, keys: Sequence[bytes], bits: int) -> Iterator[tuple[int, int]]:
-        """As `leading`. A holder of a key holds all before it, so binary search finds each end."""
+        """As `leading`. A holder of a key holds all before it.
 
-        def missing(key: bytes) -> int:
-            return bits & ~self._holders[self._table.get(key)]
-
-        place = 0
-        while bits and place < len(keys):
-            if not (ended := missing(keys[place])):
-                place = bisect_left(keys, True, place + 1, key=lambda key: missing(key) != 0)
-                ended = missing(keys[place]) if place < len(keys) else 0
-            if ended:
-                yield place, ended
-                bits ^= ended
+        So the places between two with the same bits need no look, and others are divided in two.
+        """
+        holders, get, place = self._holders, self._table.get, 0
+        if not keys or not bits & holders[get(keys[0])]:  # often none has the first
+            ends = list[tuple[int, int]]()
+        else:
+            ends = [(len(keys), bits & holders[get(keys[-1])])]  # later places, with their bits
+        while ends:
+            end, after = ends[-1]
+            if bits != after and end - place > 1:
+                middle = (place + end) // 2
+                ends.append((middle, bits & holders[get(keys[middle - 1])]))
+                continue
+            if bits != after:
+                yield place, bits & ~after
+            place, bits = ends.pop()
         if bits:
             yield place, bits
 

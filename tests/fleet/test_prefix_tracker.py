@@ -102,6 +102,23 @@ def test_a_match_is_the_longest_prefix_of_each_replica() -> None:
     assert num_cached(tracker, keys, "a") == 17 and tracker.slots.keys() == {"a"}
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(0, 1 << 12), st.booleans())
+def test_a_match_says_for_each_length_which_replicas_end_there(
+    lengths: list[int], asked: int, is_prompt: bool
+) -> None:
+    prompt = Request("r", range(160), RequestParams())
+    keys = PromptKeys(prompt, 4)
+    tracker, wanted = PrefixTracker(), dict[int, int]()
+    for place, length in enumerate(lengths):
+        tracker.apply(str(place), keys[:length], [], True)
+        if asked >> place & 1:
+            wanted[length] = wanted.get(length, 0) | 1 << place
+    among = asked & (1 << len(lengths)) - 1
+    found = list(tracker.leading(keys if is_prompt else keys[:], among))
+    assert found == sorted(wanted.items())
+
+
 def test_a_journal_that_is_not_read_stays_as_small_as_the_pool() -> None:
     pool = Pool("a", PrefixTracker())
     for number in range(200):
