@@ -33,12 +33,12 @@ from headway.engine.clock import VirtualClock
 from headway.engine.messages import LoadReport, Submit
 from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.prefix_tracker import PrefixTracker
+from headway.fleet.prompt_keys import PromptKeys
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import ROUTES, ReplicaView, RouteRequest, RouteRule, parse_route
 from headway.fleet.settings import FleetSettings
 from headway.kv.prefix_index import extend_keys
-from headway.kv.prompt_keys import PromptKeys
 from headway.lab.cluster import simulate_replicas
 from headway.lab.cost import load_profile
 from headway.lab.simulate import config_for

@@ -17,11 +17,11 @@ from headway.errors import NotResumable, PolicyError
 from headway.fleet.isolation import Isolation
 from headway.fleet.losses import Losses
 from headway.fleet.open_requests import OpenRequest, RequestTable
+from headway.fleet.prompt_keys import PromptKeys
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
 from headway.fleet.router import Choice, Router
 from headway.fleet.settings import FleetCounters, FleetSettings
-from headway.kv.prompt_keys import PromptKeys
 
 
 class Placement:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
-from headway.kv.key_table import KeyTable
+from headway.fleet.key_table import KeyTable
+from headway.fleet.prompt_keys import PromptKeys
 from headway.kv.prefix_index import GROUP
-from headway.kv.prompt_keys import PromptKeys
 
 
 class PrefixTracker:

@@ -19,9 +19,9 @@ from itertools import count
 from headway.config import Config
 from headway.engine.engine import Observer
 from headway.errors import ConfigError, InvalidRequest, PolicyError, RequestError
+from headway.fleet.prompt_keys import PromptKeys
 from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, format_route, prefix_load
-from headway.kv.prompt_keys import PromptKeys
 from headway.lab.cost import Profile
 from headway.lab.replica import SimulatedReplica
 from headway.lab.simulate import Progress, with_profile

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from headway.engine.messages import CacheDelta
+from headway.fleet.key_table import LOAD, KeyTable
 from headway.fleet.prefix_tracker import PrefixTracker
+from headway.fleet.prompt_keys import PromptKeys
 from headway.kv.cache import KVCache
-from headway.kv.key_table import LOAD, KeyTable
 from headway.kv.prefix_index import GROUP, extend_keys
-from headway.kv.prompt_keys import PromptKeys
 from headway.request import Request, RequestParams
 from tests.support.scripted_fleet import World
 from tests.support.tracked import holds, num_cached, num_keys

@@ -55,11 +55,13 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "remote.tls": ("errors",),
     "fleet": (*TYPES, "kv", "scheduler", "engine", "remote", "fleet"),
     "fleet.routing": (*TYPES, "scheduler"),
-    "fleet.prefix_tracker": (*TYPES, "kv"),
+    "fleet.key_table": TYPES,
+    "fleet.prompt_keys": (*TYPES, "kv"),
+    "fleet.prefix_tracker": (*TYPES, "kv", "fleet.key_table", "fleet.prompt_keys"),
     "fleet.router": (*TYPES, "fleet.routing", "fleet.prefix_tracker"),
     "lab": (
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
-        "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab", "record",
+        "fleet.routing", "fleet.router", "fleet.prefix_tracker", "fleet.prompt_keys", "lab", "record",
     ),
     "lab.real": (
         *TYPES, "engine", "scheduler", "executor", "record", "lab", "llm", "model.config",
