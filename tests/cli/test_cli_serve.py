@@ -20,7 +20,7 @@ from headway.record.reader import read_journal
 from headway.server.process.serve import bind
 from tests.cli.test_cli import sentence
 from tests.support.collector import HEADER, Receiver, check_exported
-from tests.support.processes import ROOT, serving, serving_forked
+from tests.support.processes import FORKS, ROOT, serving, serving_forked
 from tests.support.waiting import LIMIT, wait_until
 
 
@@ -122,7 +122,10 @@ def test_missing_packages_are_reported_with_the_install_command() -> None:
     assert "pip install '.[torch,server]'" in done.stderr
 
 
-def test_an_error_of_the_engine_process_is_reported_as_in_one_process() -> None:
+def test_an_error_of_the_engine_process_is_reported_as_in_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headway.server.process.workers.CONTEXT", FORKS)
     for layout in ((), ("--engine-process",)):
         text = sentence("serve", "/no/such/model", "--port", "0", *layout)
         assert "/no/such/model" in text

@@ -106,7 +106,8 @@ class ScriptedReplica:
         self.num_steps += 1
         added, removed = self.keys - self.reported_keys, self.reported_keys - self.keys
         self.reported_keys = set(self.keys)
-        batch.append(CacheDelta(sorted(added), sorted(removed), False))
+        if added or removed:  # as an engine
+            batch.append(CacheDelta(sorted(added), sorted(removed), False))
         self.outbox.append([*batch, self.load()])
 
     def read(self) -> list[FromLoop]:
@@ -176,8 +177,8 @@ class ScriptedReplica:
         assert params.max_tokens is not None
         for sample, tokens in list(samples.items()):
             length = params.max_tokens + sample
-            new = expected_tokens(id, sample, length)[len(tokens) : len(tokens) + num_tokens]
-            tokens += new
+            most = min(length, len(tokens) + num_tokens)
+            tokens += (new := expected_tokens(id, sample, most)[len(tokens) :])
             if len(tokens) < length and params.n == 1:
                 updates.append(TokenBatch([wire_id], [new]))
                 continue
