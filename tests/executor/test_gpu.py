@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ from headway.executor.gpu.executor import GpuExecutor
 from headway.executor.gpu.row_state import DeviceRowState
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
 from headway.model.backends import gpu
+from headway.model.backends.fp8 import Fp8Backend
 from headway.model.backends.gpu import GpuBackend
 from headway.model.kernels.attention.splits import HALVES, LEADING, SPLIT_COUNTS
 from tests.model.test_checkpoint import encoded, random_groups, weights_of, write_gguf
+from tests.support import quantized
 from tests.support.events import Events
 
 pytestmark = pytest.mark.usefixtures("small_padding")
@@ -174,6 +177,21 @@ def test_weights_of_a_gguf_file_are_dequantized_for_a_gpu(kind: Kind, tmp_path: 
         stored = checkpoint.read(f"model.layers.0.{name}.weight")
         assert stored.std() > 0 and torch.equal(weight.matrix.cpu(), stored.bfloat16())
     assert footprint(checkpoint, torch.device("cuda")).weights == weight_bytes(about, backend)
+
+
+@pytest.mark.parametrize("name", quantized.SCHEMES)
+def test_weights_of_a_quantized_file_are_read_for_a_gpu(name: str, tmp_path: Path) -> None:
+    """In the 8-bit floats of the file, if it has them, or dequantized."""
+    scheme, matrix = quantized.SCHEMES[name], "model.layers.1.mlp.down_proj"
+    floats = quantized.write(tmp_path, scheme)
+    kind = partial(Fp8Backend, folds_norms=False) if scheme.has_fp8 else GpuBackend
+    found = kind(torch.bfloat16, DEVICE).weight(open_checkpoint(tmp_path), [matrix])
+    if scheme.has_fp8:
+        assert found.scale is not None
+        wide = found.matrix.float().cpu() * found.scale.cpu()[:, None]
+        torch.testing.assert_close(wide, floats[f"{matrix}.weight"])
+    else:
+        assert torch.equal(found.matrix.cpu(), floats[f"{matrix}.weight"].bfloat16())
 
 
 def test_a_gguf_file_generates_the_same_tokens_on_a_gpu(tmp_path: Path) -> None:

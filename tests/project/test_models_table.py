@@ -1,8 +1,8 @@
-"""The table of families in docs/models.md is computed from the tests that run each family.
+"""The tables of families and formats in docs/models.md are computed from the tests that run each.
 
 A cell that says yes stands for models in the parameters of a test; one that says no, or names what
 is excepted, stands for models that the device refuses. So a family has no cell without a test.
-`python -m tests.project.test_models_table` writes the table again.
+`python -m tests.project.test_models_table` writes the tables again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from tests.end_to_end import (
 )
 from tests.end_to_end.test_real_families import Family
 from tests.executor import test_gpu
+from tests.model import test_checkpoint
+from tests.support.quantized import SCHEMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LABELS = {
@@ -78,15 +80,68 @@ def table() -> str:
     return "\n".join(["| family | GGUF | GPU |", "|---|---|---|", *lines, ""])
 
 
-PLACE = re.compile(r"^\| family \| GGUF .*?\n(?=\n)", re.M | re.S)
+# The schemes of a row. test_formats.py runs each of them on a CPU, in floats and, if it has groups
+# of 32 inputs, with its integers; test_gpu.py reads each of them for a GPU.
+FORMATS = {
+    "`fp8`, compressed-tensors `float-quantized` (not in blocks)": ("fp8 with", "compressed fp8"),
+    "the same in blocks (mostly 128 x 128)": ("fp8 in blocks", "compressed fp8 in blocks"),
+    "compressed-tensors `pack-quantized` (W4A16, W8A16)": ("w4a16", "w8a16"),
+    "compressed-tensors `int-quantized` (W8A8)": ("w8a8",),
+    "AWQ (4 bits, `gemm`); GPTQ without act-order": ("awq", "gptq"),
+}
+GGUF = "GGUF, any type that the `gguf` package reads"
+OTHERS = {  # the cells, and the test of each
+    GGUF: {
+        "float32": test_checkpoint.test_gguf_returns_what_was_written_in_hugging_face_order,
+        "its groups, or new ones": test_real_experts.test_experts_of_gguf_files_keep_their_groups,
+        "bfloat16": test_gpu.test_weights_of_a_gguf_file_are_dequantized_for_a_gpu,
+    },
+    "MXFP4 (experts of gpt-oss)": {
+        "float32": test_real_gpt_oss.test_weights_in_floats_and_in_mxfp4_are_those_of_transformers,
+        "the file's numbers, in 4 bits":
+            test_real_gpt_oss.test_quantized_kernels_keep_the_experts_of_a_file,
+        "no": test_real_gpt_oss.test_what_is_not_supported_is_named,
+    },
+}  # fmt: skip
+
+
+def of_format(starts: tuple[str, ...]) -> list[str]:
+    """The schemes whose names have one of these beginnings, the longest of all rows."""
+    every = {start for row in FORMATS.values() for start in row}
+    best = {n: max((s for s in every if n.startswith(s)), key=len, default="") for n in SCHEMES}
+    assert all(best.values()), "a scheme belongs to no row"
+    return [name for name, start in best.items() if start in starts]
+
+
+def formats() -> str:
+    lines = ["| format | CPU | CPU, `int8` | GPU |", "|---|---|---|---|"]
+    for label, starts in FORMATS.items():
+        schemes = {name: SCHEMES[name] for name in of_format(starts)}
+        whole = {n: s.bits for n, s in schemes.items() if "groups of 16" not in n}
+        kept = {"the file's integers" if bits else "new 8-bit groups" for bits in whole.values()}
+        gpu = {"fp8" if scheme.has_fp8 else "bfloat16" for scheme in schemes.values()}
+        lines.append(f"| {label} | float32 | {' or '.join(kept)} | {' or '.join(gpu)} |")
+    lines += [f"| {label} | {' | '.join(cells)} |" for label, cells in OTHERS.items()]
+    return "\n".join([*lines, ""])
+
+
+TABLES = {r"\| family \| GGUF ": table, r"\| format \| CPU ": formats}
+
+
+def rewritten(page: str) -> str:
+    """The page with both tables as the tests are."""
+    for start, make in TABLES.items():
+        page, count = re.subn(
+            rf"^{start}.*?\n(?=\n)", lambda _, m=make: m(), page, flags=re.M | re.S
+        )
+        assert count == 1, start
+    return page
 
 
 def test_every_cell_of_the_page_has_its_test() -> None:
-    found = PLACE.search(PAGE.read_text(encoding="utf-8"))
-    assert found is not None and found[0] == table(), "python -m tests.project.test_models_table"
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == rewritten(page), "python -m tests.project.test_models_table writes it again"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(
-        PLACE.sub(lambda _: table(), PAGE.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
