@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -465,8 +465,12 @@ def test_the_memory_of_all_graphs_is_counted() -> None:
     """On an H200, with 28 layers, 91 graphs of mixed passes took 88 MiB and 34 of decodes 16."""
     config = preset("headway", max_num_seqs=256, max_num_batched_tokens=8192)
     for num_layers in (1, 28, 80):
+        count = 10**7 * num_layers
         decoder = SimpleNamespace(
-            config=SimpleNamespace(num_layers=num_layers), num_bytes=4e7 * num_layers,
+            config=SimpleNamespace(
+                num_layers=num_layers, num_params=count, num_used=partial(int, count)
+            ),
+            num_bytes=4 * count,
             norm=torch.zeros(1), shard=None, max_kv_heads=8,
         )  # fmt: skip
         num_mixed, num_decodes = len(memory.graph_sizes(decoder, config)), 61  # type: ignore[arg-type]
