@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.checks import one_of
 from headway.errors import ConfigError, FormatError, InvalidRequest
@@ -150,14 +150,15 @@ def _trace(llm: LLM, path: Path, dataset: Dataset) -> Iterator[tuple[list[int], 
 
 
 def _conversations(
-    llm: LLM, conversations: list[dict[str, Any]]
+    llm: LLM, conversations: Sequence[Mapping[str, object]]
 ) -> Iterator[tuple[list[int], int]]:
     """The first question of every conversation, and the length of its answer."""
     if (tokenizer := llm.tokenizer) is None:
         raise ConfigError("--dataset-name sharegpt needs a model with a tokenizer")
     for conversation in conversations:
-        turns = conversation.get("conversations") or ()
-        texts = [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)]
+        turns = conversation.get("conversations")
+        first = turns[:2] if isinstance(turns, list) else ()
+        texts = [turn.get("value") for turn in first if isinstance(turn, dict)]
         question, answer = (
             tokenizer.encode(text) if isinstance(text, str) else []
             for text in (*texts, None, None)[:2]
@@ -166,7 +167,7 @@ def _conversations(
             yield question, len(answer)
 
 
-def _read_json(path: Path) -> list[dict[str, Any]]:
+def _read_json(path: Path) -> Sequence[Mapping[str, object]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ REQUIRED = FIELDS[:3]
 class Row:
     """One line by Headway's field names. A bad value raises ValueError with the file's own name."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, object]) -> None:
         self._values = {ALIASES.get(name, name): value for name, value in values.items()}
         self._names = {ALIASES.get(name, name): name for name in values}
 
@@ -119,9 +119,9 @@ def _csv_rows(lines: Iterable[str]) -> Iterator[Row]:
             continue
         if len(cells) != len(header):
             raise ValueError(f"expected {len(header)} columns, found {len(cells)}")
-        values: dict[str, Any] = dict(zip(header, cells, strict=True))
+        values: dict[str, object] = dict(zip(header, cells, strict=True))
         if "TIMESTAMP" in values:
-            date = _date(values["TIMESTAMP"])
+            date = _date(str(values["TIMESTAMP"]))
             start = start or date
             values["TIMESTAMP"] = date - start
         yield Row({name: _number(name, value) for name, value in values.items()})
