@@ -225,7 +225,8 @@ def fit(
     _set_limits(changes, options.preset, is_gpu=room is not None)
     config = preset(options.preset, **changes)
     if model.windowed_layers:
-        return _fit_windowed(model, itemsize, config, kv_memory, is_given="num_blocks" in changes)
+        is_given = "num_blocks" in changes
+        return _fit_windowed(model, itemsize, config, kv_memory, room, is_given=is_given)
     block, _ = _block_bytes(model, config, itemsize)
     host_block = options.tensor_parallel_size * block
     if room is None:
@@ -255,6 +256,7 @@ def _fit_windowed(
     itemsize: int | Fraction,
     config: Config,
     kv_memory: int | str | None,
+    room: GpuRoom | None,
     *,
     is_given: bool,
 ) -> Config:
@@ -267,12 +269,12 @@ def _fit_windowed(
     num_blocks = config.num_blocks
     most = most_useful_window_blocks(model.sliding_window, config)
     if not is_given:
-        num_blocks = _num_blocks(config, full + windowed, kv_memory, None)
+        num_blocks = _num_blocks(config, full + windowed, kv_memory, room)
         usable = config.max_num_seqs * -(-config.max_model_len // config.block_size)
         num_spare = max(0, num_blocks - most) * windowed // full
         num_blocks = max(num_blocks, min(usable, num_blocks + num_spare))
     num_window_blocks = min(num_blocks, most)
-    _check_memory(num_blocks * full + num_window_blocks * windowed, 0, None)
+    _check_memory(num_blocks * full + num_window_blocks * windowed, 0, room)
     return replace(
         config, num_blocks=num_blocks, sliding_window=model.sliding_window,
         num_window_blocks=num_window_blocks,

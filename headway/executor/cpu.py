@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.config import Config
+from headway.executor import kv_blocks
 from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
 from headway.executor.sampling.logprobs import ExtraOutputs
@@ -41,22 +42,16 @@ class CpuExecutor:
     def __init__(
         self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.decoder, self.now, size = decoder, now, config.block_size
+        self.decoder, self.now = decoder, now
         decoder.use_length(config.max_model_len)
-        model, window = decoder.config, config.sliding_window or None
-        wanted = model.sliding_window if model.windowed_layers else None
-        assert window == wanted, f"sliding_window is {window}, that of the model {wanted}"
-        make, num_blocks = decoder.backend.kv_blocks, config.num_blocks
-        self.device_blocks = make(model.layers_of_kind(windowed=False), num_blocks, size)
-        self.window_blocks: Tensor | None = None
-        if window is not None:
-            num_blocks = config.num_window_blocks
-            self.window_blocks = make(model.layers_of_kind(windowed=True), num_blocks, size)
+        self.device_blocks, self.window_blocks = kv_blocks.allocate(decoder, config)
         self.host_blocks = torch.empty(
             (config.num_host_blocks, *self.device_blocks.shape[1:]), dtype=self.device_blocks.dtype
         )
-        self.rows = RowTable(config.max_num_seqs, size, config.max_model_len, window)
-        self.sampler = Sampler(config.max_num_seqs, model.vocab_size, self.device_blocks.device)
+        window, num_rows = config.sliding_window or None, config.max_num_seqs
+        self.rows = RowTable(num_rows, config.block_size, config.max_model_len, window)
+        device = self.device_blocks.device
+        self.sampler = Sampler(num_rows, decoder.config.vocab_size, device)
         self.pooler = Pooler()
         self.model_seconds = 0.0  # total time in forward passes and logits
         self._batch: ForwardBatch | None = None  # of the latest pass

@@ -60,7 +60,10 @@ class RowTable:
         for request, block in plan.new_blocks:
             self.grow_one(request.row, block)
         for request, first, blocks in plan.window_blocks:
-            self.window_tables[request.row, first : first + len(blocks)] = blocks
+            self.set_window_blocks(request.row, first, blocks)
+
+    def set_window_blocks(self, row: int, first: int, blocks: tuple[int, ...]) -> None:
+        self.window_tables[row, first : first + len(blocks)] = blocks
 
     def grow_one(self, row: int, block: int) -> None:
         self.tables[row, self.num_blocks[row]] = block

@@ -56,10 +56,6 @@ class ModelConfig(Variant):
         """The reason that this model runs on a CPU only; None if there is none."""
         if self.experts and (self.experts.has_biases or self.activation != "silu"):
             return f"{self.architecture} has experts with biases or another activation than silu"
-        if self.windowed_layers:
-            return f"{self.architecture} has layers with a sliding window and layers without one"
-        if self.has_output_norms or self.activation != "silu":
-            return f"{self.architecture} has output norms or the activation {self.activation}"
         return None
 
     @property

@@ -146,7 +146,7 @@ class Decoder:
         assert batch.windowed is not None, "the batch has no tables for sliding-window layers"
         angles = self._rope(self._window_angles, batch, blocks.shape[4])
         windowed = PassArguments(self.config, batch.windowed, window_blocks, *angles)
-        return forward_pass, self.backend.begin(windowed)
+        return forward_pass, self.backend.begin(windowed._replace(beside=forward_pass))
 
     def _hidden(
         self,
@@ -193,7 +193,16 @@ class Decoder:
 
     @contextmanager
     def shortened(self, num_layers: int) -> Iterator[None]:
-        """Use only the first `num_layers` layers meanwhile, to compile kernels faster."""
+        """Use only the first layers meanwhile, to compile kernels faster.
+
+        They are `num_layers`, or as many as have one of every kind.
+        """
+        windowed = self.config.windowed_layers
+        kinds = [
+            (number in windowed, layer.is_rotated, layer.experts is None)
+            for number, layer in enumerate(self.layers)
+        ]
+        num_layers = max(num_layers, *(kinds.index(kind) + 1 for kind in set(kinds)))
         layers, self.layers = self.layers, self.layers[:num_layers]
         try:
             yield

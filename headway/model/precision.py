@@ -151,12 +151,17 @@ def _check_other_attention(config: ModelConfig, attention: str) -> None:
         )
 
 
+def _exceeds_fp8(config: ModelConfig) -> bool:
+    """Whether the model has what the passes with fp8 matrices do not compute."""
+    return bool(config.experts or config.has_output_norms or config.activation != "silu")
+
+
 def check_fp8(config: ModelConfig) -> None:
-    """ConfigError for experts, and for sizes of the layers that are no multiples of 16."""
-    if config.experts:
+    """ConfigError for what its passes do not compute, and for sizes that are no multiples of 16."""
+    if _exceeds_fp8(config):
         raise ConfigError(
-            f"quantization fp8 is not supported for experts, which {config.architecture} has; use "
-            "--dtype bfloat16 and no quantization"
+            "quantization fp8 is not supported for experts, norms of outputs or another activation "
+            f"than silu, which {config.architecture} has; use --dtype bfloat16 and no quantization"
         )
     for name in ("hidden_size", "intermediate_size", "head_dim"):
         if getattr(config, name) % FP8_MULTIPLE:
@@ -225,9 +230,9 @@ def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:
 def stored_precision(config: ModelConfig, precision: str, dtype: str, device: torch.device) -> str:
     """The precision, or fp8 for a file in fp8 if neither dtype nor quantization was chosen.
 
-    On other devices, and with experts, such a file is dequantized.
+    On other devices, and if fp8's passes cannot compute the model, such a file is dequantized.
     """
-    is_fp8 = keeps_fp8(config.quantization) and config.experts is None
+    is_fp8 = keeps_fp8(config.quantization) and not _exceeds_fp8(config)
     is_open = dtype == "auto" and precision == "bfloat16" and is_fp8
     return FP8 if is_open and why_no_fp8(device) is None else precision
 

@@ -45,6 +45,7 @@ from headway.executor.gpu.executor import GpuExecutor
 from headway.executor.gpu.row_state import DeviceRowState
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
 from headway.model.backends import gpu
+from headway.model.backends.deterministic import DeterministicBackend
 from headway.model.backends.fp8 import Fp8Backend
 from headway.model.backends.gpu import GpuBackend
 from headway.model.kernels.attention.splits import HALVES, LEADING, SPLIT_COUNTS
@@ -84,6 +85,14 @@ def settings(name: str = "headway", **more: object) -> Config:
         "block_size": 4, "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 24, "num_blocks": 60,
     }  # fmt: skip
     return preset(name, **(numbers | more))
+
+
+def settings_for(about: ModelConfig) -> Config:
+    """With windows of some layers prompts are split: blocks of both kinds get other numbers then."""
+    if not about.windowed_layers:
+        return settings()
+    config = settings(max_num_batched_tokens=8, chunk="at_most(5)", num_host_blocks=0)
+    return replace(config, sliding_window=about.sliding_window or 0, num_window_blocks=20)
 
 
 def plain(config: Config, about: ModelConfig) -> CpuExecutor:
@@ -126,11 +135,21 @@ FAMILIES = {
     "seven heads, biases": model("Qwen2", num_attention_heads=7, num_key_value_heads=1),
     "its own head": model("Llama", tie_word_embeddings=False, num_attention_heads=4),
 }
-OTHERS = {
-    "windows, sinks, scales, a layer without rope": replace(
-        model("Mistral", sliding_window=6, num_hidden_layers=2, num_attention_heads=4),
-        has_sinks=True, attention_scale=0.4, unrotated_layers=frozenset([1]), query_growth=(0.5, 4),
+ALTERNATE = {"sliding_window": 6, "num_attention_heads": 4}
+WINDOWED = {
+    "a window and sinks": replace(
+        model("Mistral", **ALTERNATE), has_sinks=True, attention_scale=0.4
     ),
+    "a window in every second layer": replace(  # norms of inputs need squares of the other pass
+        model(
+            "Qwen2", num_hidden_layers=3, use_sliding_window=True, **ALTERNATE,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        has_sinks=True, attention_scale=1.5,
+    ),
+    "gemma3": model("Gemma3", num_hidden_layers=2, sliding_window_pattern=2, **ALTERNATE),
+    "olmo2": model("Olmo2", num_attention_heads=4),
+    "olmo3": model("Olmo3", num_hidden_layers=2, sliding_window_pattern=2, **ALTERNATE),
 }  # fmt: skip
 
 
@@ -154,7 +173,7 @@ DERIVED = {
     "phi3": model("Phi3", original_max_position_embeddings=128, num_attention_heads=2),
     "ministral3": model("Ministral3", rope_theta=None, rope_parameters=ROPE, num_attention_heads=2),
 }
-EVERY = FAMILIES | OTHERS | SPARSE | DERIVED  # docs/models.md lists their families
+EVERY = FAMILIES | WINDOWED | SPARSE | DERIVED  # docs/models.md lists their families
 
 
 @pytest.mark.parametrize("about", EVERY.values(), ids=list(EVERY))
@@ -162,8 +181,16 @@ def test_every_architecture_generates_the_tokens_of_plain_torch(
     about: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu.GpuPass, "max_few_experts", 2)  # of at most 4 rows
-    config = settings()
+    config = settings_for(about)
     assert answers(on_device, config, about, async_scheduling=1) == answers(plain, config, about)
+
+
+def test_the_deterministic_backend_computes_norms_of_outputs_and_gelu() -> None:
+    about = WINDOWED["gemma3"]
+    backend = DeterministicBackend(torch.float32, DEVICE)
+    invariant = GpuExecutor(Decoder(Loud(about), backend), settings_for(about))
+    found = answers(lambda *_: invariant, settings_for(about), about, count=2)
+    assert found == answers(plain, settings_for(about), about, count=2)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K])
@@ -573,7 +600,7 @@ def test_the_number_of_splits_follows_the_rows_of_the_padded_pass(
     executor.decoder.backend.supports_padding = is_small
     sizes = list[PassSize]()
 
-    def forward(batch: ForwardBatch, _blocks: Tensor) -> Tensor:
+    def forward(batch: ForwardBatch, _blocks: Tensor, **_: object) -> Tensor:
         sizes.append(PassSize(batch.num_decodes, 0, 0, batch.num_splits))
         return torch.zeros((len(batch.tokens_t), 32), device=DEVICE)
 

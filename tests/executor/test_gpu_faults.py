@@ -72,11 +72,11 @@ class Tripwire:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
-    def forward(self, batch: ForwardBatch, blocks: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, blocks: Tensor, **more: Any) -> Tensor:
         self._count += 1
         if self._count in self._broken:
             raise self._error
-        return self._decoder.forward(batch, blocks)
+        return self._decoder.forward(batch, blocks, **more)
 
 
 def trip(executor: GpuExecutor, wire: Tripwire) -> None:
@@ -402,11 +402,11 @@ def test_garbage_is_not_collected_during_a_capture(error: BaseException | None) 
 class Unsuitable(Tripwire):
     """Does something in its nth pass that a capture does not allow."""
 
-    def forward(self, batch: ForwardBatch, blocks: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, blocks: Tensor, **more: Any) -> Tensor:
         self._count += 1
         if self._count in self._broken:
             torch.cuda.synchronize()
-        return self._decoder.forward(batch, blocks)
+        return self._decoder.forward(batch, blocks, **more)
 
 
 def fail_in_a_capture(kind: type[Tripwire], first: int, async_scheduling: int) -> None:
@@ -449,11 +449,11 @@ from headway.errors import ExecutorError
 from tests.executor import test_gpu_faults as tests
 
 class Astray(tests.Tripwire):
-    def forward(self, batch, blocks):
+    def forward(self, batch, blocks, **more):
         self._count += 1
         if self._count in self._broken:
             torch.zeros(4, device="cuda")[batch.tokens_t + 1000]
-        return self._decoder.forward(batch, blocks)
+        return self._decoder.forward(batch, blocks, **more)
 
 engine, executor = tests.make(1)
 tests.trip(executor, Astray(executor.decoder, RuntimeError(), 1))

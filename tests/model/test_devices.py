@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from headway import LLM, Config, preset
 from headway.errors import ConfigError
+from headway.executor import kv_blocks
 from headway.executor.cpu import CpuExecutor
 from headway.executor.factory import make_executor
 from headway.executor.gpu import memory
@@ -307,6 +308,24 @@ def test_the_executors_buffers_are_counted() -> None:
     executor = GpuExecutor(decoder, config)
     kept = (executor.mixed._hidden, executor.state.tensors.tables)
     assert memory.buffer_bytes(decoder, config) == sum(each.nbytes for each in kept) > 10**5
+    about = replace(model(), sliding_window=8, windowed_layers=frozenset([0]))
+    decoder = Decoder(DummyCheckpoint(about), PlainBackend())
+    windowed = replace(config, sliding_window=8, num_window_blocks=2, num_host_blocks=0)
+    tables = GpuExecutor(decoder, windowed).state.tensors
+    assert tables.window_tables is not None
+    more = memory.buffer_bytes(decoder, config) - sum(each.nbytes for each in kept)
+    assert more == tables.window_tables.nbytes
+
+
+def test_the_measured_step_stores_in_both_kinds_of_blocks() -> None:
+    about = replace(model(), sliding_window=8, windowed_layers=frozenset([0]))
+    decoder, config = Decoder(DummyCheckpoint(about), PlainBackend()), config_of()
+    both = kv_blocks.allocate(decoder, memory.one_of_each(decoder.config, config))
+    for blocks in both:
+        assert blocks is not None and len(blocks) == 1
+        blocks.zero_()
+    memory.run_step(decoder, config, 20, *both)
+    assert all(blocks is not None and blocks.any() for blocks in both)
 
 
 def test_the_measured_step_runs_through_the_gpu_kernels() -> None:
@@ -384,6 +403,17 @@ def test_memory_is_measured_unless_blocks_or_bytes_are_given() -> None:
         options = EngineOptions(preset="vllm_v1", **size)
         assert fit(LONG, 2, options, room(123, seen)).num_blocks == num_blocks
     assert len(seen) == 1
+
+
+def test_a_gpu_divides_its_blocks_among_both_kinds_of_layers() -> None:
+    """What the sliding-window layers cannot use is left to the others."""
+    about = replace(LONG, sliding_window=64, windowed_layers=frozenset([0]))
+    options = EngineOptions(preset="vllm_v1", max_num_seqs=4)
+    config = fit(about, 2, options, room(1000))
+    assert config.sliding_window == 64 and config.num_window_blocks < 1000 < config.num_blocks
+    assert config.num_blocks + config.num_window_blocks <= 2000, "layers of both kinds are as many"
+    with pytest.raises(ConfigError, match="of GPU memory is free"):
+        fit(about, 2, options, room(1000, free=10**5))
 
 
 def test_no_more_blocks_are_allocated_than_all_requests_can_fill() -> None:

@@ -221,6 +221,12 @@ def test_a_file_in_fp8_runs_in_fp8_unless_another_type_is_chosen(
     assert precision.stored_precision(stored, "bfloat16", "auto", CUDA) == "bfloat16"
 
 
+@pytest.mark.parametrize("change", [{"has_output_norms": True}, {"activation": "gelu"}])
+def test_other_arithmetic_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"norms of outputs or another activation .* bfloat16"):
+        precision.choose_backend(replace(config_of(), **change), "fp8", "cuda")
+
+
 def test_sizes_must_be_multiples_of_16() -> None:
     with pytest.raises(ConfigError, match=r"multiples of 16, but intermediate_size is 100;"):
         precision.choose_backend(config_of(intermediate_size=100), "fp8", "cuda")

@@ -265,7 +265,7 @@ def test_only_an_effective_window_is_kept(
         assert config.attention_window == of_every_layer
         assert config.windowed_layers == set(of_some)
         assert config.sliding_window == (128 if of_some else None)
-        assert bool(config.cpu_only) == bool(of_some)
+        assert config.cpu_only is None
         assert config.for_length(128).attention_window is None
 
 
@@ -559,8 +559,7 @@ def test_gguf_and_config_json_of_other_families_give_the_same_config() -> None:
 
 def test_what_runs_on_a_gpu_is_known_from_the_config() -> None:
     reasons = {name: from_hf(values_of(name), "x").cpu_only for name in CONFIGS}
-    named = {name: reason for name, reason in reasons.items() if reason}
-    assert named.keys() == {"gemma3", "olmo2", "olmo3"}
+    assert not any(reasons.values())
     listed = {**values_of("smollm3"), "no_rope_layers": [1, 0, 1]}
     assert from_hf(listed, "x").cpu_only is None
 

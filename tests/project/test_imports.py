@@ -83,9 +83,9 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
 }  # fmt: skip
 TORCH = (
-    "executor.cpu", "executor.row_table", "executor.pooling", "executor.factory",
-    "executor.gpu", "executor.sampling", "model", "parallel.group", "parallel.link",
-    "parallel.ranks",
+    "executor.cpu", "executor.kv_blocks", "executor.row_table", "executor.pooling",
+    "executor.factory", "executor.gpu", "executor.sampling", "model", "parallel.group",
+    "parallel.link", "parallel.ranks",
 )  # fmt: skip
 # Packages, and the only parts that may import them.
 ONLY_IN: dict[str, tuple[str, ...]] = {

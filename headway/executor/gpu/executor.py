@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from headway.config import Config
+from headway.executor import kv_blocks
 from headway.executor.gpu.faults import Faults, idle_probe
 from headway.executor.gpu.graphs import Graphs, padded_rows
-from headway.executor.gpu.mixed_pass import MixedPass
+from headway.executor.gpu.mixed_pass import MixedPass, add_windowed
 from headway.executor.gpu.row_state import DeviceRowState, upload
 from headway.executor.gpu.swap import Swapper, SwapTimer
 from headway.executor.pooling import Pooler
@@ -76,18 +77,20 @@ class GpuExecutor:
         decoder.use_length(config.max_model_len)
         self.free_at = 0.0  # when the device was last seen idle
         size, num_rows = config.block_size, config.max_num_seqs
-        self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
+        self.device_blocks, self.window_blocks = kv_blocks.allocate(decoder, config)
         self.device = self.device_blocks.device
         self.swapper = Swapper(self.device_blocks, config.num_host_blocks)
         self.host_blocks = self.swapper.host_blocks
-        self.rows = RowTable(num_rows, size, config.max_model_len)
-        self.state = DeviceRowState(num_rows, self.rows.tables.shape[1], self.device)
+        self.rows = RowTable(num_rows, size, config.max_model_len, config.sliding_window or None)
+        widths = [tables.shape[1] for tables in (self.rows.tables, self.rows.window_tables)]
+        self.state = DeviceRowState(num_rows, widths[0], self.device, widths[1])
         vocab_size, max_rows = decoder.config.vocab_size, padded_rows(num_rows)
         self.sampler = Sampler(num_rows, vocab_size, self.device, choose=self._choose)
         self.pooler = Pooler()
         self._needs_host = np.zeros(num_rows, dtype=bool)  # rows that need the host to sample
         self._workspace = workspace(max_rows, vocab_size, self.device)
-        self._inputs = torch.zeros((3, max_rows), dtype=torch.int64, device=self.device)
+        num_columns = 3 if self.window_blocks is None else 4
+        self._inputs = torch.zeros((num_columns, max_rows), dtype=torch.int64, device=self.device)
         self._decoding = torch.full(
             (max_rows,), self.state.spare, dtype=torch.int32, device=self.device
         )
@@ -97,8 +100,9 @@ class GpuExecutor:
         self._num_kv_heads = decoder.max_kv_heads
         self.graphs = Graphs(self._decode_step, self.device)
         self.mixed = MixedPass(
-            decoder, self.device_blocks, self.rows, self.state, config.max_num_batched_tokens
-        )
+            decoder, (self.device_blocks, self.window_blocks), self.rows, self.state,
+            config.max_num_batched_tokens,
+        )  # fmt: skip
         self.faults = Faults(idle_probe(self.device), self._discard_launch)
 
     @property
@@ -212,6 +216,9 @@ class GpuExecutor:
         for request, block in plan.new_blocks:
             state.set_blocks(request.row, int(self.rows.num_blocks[request.row]), [block])
             self.rows.grow_one(request.row, block)
+        for request, first, blocks in plan.window_blocks:
+            self.rows.set_window_blocks(request.row, first, blocks)
+            state.set_window_blocks(request.row, first, blocks)
         for admission in plan.admitted:
             request = admission.request
             self.rows.add_request(request)
@@ -254,14 +261,17 @@ class GpuExecutor:
 
     def _decode_step(self, num_rows: int, num_splits: int) -> None:
         """Compute the next token of every row, all on the device."""
-        row_ids, (tokens, positions, slots) = self._decoding[:num_rows], self._inputs[:, :num_rows]
-        start(row_ids, self.state.tensors, self.rows.block_size, tokens, positions, slots)
+        row_ids, columns = self._decoding[:num_rows], self._inputs[:, :num_rows]
+        start(row_ids, self.state.tensors, self.rows.block_size, *columns)
+        tokens, positions, slots, *window_slots = columns
         batch = ForwardBatch(
             tokens_t=tokens, positions_t=positions, slots_t=slots, row_ids_s=row_ids,
             tables_sw=self.state.tensors.tables, starts_s=tokens, ends_s=tokens, sampled_n=tokens,
             num_decodes=num_rows, num_splits=num_splits,
         )  # fmt: skip
-        logits = self.decoder.logits(self.decoder.forward(batch, self.device_blocks))
+        add_windowed(batch, window_slots, self.state.tensors, self.rows.window)
+        hidden = self.decoder.forward(batch, self.device_blocks, window_blocks=self.window_blocks)
+        logits = self.decoder.logits(hidden)
         sample(logits, row_ids, self.state.sampling, self._sampled[:num_rows], self._workspace)
         finish(row_ids, self._sampled[:num_rows], self.state.tensors)
 

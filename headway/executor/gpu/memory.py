@@ -10,13 +10,14 @@ torch does not count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from headway.config import Config
 from headway.errors import ConfigError
+from headway.executor import kv_blocks
 from headway.executor.gpu.graphs import padded_rows
 from headway.executor.gpu.mixed_pass import (
     PassSize,
@@ -28,6 +29,7 @@ from headway.executor.gpu.swap import MAX_STAGED_BLOCKS
 from headway.executor.sampling.logprobs import SLICE, compute_logprobs
 from headway.model.backends.gpu import GpuBackend
 from headway.model.batch import ForwardBatch
+from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.model.devices import size
 from headway.model.kernels.attention.splits import (
@@ -80,21 +82,22 @@ def num_blocks_in(budget: Budget, utilization: float) -> int:
 def measure(decoder: Decoder, config: Config) -> Budget:
     """Measure the GPU memory that a loaded model needs besides its KV blocks."""
     device = decoder.norm.device
-    blocks = decoder.backend.kv_blocks(decoder.config, 1, config.block_size)
+    blocks = kv_blocks.allocate(decoder, one_of_each(decoder.config, config))
+    block_bytes = sum(each.nbytes for each in blocks if each is not None)
     # The first step loads kernels and a workspace, which stay allocated.
     num_tokens = config.max_num_batched_tokens
     with decoder.shortened(2), in_two_kernels():
-        compile_all(lambda: run_step(decoder, config, num_tokens, blocks))
-    _peak(decoder, config, num_tokens, blocks)
+        compile_all(lambda: run_step(decoder, config, num_tokens, *blocks))
+    _peak(decoder, config, num_tokens, *blocks)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    step = _peak(decoder, config, num_tokens, blocks)
+    step = _peak(decoder, config, num_tokens, *blocks)
     captured = config.max_num_seqs, max_captured_rows(decoder, config)
-    reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
+    reserve = sum(_peak(decoder, config, count, *blocks) for count in captured)
     reserve += DRIVER_BYTES + graph_bytes(decoder, config)
     reserve += buffer_bytes(decoder, config)
     reserve += NUM_POOLS * partial_bytes(decoder, config) + shared_bytes(decoder)
-    reserve += 2 * min(MAX_STAGED_BLOCKS, config.num_host_blocks) * blocks.nbytes
+    reserve += 2 * min(MAX_STAGED_BLOCKS, config.num_host_blocks) * block_bytes
     torch.cuda.empty_cache()  # the KV blocks will be one allocation
     return Budget(
         total=total,
@@ -102,8 +105,17 @@ def measure(decoder: Decoder, config: Config) -> Budget:
         others=total - free - decoder.num_bytes,
         step=step,
         reserve=reserve,
-        block=blocks.nbytes,
+        block=block_bytes,
     )
+
+
+def one_of_each(model: ModelConfig, config: Config) -> Config:
+    """The config with one KV block of each kind that the model has."""
+    window = model.sliding_window or 0 if model.windowed_layers else 0
+    return replace(
+        config, num_blocks=1, num_host_blocks=0, sliding_window=window,
+        num_window_blocks=min(window, 1),
+    )  # fmt: skip
 
 
 def graph_sizes(decoder: Decoder, config: Config) -> list[PassSize]:
@@ -129,6 +141,7 @@ def buffer_bytes(decoder: Decoder, config: Config) -> int:
     """Bytes of the executor's buffers: hidden states of a captured pass, and block tables."""
     row = decoder.config.hidden_size * decoder.norm.element_size()
     table = 4 * -(-config.max_model_len // config.block_size)
+    table *= 2 if decoder.config.windowed_layers else 1
     hidden = max_captured_rows(decoder, config) * row
     return hidden + (config.max_num_seqs + 1) * table
 
@@ -155,7 +168,9 @@ def shared_bytes(decoder: Decoder) -> int:
     return num_rows * (decoder.config.head_dim + SHARED_NUMBERS) * 4
 
 
-def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:
+def _peak(
+    decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor, windowed: Tensor | None
+) -> int:
     """Bytes by which a step grows the memory that torch has reserved.
 
     Steps of fewer tokens do not need more. The gated product of the MLP runs in two kernels here,
@@ -166,16 +181,24 @@ def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> 
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
     with in_two_kernels():
-        run_step(decoder, config, num_tokens, blocks)
+        run_step(decoder, config, num_tokens, blocks, windowed)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_reserved(device) - before
 
 
 @torch.inference_mode()
-def run_step(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> None:
+def run_step(
+    decoder: Decoder,
+    config: Config,
+    num_tokens: int,
+    blocks: Tensor,
+    window_blocks: Tensor | None = None,
+) -> None:
     """Run prompts of `num_tokens` in total, then every operation on the logits of all rows."""
     batch = prompt_batch(config, num_tokens, blocks.device)
-    hidden = decoder.forward(batch, blocks)
+    if window_blocks is not None:
+        batch.windowed = replace(batch, window=decoder.config.sliding_window)
+    hidden = decoder.forward(batch, blocks, window_blocks=window_blocks)
     logits = decoder.logits(hidden[batch.sampled_n])
     edited = logits.to(torch.float32, copy=True)
     compute_logprobs(logits[batch.sampled_n], edited.argmax(-1), 1)

@@ -8,6 +8,7 @@ at warm-up: it is then one launch. A large pass keeps the device busy while the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
 from headway.model.kernels.attention.splits import choose_num_splits, mixed_num_splits, split_counts
-from headway.model.kernels.rows import start
+from headway.model.kernels.rows import RowTensors, start
 from headway.plan import Chunk, Rows
 
 MAX_CAPTURED_TOKENS = 8192  # of a captured pass
@@ -48,13 +49,14 @@ class PassSize(NamedTuple):
 class PassInputs(NamedTuple):
     """The inputs of a pass that the host sends. Decodes come first."""
 
-    longs: Tensor  # int64 [3, T]: tokens, positions, slots
+    # int64 [3, T]: tokens, positions, slots; [4, T] with slots of sliding-window layers
+    longs: Tensor
     ints: Tensor  # int32 [3, S + 1]: row ids; starts of the chunks; ends of the chunks
 
     @staticmethod
-    def allocate(size: PassSize, device: torch.device) -> PassInputs:
+    def allocate(size: PassSize, device: torch.device, num_columns: int = 3) -> PassInputs:
         num_tokens, width = size.decodes + size.tokens, size.decodes + size.chunks + 1
-        longs = torch.zeros((3, _aligned(num_tokens)), dtype=torch.int64, device=device)
+        longs = torch.zeros((num_columns, _aligned(num_tokens)), dtype=torch.int64, device=device)
         ints = torch.zeros((3, _aligned(width)), dtype=torch.int32, device=device)
         return PassInputs(longs[:, :num_tokens], ints[:, :width])
 
@@ -70,18 +72,21 @@ class MixedPass:
     def __init__(
         self,
         decoder: Decoder,
-        blocks: Tensor,
+        both_blocks: tuple[Tensor, Tensor | None],
         rows: RowTable,
         state: DeviceRowState,
         max_num_batched_tokens: int,
     ) -> None:
-        self.decoder, self._blocks, self._rows, self._state = decoder, blocks, rows, state
+        """`both_blocks` are the KV blocks, and those of sliding-window layers."""
+        self.decoder, self._rows, self._state = decoder, rows, state
+        blocks, self._window_blocks = self._blocks, _ = both_blocks
+        self._num_columns = 3 if self._window_blocks is None else 4
         num_rows = len(rows.lengths)
         self._max_tokens = max_captured_tokens(decoder, max_num_batched_tokens)
         self._largest = PassSize(
             round_up_decodes(num_rows, True), *round_up_chunks(self._max_tokens, 1)
         )
-        self._inputs = PassInputs.allocate(self._largest, blocks.device)
+        self._inputs = self._allocate(self._largest)
         max_rows = self._largest.decodes + self._largest.tokens
         self._hidden = decoder.norm.new_empty((max_rows, decoder.config.hidden_size))
         self.graphs = Graphs(self._step, blocks.device)
@@ -125,12 +130,15 @@ class MixedPass:
         """
         size, is_small = self._size(rows, chunks)
         if not is_small:
-            inputs = PassInputs.allocate(size, self._blocks.device)
+            inputs = self._allocate(size)
             sampled = self._send(rows, chunks, size, inputs)
             return self._forward(size, inputs), sampled, size.decodes
         sampled = self._send(rows, chunks, size, self._inputs.view_for(size))
         self.graphs.run(size)
         return self._hidden[: size.decodes + size.tokens], sampled, size.decodes
+
+    def _allocate(self, size: PassSize) -> PassInputs:
+        return PassInputs.allocate(size, self._blocks.device, self._num_columns)
 
     def _size(self, rows: Rows, chunks: list[Chunk]) -> tuple[PassSize, bool]:
         """The size to run, and whether it is one of the captured ones."""
@@ -153,9 +161,11 @@ class MixedPass:
     def _send(self, rows: Rows, chunks: list[Chunk], size: PassSize, inputs: PassInputs) -> Tensor:
         """Send all inputs except those that decodes read from their rows; return rows to sample."""
         batch, spare = self._rows.batch(rows[:0], chunks), self._state.spare
-        columns = (batch.tokens_t, batch.positions_t, batch.slots_t)
-        longs = np.zeros((3, size.tokens), dtype=np.int64)
-        longs[2] = -1  # padding is not stored
+        columns = [batch.tokens_t, batch.positions_t, batch.slots_t]
+        if batch.windowed is not None:
+            columns.append(batch.windowed.slots_t)
+        longs = np.zeros((len(columns), size.tokens), dtype=np.int64)
+        longs[2:] = -1  # padding is not stored
         for row, column in zip(longs, columns, strict=True):
             row[: len(column)] = column
         count, last = size.decodes, size.decodes + len(batch.tokens_t)
@@ -168,7 +178,7 @@ class MixedPass:
         inputs.ints.copy_(upload(ints, self._blocks.device))
         sampled = np.concatenate([np.arange(len(rows)), batch.sampled_n.numpy() + count])
         sent = upload(np.concatenate([longs.ravel(), sampled]), self._blocks.device)
-        inputs.longs[:, count:] = sent[: longs.size].view(3, size.tokens)
+        inputs.longs[:, count:] = sent[: longs.size].view(longs.shape)
         return sent[longs.size :]
 
     def _step(self, *numbers: int) -> None:
@@ -177,20 +187,29 @@ class MixedPass:
         self._hidden[: len(hidden)] = hidden
 
     def _forward(self, size: PassSize, inputs: PassInputs) -> Tensor:
-        tokens, positions, slots = inputs.longs
+        tokens, positions, slots, *window_slots = inputs.longs
         row_ids_s, starts_s, ends_s = inputs.ints
         count, state = size.decodes, self._state.tensors
-        start(
-            row_ids_s[:count], state, self._rows.block_size,
-            tokens[:count], positions[:count], slots[:count],
-        )  # fmt: skip
+        start(row_ids_s[:count], state, self._rows.block_size, *inputs.longs[:, :count])
         batch = ForwardBatch(
             tokens_t=tokens, positions_t=positions, slots_t=slots, tables_sw=state.tables,
             row_ids_s=row_ids_s[:-1], starts_s=starts_s[: size.chunks + 1],
             ends_s=ends_s[: size.chunks], sampled_n=starts_s, num_decodes=count,
             num_splits=size.num_splits, longest=size.tokens,
         )  # fmt: skip
-        return self.decoder.forward(batch, self._blocks)
+        add_windowed(batch, window_slots, state, self._rows.window)
+        return self.decoder.forward(batch, self._blocks, window_blocks=self._window_blocks)
+
+
+def add_windowed(
+    batch: ForwardBatch, slots_t: list[Tensor], state: RowTensors, window: int | None
+) -> None:
+    """Describe the batch for sliding-window layers too, if the model has any: then one tensor of
+    slots is given."""
+    if state.window_tables is not None:
+        (slots,) = slots_t
+        tables = state.window_tables
+        batch.windowed = replace(batch, slots_t=slots, tables_sw=tables, window=window)
 
 
 def max_captured_tokens(decoder: Decoder, max_num_batched_tokens: int) -> int:

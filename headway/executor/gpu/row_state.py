@@ -1,6 +1,6 @@
 """The rows' state on the device, in one buffer of 32-bit words that the host updates by patches.
 
-It holds the block table, lengths, last token and sampling settings of every row. The host sends
+It holds the block tables, lengths, last token and sampling settings of every row. The host sends
 one (word, value) pair for each change since the last plan; a steady decode sends nothing. One
 extra row belongs to no request: padding rows of a batch use it.
 """
@@ -23,20 +23,26 @@ Words = npt.NDArray[np.int32]
 class DeviceRowState:
     """The buffer, and tensors that are views of it."""
 
-    def __init__(self, num_rows: int, table_width: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, table_width: int, device: torch.device, window_width: int = 0
+    ) -> None:
+        """`window_width` is that of the table of sliding-window layers; 0 without such layers."""
         self.spare = num_rows  # the row that padding uses; its keys and values are not stored
         self.num_rows, self.width = num_rows + 1, table_width
         # Seeds come first: they have 64 bits.
         self._starts = {name: place * self.num_rows for place, name in enumerate(COLUMNS, start=2)}
         self._table = (2 + len(COLUMNS)) * self.num_rows
-        num_words = self._table + self.num_rows * table_width
+        self._window_table = self._table + self.num_rows * table_width
+        num_words = self._window_table + self.num_rows * window_width
         self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._places: list[npt.NDArray[np.int64]] = []
         self._values: list[Words] = []
         column = {name: self.words[at : at + self.num_rows] for name, at in self._starts.items()}
         floats = {name: column[name].view(torch.float32) for name in COLUMNS[4:] if name != "top_k"}
+        windows = self.words[self._window_table :].view(self.num_rows, window_width)
         self.tensors = RowTensors(
-            tables=self.words[self._table :].view(self.num_rows, table_width),
+            tables=self.words[self._table : self._window_table].view(self.num_rows, table_width),
+            window_tables=windows if window_width else None,
             **{name: column[name] for name in COLUMNS[:4]},
         )
         self.sampling = SamplingTensors(
@@ -51,6 +57,9 @@ class DeviceRowState:
 
     def set_blocks(self, row: int, first: int, blocks: list[int]) -> None:
         self._put(self._table + row * self.width + first, blocks)
+
+    def set_window_blocks(self, row: int, first: int, blocks: tuple[int, ...]) -> None:
+        self._put(self._window_table + row * self.width + first, list(blocks))
 
     def set_limit(self, row: int, limit: int) -> None:
         self._put(self._starts["limits"] + row, [limit])

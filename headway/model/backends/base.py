@@ -113,6 +113,7 @@ class PassArguments(NamedTuple):
     cosine: Tensor  # of each token, or of each position: see Backend.uses_rope_table
     sine: Tensor
     query_scale: Tensor | None = None  # of each token or position like cosine; None: 1
+    beside: ForwardPass | None = None  # of sliding-window layers: the pass through the others
 
 
 class ForwardPass(Protocol):

@@ -22,6 +22,7 @@ from headway.model.kernels.attention.invariant_attention import (
     num_partials,
 )
 from headway.model.kernels.attention.scoring import DEFAULT, Scoring
+from headway.model.kernels.norm import add_normed
 from headway.model.kernels.products.linear import linear, row_squares
 from headway.model.kernels.products.tiles import invariant_tile
 
@@ -77,18 +78,29 @@ class DeterministicPass(UnfusedPass):
     max_few_experts = 0
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        epsilon = self._config.norm_eps
-        qkv = multiply(x, layer.qkv, epsilon=epsilon, squares_mj=row_squares(x))
+        qkv = multiply(x, layer.qkv, **self._norm_of(x, layer.input_norm))
         attended = self.attention(number, layer, qkv)
-        self._add(x, attended, layer.output, [])
-        norm: Norm = {"epsilon": epsilon, "squares_mj": row_squares(x)}
+        self._add(x, attended, layer.output, [], layer.attention_norm)
+        norm = self._norm_of(x, layer.post_norm)
         if layer.experts is not None:
             self._add_experts(x, x, layer, layer.experts, partial(multiply, **norm), **norm)
             return x
-        self._add(x, multiply(x, layer.gate_up, is_gated=True, **norm), layer.down, [])
+        gate = {"is_gated": True, "activation": self._config.activation}
+        inner = multiply(x, layer.gate_up, **gate, **norm)
+        self._add(x, inner, layer.down, [], layer.mlp_norm)
         return x
 
-    def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
+    def _norm_of(self, x: Tensor, norm: Tensor | None) -> Norm:
+        is_given = norm is not None
+        return {"epsilon": self._config.norm_eps, "squares_mj": row_squares(x)} if is_given else {}
+
+    def _add(
+        self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range],
+        norm: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if norm is not None:
+            add_normed(x, multiply(inner, weight), norm, self._config.norm_eps)
+            return
         multiply(inner, weight, residual_mn=x, out_mn=x)
 
 

@@ -14,7 +14,7 @@ Shapes as in base.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from headway.model.kernels.attention.decode import HeadTransform, decode_attenti
 from headway.model.kernels.attention.rotary import rotate_and_store
 from headway.model.kernels.attention.scoring import Scoring
 from headway.model.kernels.attention.splits import split_for
-from headway.model.kernels.norm import rms_norm
+from headway.model.kernels.norm import add_normed, norm_in_place, rms_norm
 from headway.model.kernels.products.experts import MAX_FEW, ExpertRows
 from headway.model.kernels.products.gated import gated_product
 from headway.model.kernels.products.linear import linear, num_squares, row_squares
@@ -74,12 +74,13 @@ class GpuBackend(PlainBackend):
         self.name = f"gpu {dtype}".replace("torch.", "")
 
     def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
-        assert layer.input_norm is not None and layer.post_norm is not None
-        ones = torch.ones_like(layer.input_norm)
+        """The norms of inputs, of layers that have them, are in the matrices then."""
+        norms = layer.input_norm, layer.post_norm
+        ones = [None if norm is None else torch.ones_like(norm) for norm in norms]
         return replace(
             layer,
-            input_norm=ones,
-            post_norm=ones,
+            input_norm=ones[0],
+            post_norm=ones[1],
             qkv=_scaled(layer.qkv, layer.input_norm),
             gate_up=_gate_up(layer.gate_up, layer.post_norm),
             experts=layer.experts and _stacked_experts(layer.experts, layer.post_norm),
@@ -127,19 +128,21 @@ def prefers_cublas(num_rows: int, config: ModelConfig) -> bool:
     return num_rows > MAX_FUSED_ROWS and num_gate_up >= LARGE_MATRIX
 
 
-def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
+def _scaled(weight: Weight, norm: Tensor | None) -> PlainWeight:
     """(norm(x) * n) W equals norm(x) W' where W' has its columns multiplied by n."""
     assert isinstance(weight, PlainWeight)
+    if norm is None:
+        return weight
     for rows in torch.split(weight.matrix, 4096):  # in parts: float32 copies are large
         rows.copy_(rows.float() * norm.float())
     return weight
 
 
-def _gate_up(weight: Weight, norm: Tensor) -> Weight:
+def _gate_up(weight: Weight, norm: Tensor | None) -> Weight:
     return weight if isinstance(weight, NoWeight) else interleaved(_scaled(weight, norm))
 
 
-def _stacked_experts(experts: ExpertWeights, norm: Tensor) -> ExpertWeights:
+def _stacked_experts(experts: ExpertWeights, norm: Tensor | None) -> ExpertWeights:
     """The experts with one weight [E, N, K] in place of those of all experts."""
     return ExpertWeights(
         router=_scaled(experts.router, norm),
@@ -206,8 +209,14 @@ class GpuPass(ForwardPass):
         else:
             add_parts(x, routed.inner_pn, self._shard, self._shard.of_experts, routed.summed)
 
-    def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
-        """x += inner w, in place; `columns` of the whole `inner` are those of each rank of a group."""
+    def _add(
+        self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range],
+        norm: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """x += norm(inner w), in place, or inner w without a norm.
+
+        `columns` of the whole `inner` are those of each rank of a group; ranks have no norm.
+        """
         raise NotImplementedError
 
     def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
@@ -219,51 +228,86 @@ class GpuPass(ForwardPass):
             qkv, out, num_heads=config.num_heads, blocks=self._blocks, layer=number,
             tables=batch.tables_sw, row_ids_s=batch.row_ids_s, positions_s=batch.positions_t,
             slots_s=batch.slots_t, num_splits=batch.num_splits,
-            transform=self._transform(layer), scoring=self._scoring(layer),
+            transform=self._transform(layer, qkv), scoring=self._scoring(layer),
         )  # fmt: skip
         return out
 
-    def _transform(self, layer: LayerWeights) -> HeadTransform:
+    def _transform(self, layer: LayerWeights, qkv: Tensor) -> HeadTransform:
+        """What attention does to new heads; norms over all heads are done here, in place."""
+        config, q_norm, k_norm = self._config, layer.q_norm, layer.k_norm
+        if config.has_whole_qk_norm and q_norm is not None and k_norm is not None:
+            norm_in_place(qkv[:, : len(q_norm)], q_norm, config.norm_eps)
+            keys = qkv[:, len(q_norm) : len(q_norm) + len(k_norm)]
+            norm_in_place(keys, k_norm, config.norm_eps)
+            q_norm = k_norm = None
         cosine, sine = self._rope if layer.is_rotated else (None, None)
-        epsilon, factors = self._config.norm_eps, self._query_scale
-        return HeadTransform(layer.q_norm, layer.k_norm, epsilon, cosine, sine, factors)
+        return HeadTransform(q_norm, k_norm, config.norm_eps, cosine, sine, self._query_scale)
 
     def _scoring(self, layer: LayerWeights) -> Scoring:
         return Scoring(self._config.attention_scale, self._batch.window, layer.sinks)
 
 
+@dataclass(slots=True, eq=False)
+class Squares:
+    """The sums of squares of the rows of a pass, if they are known."""
+
+    squares_mj: Tensor | None = None
+
+
 class FusedDecodePass(GpuPass):
     """A batch of decodes only, with few rows: fused kernels."""
 
-    _squares: Tensor | None = None
+    def __init__(self, given: PassArguments, shard: Shard | None = None) -> None:
+        super().__init__(given, shard)
+        other = given.beside
+        # Of x before the next layer, which may be one of another pass.
+        self._latest = Squares()
+        if isinstance(other, FusedDecodePass):
+            self._latest = other._latest
+
+    @property
+    def _squares(self) -> Tensor | None:
+        return self._latest.squares_mj
+
+    @_squares.setter
+    def _squares(self, squares_mj: Tensor | None) -> None:
+        self._latest.squares_mj = squares_mj
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         if self._squares is None and len(x) > 1:
             self._squares = row_squares(x)
         qkv = self._normed_product(x, layer.input_norm, layer.qkv)
         attended = self.attention(number, layer, qkv)
-        self._add(x, attended, layer.output, self._columns[0])
+        self._add(x, attended, layer.output, self._columns[0], layer.attention_norm)
         if layer.experts is not None:
             norm: Norm = {"epsilon": self._config.norm_eps, "squares_mj": self._squares}
             self._add_experts(x, x, layer, layer.experts, partial(multiply, **norm), **norm)
             return x
         inner = self._normed_product(x, layer.post_norm, layer.gate_up, is_gated=True)
-        self._add(x, inner, layer.down, self._columns[1])
+        self._add(x, inner, layer.down, self._columns[1], layer.mlp_norm)
         return x
 
     def _normed_product(
         self, x: Tensor, norm: Tensor | None, weight: Weight, *, is_gated: bool = False
     ) -> Tensor:
         """norm(x) w; the norm's weight is in w, unless a subclass says otherwise."""
-        epsilon = self._config.norm_eps
-        return multiply(x, weight, epsilon=epsilon, squares_mj=self._squares, is_gated=is_gated)
+        gate = {"is_gated": is_gated, "activation": self._config.activation}
+        if norm is None:
+            return multiply(x, weight, **gate)
+        return multiply(x, weight, epsilon=self._config.norm_eps, squares_mj=self._squares, **gate)
 
-    def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
+    def _add(
+        self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range],
+        norm: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """As in GpuPass; also computes the squares for the next norm."""
         assert isinstance(weight, PlainWeight)
         if self._shard is not None:
             add_parts(x, inner, self._shard, columns, partial(multiply, weight=weight))
             self._squares = row_squares(x) if len(x) > 1 else None
+            return
+        if norm is not None:
+            self._squares = add_normed(x, multiply(inner, weight), norm, self._config.norm_eps)
             return
         num_outputs, num_inputs = weight.matrix.shape
         self._make_squares(x, num_squares(len(x), num_outputs, num_inputs, x.dtype))
@@ -300,25 +344,33 @@ class UnfusedPass(GpuPass):
         self._attended: Tensor | None = None  # [T, H, D], zero in padding rows
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        epsilon = self._config.norm_eps
-        assert layer.input_norm is not None and layer.post_norm is not None
-        qkv = _linear(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
-        self._add(x, self.attention(number, layer, qkv), layer.output, self._columns[0])
-        normed = rms_norm(x, layer.post_norm, epsilon)
+        qkv = _linear(self._normed(x, layer.input_norm), layer.qkv)
+        attended = self.attention(number, layer, qkv)
+        self._add(x, attended, layer.output, self._columns[0], layer.attention_norm)
+        normed = self._normed(x, layer.post_norm)
         if layer.experts is not None:
             self._add_experts(x, normed, layer, layer.experts, _product)
             return x
-        self._add(x, _gated(normed, layer.gate_up), layer.down, self._columns[1])
+        inner = _gated(normed, layer.gate_up, self._config.activation)
+        self._add(x, inner, layer.down, self._columns[1], layer.mlp_norm)
         return x
 
-    def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
-        if self._shard is None:
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else rms_norm(x, norm, self._config.norm_eps)
+
+    def _add(
+        self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range],
+        norm: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if norm is not None:
+            add_normed(x, _linear(inner, weight), norm, self._config.norm_eps)
+        elif self._shard is None:
             _add_linear(x, inner, weight)
         else:
             add_parts(x, inner, self._shard, columns, partial(_multiply_into, weight=weight))
 
     def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        config, transform = self._config, self._transform(layer)
+        config, transform = self._config, self._transform(layer, qkv)
         if self._attended is None:
             self._attended = qkv.new_zeros((len(qkv), config.num_heads, config.head_dim))
         rotate_and_store(
@@ -356,9 +408,9 @@ def _linear(x: Tensor, weight: Weight) -> Tensor:
     return F.linear(x, weight.matrix, weight.bias)
 
 
-def _gated(x: Tensor, weight: Weight) -> Tensor:
+def _gated(x: Tensor, weight: Weight, activation: str = "silu") -> Tensor:
     assert isinstance(weight, PlainWeight)
-    return gated_product(x, weight.matrix, weight.bias)
+    return gated_product(x, weight.matrix, weight.bias, activation)
 
 
 def _product(

@@ -103,7 +103,7 @@ class PlainPass(StepwisePass):
     """One batch; attention computes one sequence at a time."""
 
     def __init__(self, backend: PlainBackend, given: PassArguments) -> None:
-        config, batch, self._blocks, cosine_td, sine_td, query_scale_t = given
+        config, batch, self._blocks, cosine_td, sine_td, query_scale_t = given[:6]
         super().__init__(backend, config)
         tables, row_ids_s = batch.tables_sw, batch.row_ids_s
         self._tables = (tables if row_ids_s is None else tables[row_ids_s.long()]).long()

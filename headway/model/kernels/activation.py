@@ -1,4 +1,4 @@
-"""The gated activation of an MLP: silu of the first number of each pair, times the second.
+"""The gated activation of an MLP: silu or gelu of the first number of each pair, times the second.
 
 Gate and up of a pair are adjacent. Knows rows, not layers. silu is rounded to the rows' type before
 the product, as in torch. The result is optionally quantized to fp8, after it is rounded to the
@@ -17,21 +17,31 @@ from torch import Tensor
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 from headway.model.kernels.products.fp8 import PIECE, QuantizedRows, row_scale, row_warps
 
+SILU, GELU = tl.constexpr(1), tl.constexpr(2)
+GATES = {"silu": SILU.value, "gelu": GELU.value}  # gelu in its tanh form
+
 
 @triton.jit
-def paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
+def _gelu_argument(gate):
+    """gelu(x) is x times the sigmoid of this; limited, so that no exponential overflows."""
+    return tl.maximum(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), -80.0)
+
+
+@triton.jit
+def paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr = SILU):
     """float32: gate and up are adjacent; each pair becomes one output, silu(gate) * up."""
     gate, up = tl.split(tl.reshape(total_mn, (ROWS, OUTPUTS // 2, 2)))
-    return gate * tl.sigmoid(gate) * up
+    return gate * tl.sigmoid(_gelu_argument(gate) if GATE == GELU else gate) * up
 
 
 @triton.jit
-def _gated(x_2n, first, WIDTH: tl.constexpr, PIECE: tl.constexpr):
+def _gated(x_2n, first, WIDTH: tl.constexpr, PIECE: tl.constexpr, GATE: tl.constexpr = SILU):
     """PIECE results of a row of pairs from the pair `first` on, rounded to the row's type."""
     both = first * 2 + tl.arange(0, 2 * PIECE)
     pairs = tl.load(x_2n + both, mask=both < 2 * WIDTH, other=0.0)
     gate, up = tl.split(tl.reshape(pairs.to(tl.float32), (PIECE, 2)))
-    silu = (gate / (1.0 + tl.exp(-gate))).to(x_2n.dtype.element_ty).to(tl.float32)
+    argument = _gelu_argument(gate) if GATE == GELU else gate
+    silu = (gate / (1.0 + tl.exp(-argument))).to(x_2n.dtype.element_ty).to(tl.float32)
     return (silu * up).to(x_2n.dtype.element_ty)
 
 
@@ -39,14 +49,15 @@ def _gated(x_2n, first, WIDTH: tl.constexpr, PIECE: tl.constexpr):
 @triton.jit
 def _silu_multiply(
     out_tn, x_t2n, x_stride,
-    WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, CHAINED: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, GATE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """PIECE pairs of one row; PIECES programs compute a row."""
     row = (tl.program_id(0) // PIECES).to(tl.int64)
     first = (tl.program_id(0) % PIECES) * PIECE
     column = first + tl.arange(0, PIECE)
     begin(CHAINED)
-    out = _gated(x_t2n + row * x_stride, first, WIDTH, PIECE)
+    out = _gated(x_t2n + row * x_stride, first, WIDTH, PIECE, GATE)
     tl.store(out_tn + row * WIDTH + column, out, mask=column < WIDTH)
 
 
@@ -72,8 +83,8 @@ def _silu_quantize(
         tl.store(values_tn + row * WIDTH + column, rounded, mask=column < WIDTH)
 
 
-def silu_multiply(x_t2n: Tensor) -> Tensor:
-    """silu of the first number of every pair, times the second: [T, N]."""
+def silu_multiply(x_t2n: Tensor, activation: str = "silu") -> Tensor:
+    """silu (or gelu) of the first number of every pair, times the second: [T, N]."""
     num_rows, width = x_t2n.shape[0], x_t2n.shape[1] // 2
     assert x_t2n.stride(1) == 1, "a row must be contiguous"
     out_tn = torch.empty((num_rows, width), dtype=x_t2n.dtype, device=x_t2n.device)
@@ -84,7 +95,8 @@ def silu_multiply(x_t2n: Tensor) -> Tensor:
     num_warps = max(piece // 256, 1)  # a thread holds 8 numbers: two wide loads
     _silu_multiply[(num_rows * pieces,)](
         out_tn, x_t2n, x_t2n.stride(0),
-        WIDTH=width, PIECES=pieces, PIECE=piece, **launch_options(num_warps, 1),
+        WIDTH=width, PIECES=pieces, PIECE=piece, GATE=GATES[activation],
+        **launch_options(num_warps, 1),
     )  # fmt: skip
     return out_tn
 

@@ -26,12 +26,14 @@ class RowTensors:
     limits: Tensor  # [R]: maximum of `lengths`; a row at its limit stores nothing
     last: Tensor  # [R]: last sampled token, the next input
     num_generated: Tensor  # [R]
+    window_tables: Tensor | None = None  # [R, W]: of sliding-window layers
 
 
 @launched
 @triton.jit
 def _start(
-    row_ids_n, tables, lengths, limits, last, tokens_n, positions_n, slots_n, table_width,
+    row_ids_n, tables, window_tables, lengths, limits, last, tokens_n, positions_n, slots_n,
+    window_slots_n, table_width,
     BLOCK_SIZE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     begin(CHAINED)
@@ -41,6 +43,11 @@ def _start(
     position = tl.maximum(tl.minimum(length, limit - 1), 0)
     block = tl.load(tables + row_id * table_width + position // BLOCK_SIZE).to(tl.int64)
     slot = tl.where(length < limit, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    if window_tables is not None:
+        place = row_id * table_width + position // BLOCK_SIZE
+        block = tl.load(window_tables + place).to(tl.int64)
+        window_slot = tl.where(length < limit, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(window_slots_n + row, window_slot)
     tl.store(tokens_n + row, tl.load(last + row_id).to(tl.int64))
     tl.store(positions_n + row, position.to(tl.int64))
     tl.store(slots_n + row, slot)
@@ -63,12 +70,16 @@ def start(
     tokens_n: Tensor,
     positions_n: Tensor,
     slots_n: Tensor,
+    window_slots_n: Tensor | None = None,
 ) -> None:
-    """Write token, position and slot (int64) of the next decode of each row in `row_ids_n`."""
+    """Write token, position and slot (int64) of the next decode of each row in `row_ids_n`.
+
+    With sliding-window layers also the slot in their blocks.
+    """
     if len(row_ids_n):
         _start[(len(row_ids_n),)](
-            row_ids_n, state.tables, state.lengths, state.limits, state.last, tokens_n, positions_n,
-            slots_n, state.tables.shape[1], block_size, **launch_options(1, 1),
+            row_ids_n, state.tables, state.window_tables, state.lengths, state.limits, state.last,
+            tokens_n, positions_n, slots_n, window_slots_n, state.tables.shape[1], block_size, **launch_options(1, 1),
         )  # fmt: skip
 
 

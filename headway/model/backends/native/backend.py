@@ -215,7 +215,7 @@ class NativePass(StepwisePass):
     _backend: NativeBackend
 
     def __init__(self, backend: NativeBackend, given: PassArguments) -> None:
-        config, batch, blocks, cosine, sine, query_scale = given
+        config, batch, blocks, cosine, sine, query_scale = given[:6]
         super().__init__(backend, config)
         rows, size = batch.tokens_t.shape[0], config.head_dim
         task_rows = MAX_QUERIES // (config.num_heads // config.num_kv_heads)

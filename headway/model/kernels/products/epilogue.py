@@ -68,7 +68,7 @@ def finish(
 ):  # fmt: skip
     """Norm, bias, gate and residual; store, and return the squares of the output.
 
-    `first` and `num_outputs` are counted before the gate.
+    `first` and `num_outputs` are counted before the gate. IS_GATED is 0 or one of GATES.
     """
     if squares_mj is not None:
         total *= factor_m[:, None]
@@ -77,7 +77,7 @@ def finish(
     WIDTH: tl.constexpr = total.shape[1]
     place, is_inside = _place(first, near_m, is_row, num_outputs, out_stride, IS_GATED, WIDTH)
     if IS_GATED:
-        total = paired(total, total.shape[0], WIDTH)
+        total = paired(total, total.shape[0], WIDTH, IS_GATED)
     if residual_mn is not None:
         total += residual.to(tl.float32)
     rounded = total.to(out_mn.dtype.element_ty)

@@ -46,9 +46,11 @@ TILES = {
 }
 
 
-def gated_product(x_tk: Tensor, weight_2nk: Tensor, bias_2n: Tensor | None) -> Tensor:
-    """silu(gate) * up: [T, N]."""
-    hopper = None if IN_TWO_KERNELS.get() else hopper_kernel()
+def gated_product(
+    x_tk: Tensor, weight_2nk: Tensor, bias_2n: Tensor | None, activation: str = "silu"
+) -> Tensor:
+    """silu(gate) * up, or gelu: [T, N]."""
+    hopper = None if IN_TWO_KERNELS.get() or activation != "silu" else hopper_kernel()
     if hopper is not None and bias_2n is None and hopper.supports(x_tk, weight_2nk):
         tile = tile_for(len(x_tk), len(weight_2nk) // 2, x_tk.shape[1])
         if is_compiling():  # all of them, so that none is left when a pass of other sizes comes
@@ -56,7 +58,7 @@ def gated_product(x_tk: Tensor, weight_2nk: Tensor, bias_2n: Tensor | None) -> T
                 hopper.gated_product_hopper(x_tk, weight_2nk, each)
         elif tile is not None:
             return hopper.gated_product_hopper(x_tk, weight_2nk, tile)  # type: ignore[no-any-return]
-    return silu_multiply(F.linear(x_tk, weight_2nk, bias_2n))
+    return silu_multiply(F.linear(x_tk, weight_2nk, bias_2n), activation)
 
 
 IN_TWO_KERNELS: ContextVar[bool] = ContextVar("in_two_kernels", default=False)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.activation import paired
+from headway.model.kernels.activation import GATES, paired
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 from headway.model.kernels.products.tiles import Tile, tile_for
 from headway.model.kernels.products.wide_linear import wide_linear
@@ -137,7 +137,7 @@ def _linear(
     if HAS_BIAS:
         total += bias[None, :].to(tl.float32)
     if IS_GATED:
-        total = paired(total, ROWS, OUTPUTS)
+        total = paired(total, ROWS, OUTPUTS, IS_GATED)
     if HAS_RESIDUAL:
         total += residual.to(tl.float32)
     rounded = total.to(out_mn.dtype.element_ty)
@@ -197,7 +197,7 @@ def _vector(
     if HAS_BIAS:
         total += bias.to(tl.float32)
     if IS_GATED:
-        total = tl.reshape(paired(total[None, :], 1, OUTPUTS), (OUTPUTS // 2,))
+        total = tl.reshape(paired(total[None, :], 1, OUTPUTS, IS_GATED), (OUTPUTS // 2,))
     if HAS_RESIDUAL:
         total += residual.to(tl.float32)
     tl.store(out_mn + place, total.to(out_mn.dtype.element_ty), mask=is_inside)
@@ -211,6 +211,7 @@ def linear(
     epsilon: float | None = None,
     squares_mj: Tensor | None = None,
     is_gated: bool = False,
+    activation: str = "silu",
     residual_mn: Tensor | None = None,
     out_mn: Tensor | None = None,
     squares_out_mj: Tensor | None = None,
@@ -220,7 +221,7 @@ def linear(
 ) -> Tensor:
     """x weight^T, in this order: times the scales of an fp8 matrix and of fp8 rows; divided by the
     root mean square of x if `epsilon` is given; plus bias; if gated, pairs of outputs become
-    silu(first) * second; plus residual (may be `out_mn`).
+    silu(first) * second, or another activation; plus residual (may be `out_mn`).
 
     With more than one row, `squares_mj` must contain the sums of squares of x for the norm, and
     `squares_out_mj` receives those of the output, both in any number of parts. fp8 rows need
@@ -237,7 +238,8 @@ def linear(
     assert is_alike, "the residual must have the output's stride"
     tile = tile or tile_for(num_rows, num_outputs, num_inputs, weight_nk.dtype)
     num_tiles = ceil_div(num_outputs, tile.width)
-    flags = (epsilon is not None, bias_n is not None, residual_mn is not None, is_gated)
+    gate = GATES[activation] if is_gated else 0
+    flags = (epsilon is not None, bias_n is not None, residual_mn is not None, gate)
     options = launch_options(tile.warps, tile.stages, fuses=tile.rows == 1)
     if tile.rows == 1:
         _vector[(num_tiles, num_rows)](
@@ -252,7 +254,7 @@ def linear(
         assert scale_n is None and x_scale_m is None, "wide tiles are not for fp8"
         wide_linear(
             x_mk, weight_nk, out_mn, tile, bias_n=bias_n, epsilon=epsilon, squares_mj=squares_mj,
-            is_gated=is_gated, residual_mn=residual_mn, squares_out_mj=squares_out_mj,
+            gate=gate, residual_mn=residual_mn, squares_out_mj=squares_out_mj,
         )  # fmt: skip
         return out_mn
     num_parts = squares_mj.shape[1] if squares_mj is not None else 1

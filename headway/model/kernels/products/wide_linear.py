@@ -204,17 +204,20 @@ def wide_linear(
     bias_n: Tensor | None = None,
     epsilon: float | None = None,
     squares_mj: Tensor | None = None,
-    is_gated: bool = False,
+    gate: int = 0,
     residual_mn: Tensor | None = None,
     squares_out_mj: Tensor | None = None,
 ) -> None:
-    """Like linear.linear with several rows, for a tile that has extra outputs or parts."""
+    """Like linear.linear with several rows, for a tile that has extra outputs or parts.
+
+    `gate` is the number of its activation in GATES; 0: there is none.
+    """
     num_rows, (num_outputs, num_inputs) = len(x_mk), weight_nk.shape
     assert num_inputs % (tile.parts * tile.inputs * tile.slices) == 0, "a part has whole tiles"
     assert tile.parts == 1 or tile.extra == 0, "a tile has extra outputs or parts, not both"
     squares = None if epsilon is None else squares_mj
     num_parts = 1 if squares is None else squares.shape[1]
-    norm = (num_inputs, num_parts, power_of_2(num_parts), is_gated)
+    norm = (num_inputs, num_parts, power_of_2(num_parts), gate)
     ends = (bias_n, residual_mn, out_mn, squares_out_mj, num_rows, num_outputs, epsilon or 0.0)
     options = launch_options(tile.warps, tile.stages, fuses=False)
     x_stride, out_stride = x_mk.stride(0), out_mn.stride(0)
