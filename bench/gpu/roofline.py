@@ -69,9 +69,13 @@ def floor(config: ModelConfig, lengths: Lengths, ceilings: Ceilings, itemsize: i
     rows = (sum(output > step for _, output in lengths) for step in range(1, steps + 1))
     unread = sum((1 - config.expert_share) ** count for count in rows) * experts
     # The prompt gives the first output token; each other token reads all tokens before it.
-    read = sum((o - 1) * p + o * (o - 1) / 2 for p, o in lengths)
+    contexts = [prompt + place for prompt, output in lengths for place in range(1, output)]
+    window = config.sliding_window or 0
+    full, windowed = (
+        config.layers_of_kind(windowed=kind).kv_bytes(itemsize) for kind in (False, True)
+    )
     weight_bytes = itemsize * (steps * (matrices + head) - unread)
-    kv_bytes = read * config.kv_bytes(itemsize)
+    kv_bytes = full * sum(contexts) + windowed * sum(min(each, window) for each in contexts)
     return Floor(
         weight_bytes=weight_bytes, kv_bytes=kv_bytes, prefill_flops=flops,
         prefill_seconds=flops / ceilings.flops,
