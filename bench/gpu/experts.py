@@ -39,9 +39,11 @@ from bench.gpu import roofline
 from bench.gpu.kernels import TINY, seconds
 from bench.harness import SHAPES, Bench, Figures, log
 from headway.model.config import ModelConfig, from_hf, load_hf
+from headway.model.kernels.activation import GATES
 from headway.model.kernels.launch import compile_all
 from headway.model.kernels.products import experts, grouped
 from headway.model.kernels.products.experts import ExpertRows, VectorTile
+from headway.model.kernels.products.grouped import Stack
 from headway.model.kernels.products.linear import linear, row_squares
 from headway.model.kernels.products.tiles import Tile, device_limits
 from headway.model.kernels.routing import list_pairs
@@ -119,7 +121,7 @@ class Layers:
         for own, router, first, last in zip(
             logits, self.router, self.gate_up, self.down, strict=True
         ):
-            given = (x, own, first, last)
+            given = (x, own, Stack(first), Stack(last))
             options = {"num_chosen": about.num_chosen, "normalizes": about.normalizes, **norm}
             routed = ExpertRows(*given, max_few=max_few, **options)
             made["router"].append(partial(linear, x, router, out_mn=torch.empty_like(own), **norm))
@@ -130,9 +132,19 @@ class Layers:
             _, lists = list_pairs(own, about.num_experts, about.num_chosen)
             made["list"].append(partial(list_pairs, own, about.num_experts, about.num_chosen))
             made["gate_up"].append(
-                partial(grouped.grouped, x, first, lists, about.num_chosen, is_gated=True, **norm)
+                partial(
+                    grouped.grouped,
+                    x,
+                    Stack(first),
+                    lists,
+                    about.num_chosen,
+                    gate=GATES["silu"],
+                    **norm,
+                )
             )
-            made["down"].append(partial(grouped.grouped, inner, last, lists, about.num_chosen))
+            made["down"].append(
+                partial(grouped.grouped, inner, Stack(last), lists, about.num_chosen)
+            )
         return {name: each for name, each in made.items() if each}, logits
 
     def floors(self, logits: list[Tensor], ceilings: roofline.Ceilings) -> dict[str, float]:
@@ -154,7 +166,7 @@ class Layers:
         about, x = self.about, self.random(rows, self.hidden)
         logits = torch.randn((rows, about.num_experts), device=self.device)
         routed = ExpertRows(
-            x, logits, self.gate_up[0], self.down[0], num_chosen=about.num_chosen,
+            x, logits, Stack(self.gate_up[0]), Stack(self.down[0]), num_chosen=about.num_chosen,
             normalizes=about.normalizes, max_few=max_few, epsilon=self.epsilon,
             squares_mj=row_squares(x),
         )  # fmt: skip

@@ -53,9 +53,7 @@ class ModelConfig(Variant):
 
     @property
     def cpu_only(self) -> str | None:
-        """The reason that this model runs on a CPU only; None if there is none."""
-        if self.experts and (self.experts.has_biases or self.activation != "silu"):
-            return f"{self.architecture} has experts with biases or another activation than silu"
+        """The reason that this model runs on a CPU only; None: GPUs run all families."""
         return None
 
     @property

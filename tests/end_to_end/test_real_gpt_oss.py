@@ -186,10 +186,25 @@ def test_scales_that_kernels_cannot_hold_and_damaged_files_are_not_read_as_group
         reopened().read(first.replace("weight", "bias"))
 
 
+def test_a_gpu_dequantizes_the_experts(saved: Saved) -> None:
+    """One matrix for all experts; gate and up of a pair are adjacent."""
+    gpu = pytest.importorskip("headway.model.backends.gpu")
+    model = Decoder(open_checkpoint(saved.mxfp4), gpu.GpuBackend(torch.float32, "cpu"))
+    expected = dict(saved.reference.named_parameters())
+    for number, layer in enumerate(model.layers):
+        (gate_up,), (down,) = layer.experts.gate_up, layer.experts.down
+        prefix = f"model.layers.{number}"
+        norm = expected[f"{prefix}.post_attention_layernorm.weight"]
+        stack = expected[f"{prefix}.mlp.experts.gate_up_proj"].mT
+        assert torch.equal(gate_up.matrix, stack * norm)
+        assert torch.equal(gate_up.bias, expected[f"{prefix}.mlp.experts.gate_up_proj_bias"])
+        assert torch.equal(down.matrix, expected[f"{prefix}.mlp.experts.down_proj"].mT)
+
+
 def test_what_is_not_supported_is_named(saved: Saved) -> None:
     config = load_hf(saved.mxfp4)
-    with pytest.raises(ConfigError, match="gpt_oss has .*, which runs on CPUs only"):
-        choose_backend(config, "bfloat16", "cuda")
+    with pytest.raises(ConfigError, match="fp8 is not supported for experts, .*gpt_oss has"):
+        choose_backend(config, "fp8", "cuda")
     with pytest.raises(ConfigError, match="gpt_oss has layers with a sliding window, .* one rank"):
         check_size(config, 2)
     values = json.loads((saved.mxfp4 / "config.json").read_text(encoding="utf-8"))

@@ -153,14 +153,19 @@ WINDOWED = {
 }  # fmt: skip
 
 
-QWEN_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+QWEN = HEADS | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SPARSE = {
-    "experts": model("Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "an expert for all": model("Qwen2Moe", shared_expert_intermediate_size=40, **QWEN_EXPERTS),
+    "experts": model("Mixtral", num_local_experts=4, num_experts_per_tok=2, **HEADS),
+    "an expert for all": model("Qwen2Moe", shared_expert_intermediate_size=40, **QWEN),
     "experts in one of two layers": model(
-        "Qwen3Moe", num_hidden_layers=2, mlp_only_layers=[0], norm_topk_prob=True, **QWEN_EXPERTS
+        "Qwen3Moe", num_hidden_layers=2, mlp_only_layers=[0], norm_topk_prob=True, **QWEN
     ),
-}
+    "experts with biases": model(
+        "GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
+        rope_scaling=None, **HEADS,
+    ),
+}  # fmt: skip
 
 
 ROPE = {

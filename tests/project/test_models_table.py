@@ -100,7 +100,7 @@ OTHERS = {  # the cells, and the test of each
         "float32": test_real_gpt_oss.test_weights_in_floats_and_in_mxfp4_are_those_of_transformers,
         "the file's numbers, in 4 bits":
             test_real_gpt_oss.test_quantized_kernels_keep_the_experts_of_a_file,
-        "no": test_real_gpt_oss.test_what_is_not_supported_is_named,
+        "bfloat16": test_real_gpt_oss.test_a_gpu_dequantizes_the_experts,
     },
 }  # fmt: skip
 

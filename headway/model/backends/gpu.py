@@ -43,6 +43,7 @@ from headway.model.kernels.attention.splits import split_for
 from headway.model.kernels.norm import add_normed, norm_in_place, rms_norm
 from headway.model.kernels.products.experts import MAX_FEW, ExpertRows
 from headway.model.kernels.products.gated import gated_product
+from headway.model.kernels.products.grouped import Stack
 from headway.model.kernels.products.linear import linear, num_squares, row_squares
 from headway.model.kernels.products.tiles import Tile
 from headway.model.sharding import Shard
@@ -52,7 +53,7 @@ FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
 # and an activation of their own launches. Measured on an H200 with the four matrices of a 7B model.
 MAX_FUSED_ROWS, LARGE_MATRIX = 128, 2**25
 Norm = dict[str, Any]  # of the inputs of a product: options of products.linear
-ROUTER_TILE = Tile(64, 32, 64, slices=1, warps=4, stages=4)  # of prompts
+ROUTER_TILE = Tile(64, 32, 64, slices=1, warps=4, stages=3)  # of prompts
 
 
 class GpuBackend(PlainBackend):
@@ -152,12 +153,16 @@ def _stacked_experts(experts: ExpertWeights, norm: Tensor | None) -> ExpertWeigh
 
 
 def _stacked(weights: list[Weight]) -> PlainWeight:
-    return PlainWeight(torch.stack([matrix_of(weight) for weight in weights]), None)
+    stacks = [_stack_of(weight) for weight in weights]
+    biases = [bias for _, bias in stacks if bias is not None]
+    return PlainWeight(
+        torch.stack([matrix for matrix, _ in stacks]), torch.stack(biases) if biases else None
+    )
 
 
-def matrix_of(weight: Weight) -> Tensor:
-    assert isinstance(weight, PlainWeight) and weight.bias is None, "experts have no biases"
-    return weight.matrix
+def _stack_of(weight: Weight) -> Stack:
+    assert isinstance(weight, PlainWeight)
+    return Stack(weight.matrix, weight.bias)
 
 
 def interleaved(weight: Weight) -> PlainWeight:
@@ -186,14 +191,16 @@ class GpuPass(ForwardPass):
         product: Callable[..., Tensor], **norm: Any,
     ) -> None:  # fmt: skip
         """x += the experts' outputs, in place; `rows`, with this norm, are their inputs."""
-        about, shard, router = self._config.experts, self._shard, matrix_of(experts.router)
+        about, shard = self._config.experts, self._shard
         assert about is not None, "a layer has experts, but the config does not"
-        logits = torch.empty((len(x), len(router)), dtype=torch.float32, device=x.device)
+        width = about.num_experts + about.has_shared_gate
+        logits = torch.empty((len(x), width), dtype=torch.float32, device=x.device)
         product(rows, experts.router, out_mn=logits)
         (gate_up,), (down,) = experts.gate_up, experts.down
         routed = ExpertRows(
-            rows, logits, matrix_of(gate_up), matrix_of(down), num_chosen=about.num_chosen,
-            normalizes=about.normalizes, max_few=self.max_few_experts, **norm,
+            rows, logits, _stack_of(gate_up), _stack_of(down), num_chosen=about.num_chosen,
+            normalizes=about.normalizes, activation=self._config.activation,
+            max_few=self.max_few_experts, **norm,
         )  # fmt: skip
         shared = product(rows, layer.gate_up, is_gated=True) if about.shared_width else None
         if shared is not None and about.has_shared_gate:
@@ -314,12 +321,12 @@ class FusedDecodePass(GpuPass):
         multiply(inner, weight, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
 
     def _add_routed(self, x: Tensor, routed: ExpertRows) -> None:
-        if self._shard is not None:
+        if self._shard is None and routed.num_parts:
+            self._make_squares(x, routed.num_parts)
+            routed.summed(routed.inner_pn, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
+        else:
             super()._add_routed(x, routed)
             self._squares = row_squares(x) if len(x) > 1 else None
-            return
-        self._make_squares(x, routed.num_parts)
-        routed.summed(routed.inner_pn, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
 
     def _make_squares(self, x: Tensor, num_parts: int) -> None:
         """Room for the squares of x; one row needs none."""
@@ -419,7 +426,8 @@ def _product(
     """x w, of a router into `out_mn`: its tile does not depend on the rows; see compile_all."""
     if is_gated:
         return _gated(x, weight)
-    return linear(x, matrix_of(weight), out_mn=out_mn, tile=ROUTER_TILE)
+    matrix, bias = _stack_of(weight)
+    return linear(x, matrix, bias_n=bias, out_mn=out_mn, tile=ROUTER_TILE)
 
 
 def _multiply_into(

@@ -16,22 +16,36 @@ from torch import Tensor
 
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 from headway.model.kernels.products.fp8 import PIECE, QuantizedRows, row_scale, row_warps
+from headway.model.variant import SWIGLU_ALPHA, SWIGLU_LIMIT
 
-SILU, GELU = tl.constexpr(1), tl.constexpr(2)
-GATES = {"silu": SILU.value, "gelu": GELU.value}  # gelu in its tanh form
+SILU, GELU, CLAMPED_SWIGLU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+GATES = {  # gelu in its tanh form
+    "silu": SILU.value, "gelu": GELU.value, "clamped_swiglu": CLAMPED_SWIGLU.value,
+}  # fmt: skip
+ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
-def _gelu_argument(gate):
-    """gelu(x) is x times the sigmoid of this; limited, so that no exponential overflows."""
-    return tl.maximum(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), -80.0)
+def _argument(gate, GATE: tl.constexpr):
+    """The activation of x is x times the sigmoid of this."""
+    if GATE == GELU:  # limited, so that no exponential overflows
+        return tl.maximum(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), -80.0)
+    return gate * ALPHA if GATE == CLAMPED_SWIGLU else gate
+
+
+@triton.jit
+def _clamped(gate, up, GATE: tl.constexpr):
+    if GATE == CLAMPED_SWIGLU:
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+    return gate, up
 
 
 @triton.jit
 def paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr = SILU):
     """float32: gate and up are adjacent; each pair becomes one output, silu(gate) * up."""
     gate, up = tl.split(tl.reshape(total_mn, (ROWS, OUTPUTS // 2, 2)))
-    return gate * tl.sigmoid(_gelu_argument(gate) if GATE == GELU else gate) * up
+    gate, up = _clamped(gate, up, GATE)
+    return gate * tl.sigmoid(_argument(gate, GATE)) * up
 
 
 @triton.jit
@@ -40,8 +54,8 @@ def _gated(x_2n, first, WIDTH: tl.constexpr, PIECE: tl.constexpr, GATE: tl.const
     both = first * 2 + tl.arange(0, 2 * PIECE)
     pairs = tl.load(x_2n + both, mask=both < 2 * WIDTH, other=0.0)
     gate, up = tl.split(tl.reshape(pairs.to(tl.float32), (PIECE, 2)))
-    argument = _gelu_argument(gate) if GATE == GELU else gate
-    silu = (gate / (1.0 + tl.exp(-argument))).to(x_2n.dtype.element_ty).to(tl.float32)
+    gate, up = _clamped(gate, up, GATE)
+    silu = (gate / (1.0 + tl.exp(-_argument(gate, GATE)))).to(x_2n.dtype.element_ty).to(tl.float32)
     return (silu * up).to(x_2n.dtype.element_ty)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
 RANKED_ROWS = 256  # with more, a row's experts are chosen once and not by every expert
+COMPARED = tl.constexpr(32)  # experts, with every other one
 NUMBERS = 8192  # of a program: rows times experts, or rows times chosen experts
 
 
@@ -47,10 +48,14 @@ def choose(logits_e, EXPERTS: tl.constexpr, ROOM: tl.constexpr):
     """The place of each expert in the order of a row's choice, and its share."""
     e = tl.arange(0, ROOM)
     own_e = tl.load(logits_e + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
-    one, other = own_e[None, :], own_e[:, None]
-    is_before = (other > one) | ((other == one) & (e[:, None] < e[None, :]))
+    place_e = tl.zeros((ROOM,), tl.int32)
+    for start in range(0, EXPERTS, COMPARED):  # all at once need too many registers
+        n = start + tl.arange(0, COMPARED)[:, None]
+        other = tl.load(logits_e + n, mask=n < EXPERTS, other=float("-inf")).to(tl.float32)
+        is_before = (other > own_e[None, :]) | ((other == own_e[None, :]) & (n < e[None, :]))
+        place_e += tl.sum(is_before.to(tl.int32), 0)
     share_e = tl.exp(own_e - tl.max(own_e, 0))
-    return tl.sum(is_before.to(tl.int32), 0), share_e / tl.sum(share_e, 0)
+    return place_e, share_e / tl.sum(share_e, 0)
 
 
 @launched

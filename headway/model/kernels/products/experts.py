@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.activation import paired
+from headway.model.kernels.activation import GATES, paired
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
-from headway.model.kernels.products.grouped import grouped
+from headway.model.kernels.products.grouped import Stack, grouped
 from headway.model.kernels.products.linear import VECTOR
 from headway.model.kernels.routing import Choice, Lists, choose, list_pairs
 
@@ -55,10 +55,11 @@ def _multiplied(weight_nk, x_k):
 @launched
 @triton.jit
 def _gated(
-    x_mk, weight_enk, logits_me, experts_mk, shares_mk, out_pn, num_outputs, epsilon, x_stride,
-    logits_stride,
+    x_mk, weight_enk, bias_en, logits_me, experts_mk, shares_mk, out_pn, num_outputs, epsilon,
+    x_stride, logits_stride,
     K: tl.constexpr, EXPERTS: tl.constexpr, ROOM: tl.constexpr, CHOSEN: tl.constexpr,
-    HAS_NORM: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_NORM: tl.constexpr, GATE: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of one pair; the first program of a pair also stores the choice."""
     pair, k = tl.program_id(1), tl.max_contiguous(tl.arange(0, INPUTS), VECTOR)
@@ -85,7 +86,9 @@ def _gated(
     total = tl.sum(totals, 1)
     if HAS_NORM:
         total *= tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
-    out = tl.reshape(paired(total[None, :], 1, OUTPUTS), (OUTPUTS // 2,))
+    if bias_en is not None:
+        total += tl.load(bias_en + near_n).to(tl.float32)
+    out = tl.reshape(paired(total[None, :], 1, OUTPUTS, GATE), (OUTPUTS // 2,))
     place_n = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
     home = out_pn + pair * (num_outputs // 2) + place_n
     tl.store(home, out.to(out_pn.dtype.element_ty), mask=place_n < num_outputs // 2)
@@ -94,8 +97,7 @@ def _gated(
 @launched
 @triton.jit
 def _down(
-    x_pk, weight_enk, experts_mk, shares_mk, residual_mn, out_mn, squares_mj, num_outputs,
-    out_stride,
+    x_pk, weight_enk, bias_en, experts_mk, shares_mk, residual_mn, out_mn, num_outputs, out_stride,
     CHOSEN: tl.constexpr, CHOSEN_ROOM: tl.constexpr, NORMALIZES: tl.constexpr, K: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -109,19 +111,24 @@ def _down(
     first = tl.load(experts_mk + pair).to(tl.int64)
     b = _inputs(weight_enk + (first * num_outputs + near_n) * K, k, 0, K)
     totals = tl.zeros((OUTPUTS, INPUTS // VECTOR), tl.float32)
+    total = tl.zeros((OUTPUTS,), tl.float32)
     for step in tl.static_range(0, CHOSEN * STEPS):
         place, start = pair + step // STEPS, step % STEPS * INPUTS
+        share = tl.load(shares_mk + place)
         a = tl.load(x_pk + place * K + start + k, mask=k < K - start, other=0.0).to(tl.float32)
         now = b
         if step + 1 < CHOSEN * STEPS:
             expert = tl.load(experts_mk + pair + (step + 1) // STEPS).to(tl.int64)
             weight_n = weight_enk + (expert * num_outputs + near_n) * K
             b = _inputs(weight_n, k, (step + 1) % STEPS * INPUTS, K)
-        totals += _multiplied(now, a * tl.load(shares_mk + place))
-    total = tl.sum(totals, 1)
+        totals += _multiplied(now, a * share)
+        if bias_en is not None and start == 0:
+            own = tl.load(experts_mk + place).to(tl.int64) * num_outputs
+            total += tl.load(bias_en + own + near_n).to(tl.float32) * share
+    total += tl.sum(totals, 1)
     if NORMALIZES:
         total /= tl.sum(tl.load(shares_mk + pair + place_k, mask=place_k < CHOSEN, other=0.0), 0)
-    _store(total, n, residual_mn, out_mn, squares_mj, num_outputs, out_stride)
+    _store(total, n, residual_mn, out_mn, num_outputs, out_stride)
 
 
 @launched
@@ -142,22 +149,21 @@ def _sum(
     is_inside = is_place[:, None] & (n < num_outputs)[None, :]
     y = tl.load(y_pn + pair_k[:, None] * num_outputs + n[None, :], mask=is_inside, other=0.0)
     total = tl.sum(y.to(tl.float32) * share_k[:, None], 0)
-    _store(total, n, residual_mn, out_mn, squares_mj, num_outputs, out_stride)
+    stored = _store(total, n, residual_mn, out_mn, num_outputs, out_stride)
+    if squares_mj is not None:
+        home = squares_mj + row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(home, tl.sum(stored * stored, 0))
 
 
 @triton.jit
-def _store(total, n, residual_mn, out_mn, squares_mj, num_outputs, out_stride):
-    """Add the residual if there is one; store, and the sum of squares if there is room for it."""
-    row, is_output = tl.program_id(0).to(tl.int64), n < num_outputs
-    place = row * out_stride + n
+def _store(total, n, residual_mn, out_mn, num_outputs, out_stride):
+    """Add the residual if there is one, store, and return what was stored."""
+    place, is_output = tl.program_id(0).to(tl.int64) * out_stride + n, n < num_outputs
     if residual_mn is not None:
         total += tl.load(residual_mn + place, mask=is_output, other=0.0).to(tl.float32)
     rounded = total.to(out_mn.dtype.element_ty)
     tl.store(out_mn + place, rounded, mask=is_output)
-    if squares_mj is not None:
-        wide = tl.where(is_output, rounded.to(tl.float32), 0.0)
-        home = squares_mj + row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(home, tl.sum(wide * wide, 0))
+    return tl.where(is_output, rounded.to(tl.float32), 0.0)
 
 
 class ExpertRows:
@@ -169,27 +175,28 @@ class ExpertRows:
         self,
         x_mk: Tensor,
         logits_me: Tensor,
-        gate_up_enk: Tensor,
-        down_enk: Tensor,
+        gate_up: Stack,
+        down: Stack,
         *,
         num_chosen: int,
         normalizes: bool,
+        activation: str = "silu",
         max_few: int = MAX_FEW,
         epsilon: float | None = None,
         squares_mj: Tensor | None = None,
     ) -> None:
-        """Choose and compute silu(first) * second of pairs of outputs; the norm as in linear.linear.
+        """Choose, and compute the first product and the gate; norm and gate as in linear.linear.
 
         Columns of `logits_me` after those of the experts are not read. `normalizes`: the shares of a
         row are divided by their sum.
         """
-        self._down, self._normalizes, self._num_chosen = down_enk, normalizes, num_chosen
-        assert x_mk.stride(1) == 1 and gate_up_enk.is_contiguous(), "rows must be contiguous"
-        num_experts, num_outputs, num_inputs = gate_up_enk.shape
+        self._down, self._normalizes, self._num_chosen = down, normalizes, num_chosen
+        assert x_mk.stride(1) == 1 and gate_up.weight_enk.is_contiguous(), "rows must be contiguous"
+        gate, (num_experts, num_outputs, num_inputs) = GATES[activation], gate_up.weight_enk.shape
         if len(x_mk) > max_few:
             self._choice, self._lists = list_pairs(logits_me, num_experts, num_chosen)
             self.inner_pn = grouped(
-                x_mk, gate_up_enk, self._lists, num_chosen, is_gated=True, epsilon=epsilon,
+                x_mk, gate_up, self._lists, num_chosen, gate=gate, epsilon=epsilon,
                 squares_mj=squares_mj,
             )  # fmt: skip
             return
@@ -197,17 +204,16 @@ class ExpertRows:
         self._choice = Choice.empty(logits_me, num_chosen)
         self.inner_pn = x_mk.new_empty((num_pairs, num_outputs // 2))
         _gated[(ceil_div(num_outputs, tile.outputs), num_pairs)](
-            x_mk, gate_up_enk, logits_me, *self._choice, self.inner_pn, num_outputs, epsilon or 0.0,
+            x_mk, *gate_up, logits_me, *self._choice, self.inner_pn, num_outputs, epsilon or 0.0,
             x_mk.stride(0), logits_me.stride(0), num_inputs, num_experts, power_of_2(num_experts),
-            num_chosen, epsilon is not None, tile.outputs, min(tile.inputs, power_of_2(num_inputs)),
-            **launch_options(tile.warps, 1),
+            num_chosen, epsilon is not None, gate, tile.outputs,
+            min(tile.inputs, power_of_2(num_inputs)), **launch_options(tile.warps, 1),
         )  # fmt: skip
 
     @property
     def num_parts(self) -> int:
-        """Parts of the squares of `summed`."""
-        width = DOWN_TILE.outputs if self._lists is None else PIECE
-        return ceil_div(self._down.shape[1], width)
+        """Parts of the squares that `summed` computes; 0: it does not compute them."""
+        return ceil_div(self._down.weight_enk.shape[1], PIECE) if self._lists else 0
 
     def summed(
         self,
@@ -218,23 +224,26 @@ class ExpertRows:
         squares_out_mj: Tensor | None = None,
     ) -> Tensor:
         """The weighted sum of each row's experts, plus the residual; the options of linear.linear."""
-        num_rows, (_, num_outputs, num_inputs) = len(self._choice.experts_tk), self._down.shape
+        weight_enk, num_rows = self._down.weight_enk, len(self._choice.experts_tk)
+        _, num_outputs, num_inputs = weight_enk.shape
         if out_mn is None:
             out_mn = inner_pk.new_empty((num_rows, num_outputs))
         assert residual_mn is None or residual_mn.stride() == out_mn.stride(), (
             "strides must be equal"
         )
-        assert inner_pk.is_contiguous() and self._down.is_contiguous(), "rows must be contiguous"
-        given = (*self._choice, residual_mn, out_mn, squares_out_mj, num_outputs, out_mn.stride(0))
+        assert inner_pk.is_contiguous() and weight_enk.is_contiguous(), "rows must be contiguous"
+        given, strides = (*self._choice, residual_mn, out_mn), (num_outputs, out_mn.stride(0))
         sizes = (self._num_chosen, power_of_2(self._num_chosen), self._normalizes)
         if self._lists is None:
             tile = DOWN_TILE
-            _down[(num_rows, self.num_parts)](
-                inner_pk, self._down, *given, *sizes, num_inputs, tile.outputs,
+            _down[(num_rows, ceil_div(num_outputs, tile.outputs))](
+                inner_pk, *self._down, *given, *strides, *sizes, num_inputs, tile.outputs,
                 min(tile.inputs, power_of_2(num_inputs)), **launch_options(tile.warps, 1),
             )  # fmt: skip
         else:
             y_pn = grouped(inner_pk, self._down, self._lists, self._num_chosen)
             options = launch_options(4, 1, fuses=False)
-            _sum[(num_rows, self.num_parts)](y_pn, *given, *sizes, PIECE, **options)
+            _sum[(num_rows, self.num_parts)](
+                y_pn, *given, squares_out_mj, *strides, *sizes, PIECE, **options
+            )
         return out_mn

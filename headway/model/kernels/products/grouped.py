@@ -10,6 +10,7 @@ Shapes: M rows, N outputs, K inputs, E experts, P pairs (see routing.py), J part
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,13 +41,20 @@ TILES: dict[float, Tile] = {
 }
 
 
+class Stack(NamedTuple):
+    """The matrices of all experts, and their biases."""
+
+    weight_enk: Tensor
+    bias_en: Tensor | None = None
+
+
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _grouped(
-    x_mk, weight_enk, counts_e, pairs_em, squares_mj, out_pn, num_rows, num_outputs, epsilon,
-    x_stride, out_stride,
+    x_mk, weight_enk, bias_en, counts_e, pairs_em, squares_mj, out_pn, num_rows, num_outputs,
+    epsilon, x_stride, out_stride,
     K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
-    EXPERTS: tl.constexpr, ROOM: tl.constexpr, SHARING: tl.constexpr, IS_GATED: tl.constexpr,
+    EXPERTS: tl.constexpr, ROOM: tl.constexpr, SHARING: tl.constexpr, GATE: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One tile; SHARING pairs have the same row of x."""
@@ -70,6 +78,9 @@ def _grouped(
     x = x_mk + row_m[:, None] * x_stride + k[None, :]
     weight = weight_enk + near_n[None, :] * K + k[:, None]
     squares = load_squares(squares_mj, row_m, NUM_SQUARES, SQUARES_ROOM)
+    bias = 0.0
+    if bias_en is not None:
+        bias = tl.load(bias_en + near_n)
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, K, INPUTS):
         if K % INPUTS == 0:
@@ -81,37 +92,38 @@ def _grouped(
         total = tl.dot(a, b, total, input_precision="ieee")
     factor_m = norm_factor(squares, squares_mj, epsilon, K)
     finish(
-        total, output_tile * OUTPUTS, factor_m, 0.0, 0.0, squares_mj, None, None, out_pn, pair_m,
-        is_row, num_outputs, out_stride, IS_GATED,
+        total, output_tile * OUTPUTS, factor_m, bias, 0.0, squares_mj, bias_en, None, out_pn,
+        pair_m, is_row, num_outputs, out_stride, GATE,
     )  # fmt: skip
 
 
 def grouped(
     x_mk: Tensor,
-    weight_enk: Tensor,
+    experts: Stack,
     lists: Lists,
     num_chosen: int,
     *,
-    is_gated: bool = False,
+    gate: int = 0,
     epsilon: float | None = None,
     squares_mj: Tensor | None = None,
 ) -> Tensor:
     """Each pair's row of x times the matrix of its expert: [P, N], or [P, N / 2] if gated.
 
-    x has a row for each row of the lists, or for each pair. The options are those of
-    products.linear, but a norm of one row needs its squares too.
+    x has a row for each row of the lists, or for each pair. `gate` is the number of an activation
+    in GATES, or 0. The norm is that of products.linear, but one row needs its squares too.
     """
+    weight_enk = experts.weight_enk
     num_rows, (num_experts, num_outputs, num_inputs) = lists.pairs_et.shape[1], weight_enk.shape
     num_pairs, sharing = num_rows * num_chosen, num_rows * num_chosen // len(x_mk)
     assert x_mk.stride(1) == 1 and weight_enk.is_contiguous(), "rows must be contiguous"
-    out_pn = x_mk.new_empty((num_pairs, num_outputs // 2 if is_gated else num_outputs))
+    out_pn = x_mk.new_empty((num_pairs, num_outputs // 2 if gate else num_outputs))
     num_parts = 1 if squares_mj is None else squares_mj.shape[1]
     for tile in tiles_for(num_pairs / num_experts, x_mk.dtype):
         num_tiles = most_tiles(num_pairs, num_experts, tile.rows)
         _grouped[(num_tiles * ceil_div(num_outputs, tile.outputs),)](
-            x_mk, weight_enk, *lists, squares_mj, out_pn, num_rows, num_outputs, epsilon or 0.0,
+            x_mk, *experts, *lists, squares_mj, out_pn, num_rows, num_outputs, epsilon or 0.0,
             x_mk.stride(0), out_pn.stride(0), num_inputs, num_parts, power_of_2(num_parts),
-            num_experts, power_of_2(num_experts), sharing, is_gated, *tile[:3],
+            num_experts, power_of_2(num_experts), sharing, gate, *tile[:3],
             **launch_options(tile.warps, tile.stages, fuses=False),
         )  # fmt: skip
     return out_pn
