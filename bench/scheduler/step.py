@@ -173,7 +173,7 @@ def blocked_us() -> float:
         tail = range(1 << 24, (1 << 24) + num_more)
         ours.scheduler.add(Request("head", [*prompt, *tail], RequestParams(max_tokens=1)))
         blocked = ours.timed()
-        assert ours.scheduler.last_plan.blocked[0].reason == "blocks"
+        assert ours.scheduler.last_planned.plan.blocked[0].reason == "blocks"
         extra.append(blocked - free)
     return statistics.median(extra)
 
@@ -189,7 +189,7 @@ def headroom_us() -> float:
             Request("head", range(1 << 24, (1 << 24) + 64), RequestParams(eos_ids=EOS))
         )
         blocked = ours.timed()
-        assert ours.scheduler.last_plan.blocked[0].reason == "headroom"
+        assert ours.scheduler.last_planned.plan.blocked[0].reason == "headroom"
         extra.append(blocked - free)
     return statistics.median(extra)
 

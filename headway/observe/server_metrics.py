@@ -164,7 +164,7 @@ def _gauges(scheduler: Scheduler, num_unread: int) -> dict[tuple[str, str], floa
 
 def _waiting_by_reason(scheduler: Scheduler) -> Counter[str]:
     """The number of waiting requests for each reason that the latest plan gave."""
-    plan, num_waiting = scheduler.last_plan, len(scheduler.queue)
+    plan, num_waiting = scheduler.last_planned.plan, len(scheduler.queue)
     waiting = (b for b in plan.blocked if b.request.row < 0 and not b.request.is_finished)
     reasons = Counter[str](each.reason for each in waiting)
     if rest := plan.not_considered:

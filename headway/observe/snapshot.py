@@ -61,7 +61,7 @@ class SnapshotBuilder:
         running = [_row(r, now, computed) for r in islice(scheduler.running, MAX_REQUESTS)]
         return {
             "model": self._model_name, "version": __version__, "uptime": now - self._started,
-            "fault": engine.fault, "why": engine.why(), "step": scheduler.last_plan.step,
+            "fault": engine.fault, "why": engine.why(), "step": scheduler.last_planned.plan.step,
             "running": {
                 "count": num_running, "limit": scheduler.config.max_num_seqs,
                 "requests": running,
@@ -82,7 +82,7 @@ class SnapshotBuilder:
     def _queue(self, now: float) -> Iterator[Document]:
         """Queued requests in any order; `walk` would sort them and call the queue's policy."""
         scheduler = self._engine.scheduler
-        plan, planned = scheduler.last_plan, scheduler.last_planned.time
+        plan, planned = scheduler.last_planned.plan, scheduler.last_planned.time
         reasons = {b.request: why_blocked(b.reason, b.need, b.have) for b in plan.blocked}
         rest = NEXT_STEP
         if plan.not_considered:

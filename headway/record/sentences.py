@@ -261,7 +261,7 @@ def _running(scheduler: Scheduler, num_in_flight: int, seconds_since_progress: f
 
 
 def _waiting(scheduler: Scheduler) -> list[str]:
-    plan = scheduler.last_plan
+    plan = scheduler.last_planned.plan
     if not scheduler.queue:
         return ["No requests waiting."]
     lines = [f"{len(scheduler.queue)} waiting, {len(scheduler.swapped)} of them swapped out."]

@@ -63,7 +63,8 @@ class Scheduler:
         self.running: dict[Request, None] = self.state.running
         self.swapped: dict[Request, None] = self.state.swapped
         self.in_flight: deque[Planned] = self.state.in_flight
-        self._num_added = self._num_steps = 0
+        self.num_steps = 0  # plans with work so far; the number of the next one
+        self._num_added = 0
         self._is_planning = False
         self._record: Callable[[Event], None] = ignore
 
@@ -75,15 +76,6 @@ class Scheduler:
     def last_planned(self) -> Planned:
         """The latest plan, which is incomplete if a policy raised."""
         return self.state.planned
-
-    @property
-    def last_plan(self) -> Plan:
-        return self.state.plan
-
-    @property
-    def num_steps(self) -> int:
-        """Plans with work so far; the number of the next one."""
-        return self._num_steps
 
     @property
     def num_free(self) -> int:
@@ -122,19 +114,15 @@ class Scheduler:
         request = self.requests.get(id)
         if request is None:
             return False
-        self._end(request, reason, error)
+        self.state.finish(request, reason, error)
         self._record(Aborted(request))
         return True
-
-    def _end(self, request: Request, reason: str, error: str | None) -> None:
-        request.error = error
-        self.state.finish(request, reason)
 
     def schedule(self) -> Plan:
         """Make the next plan. With work present it is empty only while another is in flight."""
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         state = self.state
-        plan = Plan(self._num_steps)
+        plan = Plan(self.num_steps)
         planned = Planned(plan, answers=Answers() if self.records_answers else None)
         state.planned, state.preempted, self._is_planning = planned, plan.preempted, True
         state.queue.counters.start_step()
@@ -170,14 +158,14 @@ class Scheduler:
         self.in_flight.clear()
         failed = {r for p in plans for r in (*p.decodes, *(c.request for c in p.chunks))}
         for request in [r for r in self.requests.values() if r in failed]:
-            self._end(request, "error", reason)
+            state.finish(request, "error", reason)
             ended.append(request)
         state.forget_host_copies()
         for request in reversed(self.running.copy()):
             try:
                 state.preempt(request, may_swap=False)
             except Exception:  # a user's queue key raises: the request cannot be queued again
-                self._end(request, "error", reason)
+                state.finish(request, "error", reason)
                 ended.append(request)
         self._forget_cache()
         self.kv.free_host_blocks()
@@ -223,5 +211,5 @@ class Scheduler:
         state.outputs.decay()
         state.queue.counters.num_steps += 1
         state.prefill_streak = 0 if planned.plan.decodes else state.prefill_streak + 1
-        self._num_steps += 1
+        self.num_steps += 1
         self.in_flight.append(planned)

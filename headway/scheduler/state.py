@@ -151,7 +151,7 @@ class SchedulerState:
             request.move(RequestState.WAITING)
         self.swapped.clear()
 
-    def finish(self, request: Request, reason: str) -> None:
+    def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """End a request, running or waiting; its tokens in flight will be dropped."""
         if request in self.running:
             self._stop_running(request)
@@ -162,7 +162,7 @@ class SchedulerState:
             self.kv.discard_host_copy(request)
         self._drop_tokens_in_flight(request)
         request.move(RequestState.FINISHED)
-        request.finish_reason = reason
+        request.finish_reason, request.error = reason, error
         del self.requests[request.id]
         for token in request.stops:
             self.stop_tokens[token] -= 1

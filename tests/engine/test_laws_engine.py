@@ -284,7 +284,7 @@ def test_after_the_last_failure_waiting_requests_end_too() -> None:
 def test_a_step_that_succeeds_makes_the_engine_healthy_again() -> None:
     engine, stub = an_engine()
     for number in range(5):
-        stub.errors = {engine.scheduler._num_steps: RuntimeError("no device")}
+        stub.errors = {engine.scheduler.num_steps: RuntimeError("no device")}
         engine.add(f"a{number}", [1, 2], params())
         engine.step()
         assert not engine.is_healthy and not engine.has_given_up

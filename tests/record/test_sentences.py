@@ -162,7 +162,7 @@ class Checker:
         """The page, `headway top` and `why` show the sentences of the latest plan."""
         scheduler, shown = self.engine.scheduler, self.metrics.snapshot()
         assert shown["running"]["count"] == len(scheduler.running)
-        plan, why = scheduler.last_plan, self.engine.why()
+        plan, why = scheduler.last_planned.plan, self.engine.why()
         sentences = {b.request.id: why_blocked(b.reason, b.need, b.have) for b in plan.blocked}
         for row in shown["waiting"]["requests"]:
             if row["id"] in sentences:
@@ -188,7 +188,7 @@ def follow(engine: Engine) -> Counter[str]:
         if engine.scheduler.num_steps == RESET_AT:
             engine.scheduler.reset_cache(force=True)
         engine.step()
-        checker.check_plan(engine.scheduler.last_plan)
+        checker.check_plan(engine.scheduler.last_planned.plan)
         if engine.scheduler.num_steps % VIEW_EVERY == 0:
             checker.check_views()
     assert engine.fault is None and checker.check_event in engine.observers  # no check failed
@@ -220,7 +220,7 @@ def test_a_just_preempted_request_does_not_ask_for_blocks() -> None:
     engine.step()
     engine.add("urgent", [3] * 8, RequestParams(max_tokens=8, priority=0, sampling=script))
     engine.step()
-    plan = engine.scheduler.last_plan
+    plan = engine.scheduler.last_planned.plan
     (blocked,) = plan.blocked
     assert (blocked.request.id, blocked.reason) == ("lower", "just_preempted")
     assert engine.scheduler.last_planned.num_free > 0
@@ -237,7 +237,7 @@ def test_reserved_rows_are_not_worded_as_the_limit() -> None:
             f"r{number}", [number], RequestParams(max_tokens=8, client="large", sampling=script)
         )
     engine.step()
-    blocked = engine.scheduler.last_plan.blocked[0]
+    blocked = engine.scheduler.last_planned.plan.blocked[0]
     assert (blocked.reason, blocked.need, blocked.have) == ("reserved_rows", 3, 2)
     assert "needs 3 free rows; 2 are free" in engine.why() and "limit" not in engine.why()
 
@@ -249,7 +249,7 @@ def test_preemptions_after_a_failed_step_name_the_failure() -> None:
     engine.observers.append(lambda event: texts.extend(d.text for d in log.follow(event)))
     for id in "abc":
         engine.add(id, [ord(id)], RequestParams(max_tokens=8, sampling=Script(8, 7, 1)))
-    while not engine.scheduler.last_plan.deferred:
+    while not engine.scheduler.last_planned.plan.deferred:
         engine.step()
     working = engine.executor
 

@@ -164,7 +164,9 @@ def test_an_addition_that_fails_leaves_no_trace() -> None:
 def test_a_scheduler_is_idle_only_without_requests_plans_and_held_blocks() -> None:
     world = a_drive()
     assert world.scheduler.is_idle
-    assert world.scheduler.last_plan.step == -1 and world.scheduler.last_plan.is_empty
+    assert (
+        world.scheduler.last_planned.plan.step == -1 and world.scheduler.last_planned.plan.is_empty
+    )
     world.add("a", 5, 2)
     assert not world.scheduler.is_idle
     plan = world.plan()

@@ -122,7 +122,7 @@ class FailingRun(ScenarioRun):
         while self.pending:
             self._complete()
         self.executor.crash([])
-        self.seen["failed after a swap"] += bool(self.scheduler.last_plan.copies_out)
+        self.seen["failed after a swap"] += bool(self.scheduler.last_planned.plan.copies_out)
         before, already = set(self.scheduler.requests), set(self.key.raised)
         self.key.raised.clear()
         self.scheduler.fail(str(error))

@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 def state_of(scheduler: Scheduler) -> State:
     """What the scheduler knows right after it has made a plan."""
-    pool, plan = scheduler.kv.pool, scheduler.last_plan
+    pool, plan = scheduler.kv.pool, scheduler.last_planned.plan
     blocked = {b.request: (REASONS.index(b.reason), b.need, b.have) for b in plan.blocked}
     rest = plan.not_considered
     return {
