@@ -127,7 +127,9 @@ def load(
     checkpoint = open_checkpoint(path, options.load_format, device)
     # Before the weights are loaded, which takes long.
     _max_model_len(checkpoint.config, options.max_model_len)
-    precision = stored_precision(checkpoint.config, precision, options.dtype, device)
+    precision = stored_precision(
+        checkpoint.config, precision, options.dtype, device, deterministic=options.deterministic
+    )
     ranks = _start_ranks(checkpoint.config, path, options, device, precision, launcher)
     with ended_on_error(ranks):
         if ranks is not None:

@@ -22,11 +22,11 @@ from headway.model.precision import (
     resolved,
     stored_precision,
 )
-from headway.model.quantization import FP8, keeps_fp8
+from headway.model.quantization import FP8, INT4, INT4_SCALE_BYTES, keeps_fp8
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import float_layers
 
-FLOATS = {"int8": "float32", FP8: "bfloat16"}  # the type of what is not quantized
+FLOATS = {"int8": "float32", FP8: "bfloat16", INT4: "bfloat16"}  # the type of what is not quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,12 @@ def _quantized_bytes(
 ) -> int:
     """0 for a tensor that is in floats."""
     module, given = name.removesuffix(".weight"), checkpoint.config.quantization
-    if len(shape) == 2 and precision == "int8" and matrix_of(module) and shape[1] % GROUP == 0:
+    is_whole = len(shape) == 2 and shape[1] % GROUP == 0
+    if is_whole and precision == "int8" and matrix_of(module):
         return quantized_bytes((shape[0], shape[1]), checkpoint.group_bits(name) or 8)
+    if precision == INT4 and is_whole and checkpoint.group_bits(name) and given:
+        group = given.columns or shape[1]
+        return prod(shape) // 2 + INT4_SCALE_BYTES * shape[0] * (shape[1] // group)
     if len(shape) == 2 and precision == FP8 and ".layers." in name:
         is_float = int(name.split(".")[2]) in float_layers(checkpoint.config)
         if not (given.keeps(module) if given and keeps_fp8(given) else is_float):

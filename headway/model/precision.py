@@ -26,7 +26,7 @@ from headway.model.backends.native.weights import layout
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
-from headway.model.quantization import FP8, keeps_fp8
+from headway.model.quantization import FP8, INT4, keeps_fp8, keeps_int4
 from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint
 from headway.model.weights.fp8 import float_layers
 
@@ -125,13 +125,18 @@ def _gpu_backend(
     from headway.model.backends.gpu import GpuBackend
 
     is_fp8 = precision == FP8
-    dtype = torch.bfloat16 if is_fp8 else getattr(torch, precision)
+    dtype = torch.bfloat16 if precision in (FP8, INT4) else getattr(torch, precision)
     kernels = None
     if attention != "triton":
         from headway.model.backends.attention_adapters import kernels_for
 
         _check_other_attention(config, attention)
         kernels = kernels_for(ATTENTIONS[attention][0], dtype, kv_dtype, device)
+    if precision == INT4:
+        from headway.model.backends.int4 import Int4Backend
+
+        assert config.quantization is not None, "only files have this precision"
+        return Int4Backend(dtype, str(device), kv_dtype, kernels, quantization=config.quantization)
     if not is_fp8:
         return GpuBackend(dtype, str(device), kv_dtype, kernels)
     is_stored = keeps_fp8(config.quantization)
@@ -151,14 +156,14 @@ def _check_other_attention(config: ModelConfig, attention: str) -> None:
         )
 
 
-def _exceeds_fp8(config: ModelConfig) -> bool:
-    """Whether the model has what the passes with fp8 matrices do not compute."""
+def _exceeds_quantized(config: ModelConfig) -> bool:
+    """Whether the model has what the passes with fp8 or int4 matrices do not compute."""
     return bool(config.experts or config.has_output_norms or config.activation != "silu")
 
 
 def check_fp8(config: ModelConfig) -> None:
     """ConfigError for what its passes do not compute, and for sizes that are no multiples of 16."""
-    if _exceeds_fp8(config):
+    if _exceeds_quantized(config):
         raise ConfigError(
             "quantization fp8 is not supported for experts, norms of outputs or another activation "
             f"than silu, which {config.architecture} has; use --dtype bfloat16 and no quantization"
@@ -227,14 +232,25 @@ def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:
     return "int8" if quantization == "int8" else FASTEST
 
 
-def stored_precision(config: ModelConfig, precision: str, dtype: str, device: torch.device) -> str:
-    """The precision, or fp8 for a file in fp8 if neither dtype nor quantization was chosen.
+def stored_precision(
+    config: ModelConfig,
+    precision: str,
+    dtype: str,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+) -> str:
+    """The precision, or fp8 or int4 for a file in it if neither dtype nor quantization was chosen.
 
-    On other devices, and if fp8's passes cannot compute the model, such a file is dequantized.
+    On other devices, and if the passes cannot compute the model, such a file is dequantized; one in
+    int4 also if the order of sums is fixed.
     """
-    is_fp8 = keeps_fp8(config.quantization) and not _exceeds_fp8(config)
-    is_open = dtype == "auto" and precision == "bfloat16" and is_fp8
-    return FP8 if is_open and why_no_fp8(device) is None else precision
+    given = config.quantization
+    if dtype != "auto" or precision != "bfloat16" or _exceeds_quantized(config):
+        return precision
+    if keeps_int4(given) and device.type == "cuda" and not deterministic:
+        return INT4
+    return FP8 if keeps_fp8(given) and why_no_fp8(device) is None else precision
 
 
 def measured_precision(config: ModelConfig, precision: str) -> str:
@@ -248,7 +264,7 @@ def weight_bytes(config: ModelConfig, backend: Backend) -> int:
     shapes = config.shapes().items()
     layers = sum(prod(shape) for name, shape in shapes if ".layers." in name and len(shape) == 2)
     others = config.num_params - layers
-    return layers * backend.matrix_itemsize + others * backend.dtype.itemsize
+    return int(layers * backend.matrix_itemsize) + others * backend.dtype.itemsize
 
 
 def kv_dtype_for(name: str, device: torch.device) -> torch.dtype | None:

@@ -17,6 +17,8 @@ from headway.model.config_keys import refuse_unread
 from headway.model.fields import Fields
 
 FP8, MXFP4 = "fp8", "mxfp4"
+INT4 = "int4"  # the precision of a GPU for integers of 4 bits
+INT4_SCALE_BYTES = 5  # of a float32 scale and its zero point
 SUPPORTED = (
     "supported: fp8; mxfp4 (experts of gpt_oss); compressed-tensors of format pack-quantized (4 and 8 bits), int-quantized and "
     "float-quantized (8 bits); awq (gemm, 4 bits); gptq (4 and 8 bits); and GGUF files"
@@ -76,6 +78,11 @@ class Quantization:
         is_whole = self.columns is None or self.columns % 32 == 0
         return self.bits if is_whole and self.layout != FP8 else None
 
+    @property
+    def int4_itemsize(self) -> float:
+        """Bytes of a number on a GPU, with its scale; those of long rows' own scales do not count."""
+        return 0.5 + (INT4_SCALE_BYTES / self.columns if self.columns else 0.0)
+
     def __str__(self) -> str:
         scales = "a scale per output" if self.columns is None else f"groups of {self.columns}"
         if self.rows > 1:
@@ -86,6 +93,11 @@ class Quantization:
 def keeps_fp8(given: Quantization | None) -> bool:
     """Whether the fp8 kernels can use the matrices as they are stored."""
     return given is not None and given.layout == FP8 and given.columns is None
+
+
+def keeps_int4(given: Quantization | None) -> bool:
+    """Whether a GPU has kernels for the 4-bit integers of the file."""
+    return given is not None and given.layout in ("packed", "awq", "gptq") and given.group_bits == 4
 
 
 def stored_quantization(fields: Fields) -> Quantization | None:

@@ -48,7 +48,9 @@ from headway.model.backends import gpu
 from headway.model.backends.deterministic import DeterministicBackend
 from headway.model.backends.fp8 import Fp8Backend
 from headway.model.backends.gpu import GpuBackend
+from headway.model.backends.int4 import Int4Backend
 from headway.model.kernels.attention.splits import HALVES, LEADING, SPLIT_COUNTS
+from headway.model.kernels.products.int4 import dequantized
 from tests.model.test_checkpoint import encoded, random_groups, weights_of, write_gguf
 from tests.support import quantized
 from tests.support.events import Events
@@ -213,12 +215,19 @@ def test_weights_of_a_gguf_file_are_dequantized_for_a_gpu(kind: Kind, tmp_path: 
 
 @pytest.mark.parametrize("name", quantized.SCHEMES)
 def test_weights_of_a_quantized_file_are_read_for_a_gpu(name: str, tmp_path: Path) -> None:
-    """In the 8-bit floats of the file, if it has them, or dequantized."""
+    """In the 8-bit floats or 4-bit integers of the file, if it has them, or dequantized."""
     scheme, matrix = quantized.SCHEMES[name], "model.layers.1.mlp.down_proj"
     floats = quantized.write(tmp_path, scheme)
-    kind = partial(Fp8Backend, folds_norms=False) if scheme.has_fp8 else GpuBackend
-    found = kind(torch.bfloat16, DEVICE).weight(open_checkpoint(tmp_path), [matrix])
+    checkpoint, kind = open_checkpoint(tmp_path), GpuBackend
     if scheme.has_fp8:
+        kind = partial(Fp8Backend, folds_norms=False)
+    elif scheme.bits == 4:
+        kind = partial(Int4Backend, quantization=checkpoint.config.quantization)
+    found = kind(torch.bfloat16, DEVICE).weight(checkpoint, [matrix])
+    if scheme.bits == 4:
+        wide = dequantized(found, torch.float32)
+        assert torch.equal(wide.cpu(), floats[f"{matrix}.weight"])
+    elif scheme.has_fp8:
         assert found.scale is not None
         wide = found.matrix.float().cpu() * found.scale.cpu()[:, None]
         torch.testing.assert_close(wide, floats[f"{matrix}.weight"])

@@ -85,9 +85,8 @@ def table() -> str:
 FORMATS = {
     "`fp8`, compressed-tensors `float-quantized` (not in blocks)": ("fp8 with", "compressed fp8"),
     "the same in blocks (mostly 128 x 128)": ("fp8 in blocks", "compressed fp8 in blocks"),
-    "compressed-tensors `pack-quantized` (W4A16, W8A16)": ("w4a16", "w8a16"),
-    "compressed-tensors `int-quantized` (W8A8)": ("w8a8",),
-    "AWQ (4 bits, `gemm`); GPTQ without act-order": ("awq", "gptq"),
+    "4 bits: compressed-tensors W4A16, AWQ (`gemm`), GPTQ": ("w4a16", "awq", "gptq"),
+    "8 bits: compressed-tensors W8A16 and W8A8, GPTQ": ("w8a16", "w8a8", "gptq, 8 bits"),
 }
 GGUF = "GGUF, any type that the `gguf` package reads"
 OTHERS = {  # the cells, and the test of each
@@ -119,7 +118,10 @@ def formats() -> str:
         schemes = {name: SCHEMES[name] for name in of_format(starts)}
         whole = {n: s.bits for n, s in schemes.items() if "groups of 16" not in n}
         kept = {"the file's integers" if bits else "new 8-bit groups" for bits in whole.values()}
-        gpu = {"fp8" if scheme.has_fp8 else "bfloat16" for scheme in schemes.values()}
+        gpu = {
+            "fp8" if schemes[n].has_fp8 else "int4" if b == 4 else "bfloat16"
+            for n, b in whole.items()
+        }
         lines.append(f"| {label} | float32 | {' or '.join(kept)} | {' or '.join(gpu)} |")
     lines += [f"| {label} | {' | '.join(cells)} |" for label, cells in OTHERS.items()]
     return "\n".join([*lines, ""])

@@ -31,8 +31,8 @@ FLAGS: Flags = {  # of the fields of EngineOptions
     "dtype": _model("float32, bfloat16, float16, or auto: bfloat16 on a GPU, float32 on a CPU."),
     "quantization": _model(
         "none; on a CPU int8 (8-bit matrix products with the file's quantized weights) or auto "
-        "(the fastest); on a GPU fp8 (8-bit weights and activations). A file in fp8 runs in fp8 "
-        "if the GPU has it.",
+        "(the fastest); on a GPU fp8 (8-bit weights and activations). A file in fp8 or in "
+        "integers of 4 bits runs so if the GPU can and dtype is auto.",
         show_default="none",
     ),
     "load_format": _model(

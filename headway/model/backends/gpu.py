@@ -374,7 +374,7 @@ class UnfusedPass(GpuPass):
         elif self._shard is None:
             _add_linear(x, inner, weight)
         else:
-            add_parts(x, inner, self._shard, columns, partial(_multiply_into, weight=weight))
+            add_parts(x, inner, self._shard, columns, partial(multiply_into, weight=weight))
 
     def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
         config, transform = self._config, self._transform(layer, qkv)
@@ -430,7 +430,7 @@ def _product(
     return linear(x, matrix, bias_n=bias, out_mn=out_mn, tile=ROUTER_TILE)
 
 
-def _multiply_into(
+def multiply_into(
     x: Tensor, weight: Weight, residual_mn: Tensor | None = None, out_mn: Tensor | None = None
 ) -> Tensor:
     """x w, plus the residual if one is given; into `out_mn`, which may be the residual."""

@@ -43,7 +43,7 @@ class PlainBackend:
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.dtype, self.device = dtype, torch.device(device)
-        self.matrix_itemsize = dtype.itemsize  # bytes of a number in the matrices of the layers
+        self.matrix_itemsize: float = dtype.itemsize  # bytes of a number in a layer's matrices
         self.shard: Shard | None = None
         self.name = f"torch {dtype}".replace("torch.", "")
 

@@ -14,7 +14,7 @@ import torch
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig
-from headway.model.quantization import keeps_fp8
+from headway.model.quantization import keeps_fp8, keeps_int4
 from headway.model.sharding import EVERYTHING, Part, Shard
 from headway.model.weights.fp8 import Fp8Matrix, quantize
 
@@ -131,6 +131,17 @@ class DummyCheckpoint(Checkpoint):
     def read(self, name: str, part: Part = EVERYTHING) -> torch.Tensor:
         whole = self.whole(name)
         return whole[part[: whole.dim()]].contiguous()
+
+    def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
+        """Symmetric ones of 4 bits for formats that a GPU computes with; they are None for others."""
+        is_int4 = keeps_int4(self.config.quantization) and self.group_bits(name) is not None
+        shape = self._shapes[name]
+        if not is_int4 or len(shape) < 2 or len(range(shape[1])[part.columns]) % 32:
+            return None
+        whole = self.read(name, part)
+        scale = whole.abs().amax(1, keepdim=True).expand(-1, whole.shape[1] // 32) / 7
+        q = (whole / scale[:, :1] + 8).round().to(torch.uint8)
+        return QuantizedMatrix(q=q, scale=scale, minimum=-8 * scale, bits=4)
 
     def read_fp8(self, name: str, part: Part = EVERYTHING) -> Fp8Matrix | None:
         return quantize(self.read(name, part)) if keeps_fp8(self.config.quantization) else None

@@ -235,8 +235,19 @@ def wide_linear(
         x_mk, weight_nk, parts_pmn, num_rows, num_outputs, x_stride, num_inputs, tile.parts,
         tile.rows, tile.outputs, tile.inputs, AHEAD, **options,
     )  # fmt: skip
-    rows = max(1, ADDED // tile.outputs)
-    _add[(ceil_div(num_rows, rows), num_tiles)](
-        parts_pmn, squares, *ends, out_stride, *norm, tile.parts, rows, tile.outputs,
+    sum_parts(parts_pmn, squares, ends, norm, tile.outputs)
+
+
+def sum_parts(
+    parts_pmn: Tensor,
+    squares_mj: Tensor | None,
+    ends: tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, int, int, float],
+    norm: tuple[int, int, int, int],
+    outputs: int,
+) -> None:
+    """Add the parts and finish the product; `ends` and `norm` are arguments of `_add`, as there."""
+    rows, num_rows, num_outputs = max(1, ADDED // outputs), *ends[4:6]
+    _add[(ceil_div(num_rows, rows), ceil_div(num_outputs, outputs))](
+        parts_pmn, squares_mj, *ends, ends[2].stride(0), *norm, len(parts_pmn), rows, outputs,
         **launch_options(4, 1, fuses=False),
     )  # fmt: skip
