@@ -93,7 +93,7 @@ def settings_for(about: ModelConfig) -> Config:
     """With windows of some layers prompts are split: blocks of both kinds get other numbers then."""
     if not about.windowed_layers:
         return settings()
-    config = settings(max_num_batched_tokens=8, chunk="at_most(5)", num_host_blocks=0)
+    config = settings(max_num_batched_tokens=14, chunk="at_most(7)", num_host_blocks=0)
     return replace(config, sliding_window=about.sliding_window or 0, num_window_blocks=20)
 
 
