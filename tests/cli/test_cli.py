@@ -384,7 +384,7 @@ def test_a_model_is_described_from_its_header(tmp_path: Path) -> None:
     quantized.write(tmp_path, quantized.SCHEMES["awq"])
     shown = json.loads(headway("models", tmp_path, "--json").out)
     assert shown["family"] == "llama" and shown["format"] == "awq, 4 bits, groups of 64"
-    assert (shown["CPU"]["runs_as"], shown["GPU"]["runs_as"]) == ("float32", "bfloat16")
+    assert (shown["CPU"]["runs_as"], shown["GPU"]["runs_as"]) == ("float32", "int4")
     assert shown["CPU"]["weights_bytes"] == 4 * shown["parameters"]
     assert shown["CPU"]["longest_context"] == 128 and shown["CPU"]["requests_of_this_length"] > 1
     assert "groups of 64" in headway("models", tmp_path).out

@@ -16,7 +16,7 @@ from headway.model.experts import Experts
 from headway.model.footprint import footprint
 from headway.model.loader import open_checkpoint
 from headway.model.quantization import Quantization
-from headway.model.weights.checkpoint import Checkpoint, ShardedCheckpoint
+from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint, ShardedCheckpoint
 from tests.parallel.test_sharding import shards
 from tests.support import quantized
 from tests.support.quantized import SCHEMES
@@ -87,10 +87,11 @@ def test_a_rank_may_cut_the_groups_of_the_file(tmp_path: Path) -> None:
 def test_sizes_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512}  # whole blocks: nothing is padded
     checkpoint, given = written(tmp_path, name, **sizes)
-    found = footprint(checkpoint, CUDA)
-    model = Decoder(checkpoint, backend(given, torch.bfloat16))
-    vectors = sum(shape[0] for shape in checkpoint.config.shapes().values() if len(shape) == 1)
-    assert found.precision == "int4" and found.weights == model.num_bytes + 2 * vectors
+    for opened in (checkpoint, DummyCheckpoint(checkpoint.config)):
+        found = footprint(opened, CUDA)
+        model = Decoder(opened, backend(given, torch.bfloat16))
+        vectors = sum(shape[0] for shape in opened.config.shapes().values() if len(shape) == 1)
+        assert found.precision == "int4" and found.weights == model.num_bytes + 2 * vectors
 
 
 def test_a_file_in_4_bits_keeps_them_unless_another_type_is_chosen() -> None:
