@@ -28,7 +28,8 @@ class Hold:
 
     def wait(self, plan: Plan) -> None:
         """Executors call it before a step."""
-        while any(request.num_generated >= self._limit() for request in plan.decodes):
+        most = max((request.num_generated for request in plan.decodes), default=-1)
+        while most >= self._limit():
             time.sleep(POLL)
 
     def _limit(self) -> float:
