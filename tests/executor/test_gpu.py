@@ -147,7 +147,7 @@ WINDOWED = {
             "Qwen2", num_hidden_layers=3, use_sliding_window=True, **ALTERNATE,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
-        has_sinks=True, attention_scale=1.5,
+        has_sinks=True, embedding_scale=0.02,
     ),
     "gemma3": model("Gemma3", num_hidden_layers=2, sliding_window_pattern=2, **ALTERNATE),
     "olmo2": model("Olmo2", num_attention_heads=4),
