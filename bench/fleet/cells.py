@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.fleet.routing import measure, shared_prefixes
 from bench.harness import Bench, Figures, log
-from headway.fleet.prefix_tracker import PrefixTracker
+from headway.fleet.prefixes.tracker import PrefixTracker
 from headway.fleet.router import Router
 from headway.fleet.routing import parse_route
 from headway.lab.workload.request import WorkloadRequest

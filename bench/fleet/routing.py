@@ -32,8 +32,8 @@ from bench.harness import Bench, Figures, log
 from headway.engine.clock import VirtualClock
 from headway.engine.messages import LoadReport, Submit
 from headway.fleet.dispatcher import Dispatcher
-from headway.fleet.prefix_tracker import PrefixTracker
-from headway.fleet.prompt_keys import PromptKeys
+from headway.fleet.prefixes.prompt_keys import PromptKeys
+from headway.fleet.prefixes.tracker import PrefixTracker
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import ROUTES, ReplicaView, RouteRequest, RouteRule, parse_route

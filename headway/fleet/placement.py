@@ -17,7 +17,7 @@ from headway.errors import NotResumable, PolicyError
 from headway.fleet.isolation import Isolation
 from headway.fleet.losses import Losses
 from headway.fleet.open_requests import OpenRequest, RequestTable
-from headway.fleet.prompt_keys import PromptKeys
+from headway.fleet.prefixes.prompt_keys import PromptKeys
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
 from headway.fleet.router import Choice, Router

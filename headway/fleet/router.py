@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.fleet.prefix_tracker import PrefixTracker
+from headway.fleet.prefixes.tracker import PrefixTracker
 from headway.fleet.routing import ReplicaViews, RouteRequest, RouteRule, call_route
 
 

@@ -19,7 +19,7 @@ from itertools import count
 from headway.config import Config
 from headway.engine.engine import Observer
 from headway.errors import ConfigError, InvalidRequest, PolicyError, RequestError
-from headway.fleet.prompt_keys import PromptKeys
+from headway.fleet.prefixes.prompt_keys import PromptKeys
 from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, format_route, prefix_load
 from headway.lab.cost import Profile

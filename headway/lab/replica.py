@@ -12,7 +12,7 @@ from headway.config import Config
 from headway.engine.engine import Observer
 from headway.errors import ConfigError
 from headway.events import Completed, Event, ended_by
-from headway.fleet.prefix_tracker import PrefixTracker
+from headway.fleet.prefixes.tracker import PrefixTracker
 from headway.fleet.router import ReplicaLoad
 from headway.lab.cost import Profile
 from headway.lab.simulate import SimulatedEngine

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headway.model.rope import Rope
+from headway.model.families.rope import Rope
 
 
 class Angles:

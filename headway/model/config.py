@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ModelError
-from headway.model.config_keys import refuse_unread, text_values
 from headway.model.experts import MATRICES, hf_fields
-from headway.model.families import family_of_gguf, family_of_hf
-from headway.model.fields import Fields
+from headway.model.families.config_keys import refuse_unread, text_values
+from headway.model.families.fields import Fields
+from headway.model.families.rope import Rope, rope_from_gguf
+from headway.model.families.table import family_of_gguf, family_of_hf
+from headway.model.families.variant import Variant
 from headway.model.quantization import MXFP4, Quantization, stored_quantization
-from headway.model.rope import Rope, rope_from_gguf
-from headway.model.variant import Variant
 
 __all__ = ["ModelConfig", "Rope", "from_gguf", "from_hf", "load_hf", "read_json"]
 

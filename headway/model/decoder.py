@@ -1,4 +1,4 @@
-"""One decoder for all families (families.py), which differ only in their config.
+"""One decoder for all families (families/table.py), which differ only in their config.
 
 The batch is an argument, and no pass depends on an earlier one. Knows no requests and no scheduler.
 The backend does all arithmetic.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from headway.model.fields import Fields
+from headway.model.families.fields import Fields
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 # Names of Mixtral's matrices, as those of other models.

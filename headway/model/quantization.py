@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import ModelError
-from headway.model.config_keys import refuse_unread
-from headway.model.fields import Fields
+from headway.model.families.config_keys import refuse_unread
+from headway.model.families.fields import Fields
 
 FP8, MXFP4 = "fp8", "mxfp4"
 INT4 = "int4"  # the precision of a GPU for integers of 4 bits

@@ -21,7 +21,7 @@ from headway.engine.messages import (
 )
 from headway.engine.queries import CACHE_PARTS, ReportCache, ResetPrefixCache
 from headway.errors import ExecutorError
-from headway.fleet.prefix_tracker import PrefixTracker
+from headway.fleet.prefixes.tracker import PrefixTracker
 from headway.remote import codec
 from headway.request import RequestParams
 from tests.support.scripted import make_engine, script

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from headway.engine.messages import CacheDelta
-from headway.fleet.key_table import LOAD, KeyTable
-from headway.fleet.prefix_tracker import PrefixTracker
-from headway.fleet.prompt_keys import PromptKeys
+from headway.fleet.prefixes.key_table import LOAD, KeyTable
+from headway.fleet.prefixes.prompt_keys import PromptKeys
+from headway.fleet.prefixes.tracker import PrefixTracker
 from headway.kv.cache import KVCache
 from headway.kv.prefix_index import GROUP, extend_keys
 from headway.request import Request, RequestParams

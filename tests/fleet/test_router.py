@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.fleet.prompt_keys import PromptKeys
+from headway.fleet.prefixes.prompt_keys import PromptKeys
 from headway.fleet.router import ReplicaLoad, Router
 from headway.fleet.routing import ROUTES, parse_route
 from headway.kv.prefix_index import extend_keys

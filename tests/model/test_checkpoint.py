@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_hf
 from headway.model.experts import ALIASES
-from headway.model.families import FAMILIES, INTERLEAVED, Family
+from headway.model.families.table import FAMILIES, INTERLEAVED, Family
 from headway.model.loader import open_checkpoint
 from headway.model.sharding import Part
 from headway.model.weights.checkpoint import DummyCheckpoint, QuantizedMatrix

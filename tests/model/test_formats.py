@@ -23,7 +23,7 @@ from headway.model.backends.native.forms import Form
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import from_hf
 from headway.model.decoder import Decoder
-from headway.model.fields import Fields
+from headway.model.families.fields import Fields
 from headway.model.loader import open_checkpoint
 from headway.model.precision import choose_backend, why_not_native
 from headway.model.quantization import stored_quantization

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, Rope, from_gguf, from_hf, load_hf
-from headway.model.config_keys import OFF
+from headway.model.families.config_keys import OFF
 
 torch.set_num_threads(1)
 WINDOWED, FULL = "sliding_attention", "full_attention"

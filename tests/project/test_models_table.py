@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from headway.model.config import ModelConfig, from_hf
-from headway.model.families import FAMILIES
+from headway.model.families.table import FAMILIES
 from tests.end_to_end import (
     test_real_experts,
     test_real_families,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from headway.fleet.prefix_tracker import PrefixTracker
+from headway.fleet.prefixes.tracker import PrefixTracker
 
 
 def num_cached(tracker: PrefixTracker, keys: Sequence[bytes], replica: str) -> int:

@@ -17,8 +17,8 @@ from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments
 from headway.model.backends.split import StepwisePass
 from headway.model.config import ModelConfig
 from headway.model.experts import Experts
+from headway.model.families.variant import SWIGLU_ALPHA, SWIGLU_LIMIT
 from headway.model.sharding import Shard
-from headway.model.variant import SWIGLU_ALPHA, SWIGLU_LIMIT
 from headway.model.weights.checkpoint import Checkpoint
 
 

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.families.variant import SWIGLU_ALPHA, SWIGLU_LIMIT
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 from headway.model.kernels.products.fp8 import PIECE, QuantizedRows, row_scale, row_warps
-from headway.model.variant import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 SILU, GELU, CLAMPED_SWIGLU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 GATES = {  # gelu in its tanh form

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from headway.model.rope import pair_order
+from headway.model.families.rope import pair_order
 from headway.model.sharding import EVERYTHING, Part
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix
 from headway.model.weights.fp8 import Fp8Matrix

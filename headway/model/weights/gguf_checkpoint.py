@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_gguf
 from headway.model.experts import matrix_kind
-from headway.model.families import INTERLEAVED
+from headway.model.families.table import INTERLEAVED
 from headway.model.sharding import EVERYTHING, WHOLE, Part
 from headway.model.weights import gguf
 from headway.model.weights.checkpoint import Checkpoint, QuantizedMatrix

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from headway.model.fields import Fields
+from headway.model.families.fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The layers with a window of a config.json that does not list the types of its layers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headway.model.fields import Fields
+from headway.model.families.fields import Fields
 
 # Keys without an effect on inference: of training, of generation's defaults, of other programs.
 IGNORED = frozenset({

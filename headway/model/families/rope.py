@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.model.config_keys import refuse_unread
-from headway.model.fields import Fields
+from headway.model.families.config_keys import refuse_unread
+from headway.model.families.fields import Fields
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 # Keys of a config.json's rope parameters; each kind uses some of them.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
-from headway.fleet.key_table import KeyTable
-from headway.fleet.prompt_keys import PromptKeys
+from headway.fleet.prefixes.key_table import KeyTable
+from headway.fleet.prefixes.prompt_keys import PromptKeys
 from headway.kv.prefix_index import GROUP
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from headway.model import variants
 from headway.model.experts import Experts, gpt_oss_experts, mixtral_experts, qwen_experts
-from headway.model.fields import Fields
-from headway.model.rope import Rope
-from headway.model.variant import Variant
-from headway.model.windows import (
+from headway.model.families import variants
+from headway.model.families.fields import Fields
+from headway.model.families.rope import Rope
+from headway.model.families.variant import Variant
+from headway.model.families.windows import (
     WindowRule,
     after_max_window_layers,
     all_but_every,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headway.model.experts import Experts
-from headway.model.rope import Rope
+from headway.model.families.rope import Rope
 
 # clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), gate and up within the limit.
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702

@@ -8,10 +8,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from headway.model.fields import Fields
-from headway.model.rope import Rope, rope_from_hf
-from headway.model.variant import SWIGLU_ALPHA, SWIGLU_LIMIT, Variant
-from headway.model.windows import (
+from headway.model.families.fields import Fields
+from headway.model.families.rope import Rope, rope_from_hf
+from headway.model.families.variant import SWIGLU_ALPHA, SWIGLU_LIMIT, Variant
+from headway.model.families.windows import (
     FULL,
     SLIDING,
     WindowRule,

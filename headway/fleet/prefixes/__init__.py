@@ -1,0 +1,1 @@
+"""Which prefixes each replica has in its cache."""
