@@ -44,7 +44,7 @@ pytest.importorskip("triton")
 from headway.executor.gpu.executor import GpuExecutor
 from headway.executor.gpu.row_state import DeviceRowState
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
-from headway.model.backends import gpu
+from headway.model.backends import gpu, gpu_passes
 from headway.model.backends.deterministic import DeterministicBackend
 from headway.model.backends.fp8 import Fp8Backend
 from headway.model.backends.gpu import GpuBackend
@@ -187,7 +187,7 @@ EVERY = FAMILIES | WINDOWED | SPARSE | DERIVED  # docs/models.md lists their fam
 def test_every_architecture_generates_the_tokens_of_plain_torch(
     about: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu.GpuPass, "max_few_experts", 2)  # of at most 4 rows
+    monkeypatch.setattr(gpu_passes.GpuPass, "max_few_experts", 2)  # of at most 4 rows
     config = settings_for(about)
     assert answers(on_device, config, about, async_scheduling=1) == answers(plain, config, about)
 
@@ -270,7 +270,7 @@ def test_products_of_decodes_by_cublas_generate_the_same_tokens(
 ) -> None:
     monkeypatch.setattr(gpu, "MAX_FUSED_ROWS", 0)
     monkeypatch.setattr(gpu, "LARGE_MATRIX", 1)
-    monkeypatch.setattr(gpu.FusedDecodePass, "layer", None)  # fails if it is called
+    monkeypatch.setattr(gpu_passes.FusedDecodePass, "layer", None)  # fails if it is called
     config = settings()
     assert answers(on_device, config, about, async_scheduling=1) == answers(plain, config, about)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headway.model.backends.attention_kernels import TritonAttention
 from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
-from headway.model.backends.gpu import GpuBackend, Norm, UnfusedPass
+from headway.model.backends.gpu import GpuBackend
+from headway.model.backends.gpu_passes import Norm, UnfusedPass
 from headway.model.backends.plain import PlainWeight
 from headway.model.batch import ForwardBatch
 from headway.model.kernels.attention.invariant_attention import (

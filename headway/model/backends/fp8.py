@@ -19,15 +19,8 @@ from torch import Tensor
 
 from headway.model.backends.attention_kernels import AttentionKernels
 from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
-from headway.model.backends.gpu import (
-    FEW_ROWS,
-    FusedDecodePass,
-    GpuBackend,
-    GpuPass,
-    UnfusedPass,
-    interleaved,
-    multiply,
-)
+from headway.model.backends.gpu import FEW_ROWS, GpuBackend, interleaved
+from headway.model.backends.gpu_passes import FusedDecodePass, GpuPass, UnfusedPass, multiply
 from headway.model.backends.plain import PlainWeight
 from headway.model.backends.split import add_parts
 from headway.model.kernels.activation import silu_multiply, silu_multiply_quantized

@@ -18,15 +18,8 @@ from torch import Tensor
 
 from headway.model.backends.attention_kernels import AttentionKernels
 from headway.model.backends.base import ForwardPass, LayerWeights, PassArguments, Weight
-from headway.model.backends.gpu import (
-    FEW_ROWS,
-    FusedDecodePass,
-    GpuBackend,
-    GpuPass,
-    UnfusedPass,
-    interleaved,
-    multiply_into,
-)
+from headway.model.backends.gpu import FEW_ROWS, GpuBackend, interleaved
+from headway.model.backends.gpu_passes import FusedDecodePass, GpuPass, UnfusedPass, multiply_into
 from headway.model.backends.plain import PlainWeight
 from headway.model.backends.split import add_parts
 from headway.model.kernels.launch import is_compiling
