@@ -55,13 +55,12 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "remote.tls": ("errors",),
     "fleet": (*TYPES, "kv", "scheduler", "engine", "remote", "fleet"),
     "fleet.routing": (*TYPES, "scheduler"),
-    "fleet.key_table": TYPES,
-    "fleet.prompt_keys": (*TYPES, "kv"),
-    "fleet.prefix_tracker": (*TYPES, "kv", "fleet.key_table", "fleet.prompt_keys"),
-    "fleet.router": (*TYPES, "fleet.routing", "fleet.prefix_tracker"),
+    "fleet.prefixes": (*TYPES, "kv", "fleet.prefixes"),
+    "fleet.prefixes.key_table": TYPES,
+    "fleet.router": (*TYPES, "fleet.routing", "fleet.prefixes"),
     "lab": (
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
-        "fleet.routing", "fleet.router", "fleet.prefix_tracker", "fleet.prompt_keys", "lab", "record",
+        "fleet.routing", "fleet.router", "fleet.prefixes", "lab", "record",
     ),
     "lab.real": (
         *TYPES, "engine", "scheduler", "executor", "record", "lab", "llm", "model.config",
