@@ -91,7 +91,8 @@ ALWAYS bytes half_of(bytes b, const int is_high, const int bits) {
    find them in a cache. */
 ALWAYS void quantized_tile(const int rows, const int panels, const int bits, const uint8_t *w,
                            QuantizedRows x, int starts, float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
-    const int64_t groups = x.K / GROUP, panel = groups * GROUP_BYTES(bits);
+    const int group_bytes = GROUP_BYTES(bits);
+    const int64_t groups = x.K / GROUP, panel = groups * group_bytes;
     const int is_kept = rows * panels <= 8; /* sums are in registers, or else in `out` */
     vec sums[QUANT_ROWS][QUANT_PANELS];
 #pragma GCC unroll 8
@@ -107,16 +108,16 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++) dots[r][p] = (ivec){0};
-        const uint8_t *group = w + g * GROUP_BYTES(bits);
+        const uint8_t *group = w + g * group_bytes;
         const int8_t *from = x.q + g * GROUP * INTERLEAVED;
         if (starts) {
             /* At the end of the panels follow those of the next tile, not the neighbouring ones. */
-            const int is_end = (g + 1) * GROUP_BYTES(bits) + PREFETCH_BYTES > panel;
+            const int is_end = (g + 1) * group_bytes + PREFETCH_BYTES > panel;
             const uint8_t *ahead = group + PREFETCH_BYTES + (is_end ? (panels - 1) * panel : 0);
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++)
 #pragma GCC unroll 16
-                for (int i = 0; i < GROUP_BYTES(bits); i += 64)
+                for (int i = 0; i < group_bytes; i += 64)
                     __builtin_prefetch(ahead + p * panel + i);
         }
 #pragma GCC unroll 8
