@@ -28,12 +28,18 @@ class Inputs:
     tokens_n: Tensor
     positions_n: Tensor
     slots_n: Tensor
+    window_slots_n: Tensor
 
 
-def state_with(lengths: list[int], limits: list[int], first_block: int = 0) -> RowTensors:
+def state_with(
+    lengths: list[int], limits: list[int], first_block: int = 0, *, has_windows: bool = True
+) -> RowTensors:
     """Rows of these lengths and limits, then empty ones; blocks are in random order."""
     chance = torch.Generator().manual_seed(len(lengths))
-    tables = torch.randperm(NUM_ROWS * WIDTH, generator=chance) + first_block
+    tables, windows = (
+        torch.randperm(NUM_ROWS * WIDTH, generator=chance).view(NUM_ROWS, WIDTH) + first_block
+        for _ in range(2)
+    )
     missing = [0] * (NUM_ROWS - len(lengths))
     columns = [
         torch.tensor(lengths + missing),
@@ -41,21 +47,24 @@ def state_with(lengths: list[int], limits: list[int], first_block: int = 0) -> R
         torch.randint(5000, (NUM_ROWS,), generator=chance),
         torch.randint(100, (NUM_ROWS,), generator=chance),
     ]
-    made = [tables.view(NUM_ROWS, WIDTH), *columns]
+    made = [tables, *columns, *([windows] if has_windows else [])]
     return RowTensors(*(column.to(DEVICE, torch.int32) for column in made))
 
 
 def copied(state: RowTensors) -> RowTensors:
-    return RowTensors(*(getattr(state, field.name).clone() for field in fields(state)))
+    tensors = (getattr(state, field.name) for field in fields(state))
+    return RowTensors(*(None if tensor is None else tensor.clone() for tensor in tensors))
 
 
 def started(kernels: ModuleType, numbers: list[int], state: RowTensors, size: int) -> Inputs:
     """One step; outputs that are not written hold an impossible value."""
     row_ids_n = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-    columns = torch.full((3, len(numbers)), -777, dtype=torch.int64, device=DEVICE)
-    kernels.start(row_ids_n, state, size, *columns)
-    tokens_n, positions_n, slots_n = columns.cpu()
-    return Inputs(tokens_n=tokens_n, positions_n=positions_n, slots_n=slots_n)
+    columns = torch.full((4, len(numbers)), -777, dtype=torch.int64, device=DEVICE)
+    has_windows = state.window_tables is not None
+    kernels.start(row_ids_n, state, size, *columns[: 3 + has_windows])
+    return Inputs(
+        **{field.name: column for field, column in zip(fields(Inputs), columns.cpu(), strict=True)}
+    )
 
 
 def finished(
@@ -67,14 +76,15 @@ def finished(
 
 def assert_equal(one: RowTensors, other: RowTensors, rows: slice = slice(None)) -> None:
     for field in fields(one):
-        name = field.name
-        assert torch.equal(getattr(one, name)[rows], getattr(other, name)[rows]), name
+        name, found, right = field.name, getattr(one, field.name), getattr(other, field.name)
+        assert (found is None and right is None) or torch.equal(found[rows], right[rows]), name
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_kernels_and_references_take_the_same_steps(block_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "has_windows"), [(1, True), (3, False), (16, True)])
+def test_kernels_and_references_take_the_same_steps(block_size: int, has_windows: bool) -> None:
     most = WIDTH * block_size
-    own = state_with([0, 1, most // 2, most - 1, most, 2], [most, most, most, most, most, 3])
+    lengths, limits = [0, 1, most // 2, most - 1, most, 2], [most, most, most, most, most, 3]
+    own = state_with(lengths, limits, has_windows=has_windows)
     other = copied(own)
     numbers = [4, 0, 3, 2, SPARE, 1, 5, SPARE]
     for step in range(4):
@@ -95,10 +105,12 @@ def test_kernels_and_references_take_the_same_steps(block_size: int) -> None:
 def test_a_row_advances_through_its_blocks_to_its_limit(kernels: ModuleType) -> None:
     state = state_with([2, 0], [9, 4])
     found = [started(kernels, [0], state, 4) for _ in range(9)]
-    table = state.tables[0].tolist()
-    places = [table[p // 4] * 4 + p % 4 for p in range(2, 9)]
     assert [int(step.positions_n) for step in found] == [2, 3, 4, 5, 6, 7, 8, 8, 8]
-    assert [int(step.slots_n) for step in found] == [*places, -1, -1]
+    assert state.window_tables is not None
+    for tables, slots in ((state.tables, "slots_n"), (state.window_tables, "window_slots_n")):
+        table = tables[0].tolist()
+        places = [table[p // 4] * 4 + p % 4 for p in range(2, 9)]
+        assert [int(getattr(step, slots)) for step in found] == [*places, -1, -1]
     assert state.lengths.tolist()[:2] == [9, 0]
 
 
@@ -123,6 +135,7 @@ def test_padding_rows_share_a_row_that_stores_nothing(kernels: ModuleType) -> No
         finished(kernels, numbers, [7, 8, 9, 10], state)
         assert found.positions_n[[0, 2, 3]].tolist() == [0, 0, 0]
         assert found.slots_n[[0, 2, 3]].tolist() == [-1, -1, -1]
+        assert found.window_slots_n[[0, 2, 3]].tolist() == [-1, -1, -1]
     assert state.lengths[SPARE] == 0 and state.last[SPARE] in (7, 9, 10)
     assert state.lengths[0] == 6 and state.num_generated[0] == before.num_generated[0] + 3
     assert_equal(state, before, slice(1, SPARE))

@@ -17,16 +17,19 @@ def start(
     tokens_n: Tensor,
     positions_n: Tensor,
     slots_n: Tensor,
+    window_slots_n: Tensor | None = None,
 ) -> None:
-    """Write token, position and slot (int64) of the next decode of each row in `row_ids_n`."""
+    """Write token, position and slots (int64) of the next decode of each row in `row_ids_n`."""
     at = row_ids_n.long()
     lengths, limits = state.lengths[at], state.limits[at]
     positions = lengths.minimum(limits - 1).clamp(min=0).long()
-    blocks = state.tables[at].gather(1, (positions // block_size)[:, None])[:, 0].long()
     tokens_n.copy_(state.last[at])
     positions_n.copy_(positions)
-    slots_n.copy_(blocks * block_size + positions % block_size)
-    slots_n[lengths >= limits] = -1
+    for tables, out_n in ((state.tables, slots_n), (state.window_tables, window_slots_n)):
+        if tables is not None and out_n is not None:
+            blocks = tables[at].gather(1, (positions // block_size)[:, None])[:, 0].long()
+            out_n.copy_(blocks * block_size + positions % block_size)
+            out_n[lengths >= limits] = -1
     state.lengths[at] = (lengths + 1).minimum(limits)
 
 
