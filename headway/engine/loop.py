@@ -169,7 +169,7 @@ class EngineLoop:
         self._updates = StepUpdates(engine.clock)
         self._load_reporter = LoadReporter(deliver)
         self._outbox: list[FromLoop] = []
-        engine.observers.append(self._observe)
+        engine.observers.insert(0, self._observe)
         engine.on_observer_error = self._remove_observer
 
     def handle(self, kind: type[Query[Value]], answer: Callable[[Any], Value]) -> None:

@@ -428,6 +428,20 @@ def test_an_idle_loop_ends_when_it_fails() -> None:
     assert delivered == [EngineStopped("a rank was killed")]
 
 
+def test_updates_are_delivered_before_other_observers_see_a_step() -> None:
+    """Also before those that were there first, such as the writer of a trace."""
+    order: list[str] = []
+    engine = make_engine()
+    engine.observers.append(lambda event: order.append(type(event).__name__))
+    loop = EngineLoop(engine, lambda messages: order.append("updates"))
+    loop.post([Submit("a", PROMPT, script(3))])
+    while not order or engine.has_work:
+        loop._read()
+        engine.step()
+    completed = [place for place, each in enumerate(order) if each == "Completed"]
+    assert len(completed) > 2 and all(order[place - 1] == "updates" for place in completed)
+
+
 # Random requests that start and are left at random times.
 
 
