@@ -46,7 +46,7 @@ ANSWERED = (
 )
 NAMED_IN = (
     "engine/async_engine", "engine/engine", "engine/offline", "engine/outputs", "llm",
-    "server/generation/prompt_runs", "server/generation/stream", "server/http/connection",
+    "remote/client", "remote/service", "server/generation/prompt_runs", "server/generation/stream", "server/http/connection",
     "server/openai/chat",
 )  # fmt: skip
 MAX_POST_TO_TOKEN = 32
@@ -154,7 +154,7 @@ def listed_hops() -> list[str]:
 def test_every_function_in_the_overview_exists() -> None:
     """In the text after the list, too: names with a dot."""
     modules = [importlib.import_module(f"headway.{name.replace('/', '.')}") for name in NAMED_IN]
-    text = OVERVIEW.read_text(encoding="utf-8").partition("in one of two ways")[2]
+    text = OVERVIEW.read_text(encoding="utf-8").partition("In two processes")[2]
     names = re.findall(r"`([A-Z]\w+)\.(\w+)`", text.partition("## One step")[0])
     for owner, attribute in names:
         assert any(hasattr(getattr(each, owner, None), attribute) for each in modules), attribute
