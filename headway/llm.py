@@ -11,30 +11,26 @@ step can be observed and recorded.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, Signature, signature
 from itertools import count
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from headway.config import Config
 from headway.engine.clock import RealClock
-from headway.engine.engine import Engine, Observer
+from headway.engine.engine import Observer
 from headway.engine.input_processor import (
     InputProcessor,
     Message,
     PromptInput,
-    draw_seed,
     embedding_params,
     is_single,
+    seeds,
     template_variables,
 )
-from headway.engine.offline import OfflineRunner, PromptBatch
+from headway.engine.offline import OfflineRunner, OnFinish, PromptBatch
 from headway.engine.outputs import (
     Delta,
     EmbeddingRequestOutput,
@@ -42,6 +38,7 @@ from headway.engine.outputs import (
     RequestOutput,
     embedding_output,
 )
+from headway.engine_setup import make_engine, open_trace, start_executor
 from headway.errors import (
     ConfigError,
     ExecutorError,
@@ -52,29 +49,17 @@ from headway.errors import (
     RequestTooLong,
     shorten,
 )
-from headway.executor.factory import count_blocks, make_executor
-from headway.executor.gpu.costs import Timed, measured, measured_step
+from headway.executor.factory import count_blocks
 from headway.loading import Loaded, Progress, load
 from headway.options import EngineOptions, unsupported
-from headway.parallel.executor import ParallelExecutor
 from headway.parallel.launch import RankLauncher
-from headway.parallel.ranks import ended_on_error
-from headway.record.writer import JournalWriter, header, open_journal
 from headway.request import Pooling, RequestParams
 from headway.sampling_params import SamplingParams
-from headway.scheduler import Scheduler
-from headway.scheduler.policies.chunk import hold_tbt
-from headway.scheduler.policies.swap import swap_if_cheaper
 from headway.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from headway.executor.cpu import CpuExecutor
-    from headway.executor.gpu.executor import GpuExecutor
 
 Prompts = PromptInput | Sequence[PromptInput]
 AllParams = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
 Init = TypeVar("Init", bound=Callable[..., None])
-OnFinish = Callable[[int, RequestOutput], None]  # (position of the prompt, its output)
 
 
 def _with_options(init: Init) -> Init:
@@ -135,39 +120,17 @@ class LLM:
         self.input_processor = InputProcessor(
             tokenizer=self.tokenizer, vocab_size=self.loaded.decoder.config.vocab_size,
             hidden_size=self.loaded.decoder.config.hidden_size, eos_ids=self.loaded.eos_ids,
-            new_seed=_seeds(options.seed),
+            new_seed=seeds(options.seed),
         )  # fmt: skip
-        clock, is_on_gpu = RealClock(), self.loaded.is_on_gpu
-        self.executor = _make_executor(self.loaded, clock.now, progress, options.enforce_eager)
-        self.config = with_measured_costs(self.loaded.config, self.executor, has_swap=is_on_gpu)
-        matchers = self.executor.sampler.grammars.matchers
-        matchers.use(self.tokenizer, self.loaded.eos_ids)
-        is_async = is_on_gpu if options.async_scheduling is None else options.async_scheduling
-        self.engine = Engine(
-            Scheduler(self.config),
-            self.executor,
-            clock,
-            async_scheduling=is_async,
-            preparation=matchers,
-            vocab_size=self.loaded.decoder.config.vocab_size,
-        )
-        self._trace = self._open_trace(options)
+        clock = RealClock()
+        self.executor = start_executor(self.loaded, clock.now, progress, options.enforce_eager)
+        self.engine = make_engine(self.loaded, self.executor, clock, options.async_scheduling)
+        self.config = self.engine.scheduler.config
+        self._trace = open_trace(self.engine, options)
         self._runner = OfflineRunner(self.engine)
         self._is_closed = False
         self.engine.observers += observers
         self._numbers = count()
-
-    def _open_trace(self, options: EngineOptions) -> BinaryIO | None:
-        """Record the engine's events in the file that the options name."""
-        if options.trace_out is None:
-            return None
-        file = open_journal(Path(options.trace_out))
-        head = header(
-            self.config, self.engine.async_scheduling, has_blocks=options.trace_blocks,
-            is_redacted=options.trace_redact,
-        )  # fmt: skip
-        self.engine.observers.append(JournalWriter(file, head, name=str(options.trace_out)))
-        return file
 
     def generate(
         self,
@@ -197,7 +160,7 @@ class LLM:
         with self._runner.batch() as batch:
             self._submit(batch, prompts, sampling_params, priority=priority, ids=request_ids)
             _raise_refusal(batch, prompts)
-            outputs = self._run(batch, use_tqdm, on_finish)
+            outputs = self._runner.run(batch, use_tqdm, on_finish)
         return [outputs[position] for position in range(len(batch.results))]
 
     def try_generate(
@@ -214,7 +177,7 @@ class LLM:
         """
         with self._runner.batch() as batch:
             self._submit(batch, prompts, sampling_params, ids=request_ids)
-            outputs = self._run(batch, False, on_finish)
+            outputs = self._runner.run(batch, False, on_finish)
         return [
             each if isinstance(each, HeadwayError) else outputs[position]
             for position, each in enumerate(batch.results)
@@ -263,7 +226,7 @@ class LLM:
         with self._runner.batch() as batch:
             self._submit(batch, prompts, None, fixed=embedding_params(pooling))
             _raise_refusal(batch, prompts)
-            outputs = self._run(batch, use_tqdm)
+            outputs = self._runner.run(batch, use_tqdm)
         return [
             embedding_output(outputs[position], builder.embedding)
             for position, builder in enumerate(batch.builders)
@@ -359,52 +322,6 @@ class LLM:
             error.args = (f"{error}, or raise max_model_len, up to {limit}",)
         return error
 
-    def _run(
-        self, batch: PromptBatch, use_tqdm: bool, on_finish: OnFinish | None = None
-    ) -> dict[int, RequestOutput]:
-        """Run the batch to its end; returns the outputs by position."""
-        outputs, num_prompts = dict[int, RequestOutput](), len(batch.builders)
-        with _progress_bar(num_prompts, use_tqdm) as advance:
-            while len(outputs) < num_prompts:
-                if not batch.finished:
-                    self._runner.check_work()
-                    self.engine.step()
-                while batch.finished:  # while the device runs the next step
-                    position, builder = batch.finished.popleft()
-                    outputs[position] = builder.output()
-                    if on_finish is not None:
-                        on_finish(position, outputs[position])
-                    advance()
-        return outputs
-
-
-def _make_executor(
-    loaded: Loaded, now: Callable[[], float], progress: Progress | None, enforce_eager: bool
-) -> CpuExecutor | GpuExecutor | ParallelExecutor:
-    config, ranks = loaded.config, loaded.ranks
-    make = partial(
-        make_executor, loaded.decoder, config, progress, now=now, enforce_eager=enforce_eager
-    )
-    if ranks is None:
-        return make()
-    with ended_on_error(ranks):
-        own = ranks.start(config, make, enforce_eager=enforce_eager)
-        return ParallelExecutor(own, ranks, config.max_num_seqs)
-
-
-def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = True) -> Config:
-    """The config; `swap_if_cheaper` and `hold_tbt` without times get those of this device.
-
-    Without `has_swap`, the swap rule keeps its times: a CPU copies blocks within its own memory.
-    """
-    if has_swap and config.swap == swap_if_cheaper() and config.num_host_blocks:
-        config = replace(config, swap=swap_if_cheaper(**measured(executor, config)._asdict()))
-    chunk = config.chunk
-    if isinstance(chunk, hold_tbt) and chunk.has_default_costs:
-        costs = measured_step(executor, config, chunk.seconds)
-        config = replace(config, chunk=chunk.with_costs(costs))
-    return config
-
 
 def _read_options(model: str, keywords: Mapping[str, Any]) -> EngineOptions:
     """The options of an LLM; ConfigError names unknown keywords and the closest known ones."""
@@ -455,23 +372,3 @@ def _raise_refusal(batch: PromptBatch, prompts: Prompts) -> None:
 def _check_lora(lora_request: object) -> None:
     if lora_request is not None:
         raise ConfigError(unsupported("lora_request"))
-
-
-def _seeds(seed: int | None) -> Callable[[], int]:
-    """Draws a seed for each request that has none: at random, or reproducibly from `seed`."""
-    return draw_seed if seed is None else partial(random.Random(seed).getrandbits, 63)
-
-
-@contextmanager
-def _progress_bar(num_prompts: int, is_shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, only if it is a terminal; yields a function to call for each prompt."""
-    if not is_shown:  # without the import, which takes longer than many a step
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as ProgressBar
-
-    console = Console(stderr=True)
-    with ProgressBar(console=console, disable=not (console.is_terminal and num_prompts)) as bar:
-        task = bar.add_task("Processed prompts", total=num_prompts)
-        yield lambda: bar.advance(task)

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -33,6 +34,11 @@ RESERVED_VARIABLES = ("template", "messages", "tools", "bos", "eos", "special")
 
 def draw_seed() -> int:
     return random.getrandbits(63)
+
+
+def seeds(seed: int | None) -> Callable[[], int]:
+    """Draws a seed for each request that has none: at random, or reproducibly from `seed`."""
+    return draw_seed if seed is None else partial(random.Random(seed).getrandbits, 63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,19 @@ come at any line: they end all requests, and the engine stays usable.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from headway.engine.engine import Engine
 from headway.engine.messages import SampleUpdate, StepUpdates, TokenBatch
-from headway.engine.outputs import Delta, OutputBuilder
+from headway.engine.outputs import Delta, OutputBuilder, RequestOutput
+from headway.engine.progress_bar import progress_bar
 from headway.errors import ExecutorError, HeadwayError
 from headway.events import Event
 from headway.request import Request
+
+OnFinish = Callable[[int, RequestOutput], None]  # (position of the prompt, its output)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +73,24 @@ class OfflineRunner:
         params = builder.sampling_params
         needs_each_step = params.stop_strings or params.logprobs is not None
         self._updates.add(added, is_live=batch.is_streamed or bool(needs_each_step))
+
+    def run(
+        self, batch: PromptBatch, use_tqdm: bool, on_finish: OnFinish | None = None
+    ) -> dict[int, RequestOutput]:
+        """Run the batch to its end; returns the outputs by position."""
+        outputs, num_prompts = dict[int, RequestOutput](), len(batch.builders)
+        with progress_bar(num_prompts, use_tqdm) as advance:
+            while len(outputs) < num_prompts:
+                if not batch.finished:
+                    self.check_work()
+                    self.engine.step()
+                while batch.finished:  # while the device runs the next step
+                    position, builder = batch.finished.popleft()
+                    outputs[position] = builder.output()
+                    if on_finish is not None:
+                        on_finish(position, outputs[position])
+                    advance()
+        return outputs
 
     def check_work(self) -> None:
         """ExecutorError if an open batch has lost its requests."""

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from headway import Engine, Plan, Scheduler, VirtualClock, preset
+from headway.engine_setup import with_measured_costs
 from headway.executor.cpu import CpuExecutor
 from headway.executor.gpu import costs
 from headway.executor.simulated import SimulatedExecutor, SimulatedHandle
 from headway.lab.cost import Profile, load_profile
-from headway.llm import with_measured_costs
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import from_hf
 from headway.model.decoder import Decoder

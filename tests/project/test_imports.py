@@ -47,9 +47,12 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "parallel": (*TYPES, "executor", "model", "parallel", "remote.tls"),
     "options": ("errors", "checks", "parallel.progress"),
     "loading": (*TYPES, "kv", "scheduler", "model", "text", "engine", "parallel", "options"),
+    "engine_setup": (
+        *TYPES, "scheduler", "executor", "engine", "record", "loading", "parallel", "options",
+    ),
     "llm": (
-        *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "record", "loading",
-        "parallel", "options",
+        *TYPES, "executor.factory", "text", "engine", "loading", "engine_setup", "options",
+        "parallel.launch",
     ),
     "remote": (*TYPES, "executor.simulated", "engine", "remote"),
     "remote.tls": ("errors",),
@@ -104,7 +107,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "uvicorn": ("server", "cli"),
     "matplotlib": ("lab.plots",),
     "typer": ("cli",),
-    "rich": ("cli", "llm"),
+    "rich": ("cli", "engine.progress_bar"),
 }
 CLOCKLESS = ("kv", "scheduler", "request", "plan", "step_cost", "config", "errors")
 CLOCKS = ("time", "datetime", "random", "asyncio", "threading", "secrets")

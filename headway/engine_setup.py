@@ -1,0 +1,88 @@
+"""Makes the engine of a loaded model: executor, scheduler with measured costs, and trace file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from headway.config import Config
+from headway.engine.clock import Clock
+from headway.engine.engine import Engine
+from headway.executor.factory import make_executor
+from headway.executor.gpu.costs import Timed, measured, measured_step
+from headway.loading import Loaded, Progress
+from headway.options import EngineOptions
+from headway.parallel.executor import ParallelExecutor
+from headway.parallel.ranks import ended_on_error
+from headway.record.writer import JournalWriter, header, open_journal
+from headway.scheduler import Scheduler
+from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.swap import swap_if_cheaper
+
+if TYPE_CHECKING:
+    from headway.executor.cpu import CpuExecutor
+    from headway.executor.gpu.executor import GpuExecutor
+
+    ModelExecutor = CpuExecutor | GpuExecutor | ParallelExecutor
+
+
+def start_executor(
+    loaded: Loaded, now: Callable[[], float], progress: Progress | None, enforce_eager: bool
+) -> ModelExecutor:
+    """The executor of a model, warmed up, on all its ranks."""
+    config, ranks = loaded.config, loaded.ranks
+    make = partial(
+        make_executor, loaded.decoder, config, progress, now=now, enforce_eager=enforce_eager
+    )
+    if ranks is None:
+        return make()
+    with ended_on_error(ranks):
+        own = ranks.start(config, make, enforce_eager=enforce_eager)
+        return ParallelExecutor(own, ranks, config.max_num_seqs)
+
+
+def make_engine(
+    loaded: Loaded, executor: ModelExecutor, clock: Clock, async_scheduling: bool | None
+) -> Engine:
+    """An engine on this executor, with its measured costs; None: async scheduling on a GPU."""
+    config = with_measured_costs(loaded.config, executor, has_swap=loaded.is_on_gpu)
+    matchers = executor.sampler.grammars.matchers
+    matchers.use(loaded.tokenizer, loaded.eos_ids)
+    return Engine(
+        Scheduler(config),
+        executor,
+        clock,
+        async_scheduling=loaded.is_on_gpu if async_scheduling is None else async_scheduling,
+        preparation=matchers,
+        vocab_size=loaded.decoder.config.vocab_size,
+    )
+
+
+def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = True) -> Config:
+    """The config; `swap_if_cheaper` and `hold_tbt` without times get those of this device.
+
+    Without `has_swap`, the swap rule keeps its times: a CPU copies blocks within its own memory.
+    """
+    if has_swap and config.swap == swap_if_cheaper() and config.num_host_blocks:
+        config = replace(config, swap=swap_if_cheaper(**measured(executor, config)._asdict()))
+    chunk = config.chunk
+    if isinstance(chunk, hold_tbt) and chunk.has_default_costs:
+        costs = measured_step(executor, config, chunk.seconds)
+        config = replace(config, chunk=chunk.with_costs(costs))
+    return config
+
+
+def open_trace(engine: Engine, options: EngineOptions) -> BinaryIO | None:
+    """Record the engine's events in the file that the options name, if any."""
+    if options.trace_out is None:
+        return None
+    file = open_journal(Path(options.trace_out))
+    head = header(
+        engine.scheduler.config, engine.async_scheduling, has_blocks=options.trace_blocks,
+        is_redacted=options.trace_redact,
+    )  # fmt: skip
+    engine.observers.append(JournalWriter(file, head, name=str(options.trace_out)))
+    return file
