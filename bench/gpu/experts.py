@@ -8,10 +8,9 @@ kernels  microseconds of each kernel of a layer's experts by rows, in a CUDA gra
          each of --layers layers, whose weights and choices differ; `floor` is the time of the bytes
          of the chosen experts and of the router, or of the operations. `sum` is the time of the last
          product with the sum less that without it. `error` is the distance of a layer's output from
-         float32 over its norm; the report is not ok above 0.01. Up to 8 rows in both ways: rows that
-         are listed by expert, and rows that are not (`few`; the package: up to MAX_FEW)
-tiles    the same for the two products with each candidate: `best` has the fastest tiles and `chosen`
-         that of the package (products/experts.py, products/grouped.py)
+         float32 over its norm; the report is not ok above 0.01
+tiles    the same for the two products with each candidate, the fastest first; `chosen` is the tile of
+         the package (products/grouped.py)
 decode   output tokens per second of 1 to 256 requests of 256 prompt and 128 output tokens, prompts
          included, with random weights: the median of three runs after a first, and the share of the
          floor of bench.gpu.roofline; `vllm` is what vLLM 0.24 reached in these cases on an H200
@@ -41,8 +40,8 @@ from bench.harness import SHAPES, Bench, Figures, log
 from headway.model.config import ModelConfig, from_hf, load_hf
 from headway.model.kernels.activation import GATES
 from headway.model.kernels.launch import compile_all
-from headway.model.kernels.products import experts, grouped
-from headway.model.kernels.products.experts import ExpertRows, VectorTile
+from headway.model.kernels.products import grouped
+from headway.model.kernels.products.experts import ExpertRows
 from headway.model.kernels.products.grouped import Stack
 from headway.model.kernels.products.linear import linear, row_squares
 from headway.model.kernels.products.tiles import Tile, device_limits
@@ -55,22 +54,6 @@ bench.option("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 32, 128, 256, 1
 bench.option("--layers", type=int, default=8)
 bench.option("--tiny", action="store_true", help="use a tiny model, on the CPU")
 VLLM = {1: 224, 8: 824, 32: 1904, 128: 5533, 256: 8565}
-MAX_TRIED = 8  # rows for which the kernels without lists are tried
-FEW_TILES = {
-    "gated": [
-        VectorTile(outputs, inputs, warps)
-        for outputs, inputs, warps in (
-            (4, 2048, 4), (4, 1024, 2), (8, 1024, 4), (8, 2048, 8), (8, 512, 2), (16, 512, 4),
-            (16, 1024, 8), (2, 2048, 2),
-        )
-    ],
-    "down": [
-        VectorTile(outputs, inputs, warps)
-        for outputs, inputs, warps in (
-            (4, 1024, 4), (8, 1024, 8), (8, 256, 2), (4, 256, 1), (16, 256, 4), (2, 1024, 2),
-        )
-    ],
-}  # fmt: skip
 
 
 def candidates(rows: int, num_inputs: int) -> list[Tile]:
@@ -108,44 +91,41 @@ class Layers:
     def random(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02)
 
-    def run(self, rows: int, max_few: int) -> tuple[dict[str, Launches], list[Tensor]]:
+    def run(self, rows: int) -> tuple[dict[str, Launches], list[Tensor]]:
         """The launches of each kernel, for all layers, and the router's outputs."""
         about, x = self.about, self.random(rows, self.hidden)
         logits = [
             torch.randn((rows, about.num_experts), device=self.device)
             for _ in range(self.num_layers)
         ]
-        inner = self.random(rows * about.num_chosen, about.width)
-        norm: dict[str, Any] = {"epsilon": self.epsilon, "squares_mj": row_squares(x)}
+        inner, out = self.random(rows * about.num_chosen, about.width), torch.empty_like(x)
+        norm = self.norm_of(x)
         made: dict[str, Launches] = {"router": [], "list": [], "gate_up": [], "down": [], "all": []}
         for own, router, first, last in zip(
             logits, self.router, self.gate_up, self.down, strict=True
         ):
-            given = (x, own, Stack(first), Stack(last))
-            options = {"num_chosen": about.num_chosen, "normalizes": about.normalizes, **norm}
-            routed = ExpertRows(*given, max_few=max_few, **options)
+            listing = partial(list_pairs, own, about.num_experts, about.num_chosen)
+            lists = listing()[1]
+            given = (Stack(first), lists, about.num_chosen)
+            routed = self.routed(x, own, first, last)
             made["router"].append(partial(linear, x, router, out_mn=torch.empty_like(own), **norm))
-            made["all"].append(partial(routed.summed, inner, out_mn=torch.empty_like(x)))
-            if rows <= max_few:
-                made["gate_up"].append(partial(ExpertRows, *given, max_few=max_few, **options))
-                continue
-            _, lists = list_pairs(own, about.num_experts, about.num_chosen)
-            made["list"].append(partial(list_pairs, own, about.num_experts, about.num_chosen))
-            made["gate_up"].append(
-                partial(
-                    grouped.grouped,
-                    x,
-                    Stack(first),
-                    lists,
-                    about.num_chosen,
-                    gate=GATES["silu"],
-                    **norm,
-                )
-            )
+            made["list"].append(listing)
+            made["gate_up"].append(partial(grouped.grouped, x, *given, gate=GATES["silu"], **norm))
             made["down"].append(
                 partial(grouped.grouped, inner, Stack(last), lists, about.num_chosen)
             )
-        return {name: each for name, each in made.items() if each}, logits
+            made["all"].append(partial(routed.summed, inner, out_mn=out))
+        return made, logits
+
+    def norm_of(self, x: Tensor) -> dict[str, Any]:
+        """The options of a product with a norm, as in a pass over a few rows."""
+        return {"epsilon": self.epsilon, "squares_mj": row_squares(x) if len(x) > 1 else None}
+
+    def routed(self, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> ExpertRows:
+        return ExpertRows(
+            x, logits, Stack(gate_up), Stack(down), num_chosen=self.about.num_chosen,
+            normalizes=self.about.normalizes, **self.norm_of(x),
+        )  # fmt: skip
 
     def floors(self, logits: list[Tensor], ceilings: roofline.Ceilings) -> dict[str, float]:
         """Seconds of the bytes of what is read, or of the operations, in one layer."""
@@ -161,15 +141,11 @@ class Layers:
             for name, (numbers, rows) in sizes.items()
         }
 
-    def error(self, rows: int, max_few: int) -> float:
+    def error(self, rows: int) -> float:
         """The distance of a layer's output from float32, over its norm."""
         about, x = self.about, self.random(rows, self.hidden)
         logits = torch.randn((rows, about.num_experts), device=self.device)
-        routed = ExpertRows(
-            x, logits, Stack(self.gate_up[0]), Stack(self.down[0]), num_chosen=about.num_chosen,
-            normalizes=about.normalizes, max_few=max_few, epsilon=self.epsilon,
-            squares_mj=row_squares(x),
-        )  # fmt: skip
+        routed = self.routed(x, logits, self.gate_up[0], self.down[0])
         found = routed.summed(routed.inner_pn).float()
         shares, chosen = logits.softmax(-1).topk(about.num_chosen)
         if about.normalizes:
@@ -212,47 +188,25 @@ def kernels(asked: Namespace) -> Figures:
     given = Chosen(asked)
     report: Figures = {**asdict(given.ceilings), "ok": True}
     with torch.inference_mode():
-        for rows, max_few in ways(given.rows):
-            launches, logits = given.layers.run(rows, max_few)
+        for rows in given.rows:
+            launches, logits = given.layers.run(rows)
             took = {name: microseconds(each, given.device) for name, each in launches.items()}
             floors = given.layers.floors(logits, given.ceilings)
-            error = given.layers.error(rows, max_few)
+            error = given.layers.error(rows)
             found: Figures = {
                 "us": took, "floor_us": {n: round(1e6 * s, 2) for n, s in floors.items()},
                 "whole_us": round(sum(took[n] for n in took if n != "down"), 2),
-                "sum_us": round(took["all"] - took["down"], 2) if "down" in took else None,
-                "error": error,
+                "sum_us": round(took["all"] - took["down"], 2), "error": error,
             }  # fmt: skip
-            report[named(rows, max_few)] = found
+            report[f"{rows} rows"] = found
             report["ok"] = report["ok"] and error < 0.01
-            log(f"{named(rows, max_few)}: {found}")
+            log(f"{rows} rows: {found}")
     return report
 
 
-def ways(rows: list[int]) -> list[tuple[int, int]]:
-    """Numbers of rows, and the most that are not listed."""
-    return [(n, few) for n in rows for few in (MAX_TRIED, 0) if few == 0 or n <= MAX_TRIED]
-
-
-def named(rows: int, max_few: int) -> str:
-    return f"{rows} rows, few" if rows <= max_few else f"{rows} rows"
-
-
 @contextmanager
-def using(**tiles: VectorTile) -> Iterator[None]:
-    """Use these tiles of a few rows."""
-    kept = experts.GATED_TILE, experts.DOWN_TILE
-    experts.GATED_TILE = tiles.get("gated", kept[0])
-    experts.DOWN_TILE = tiles.get("down", kept[1])
-    try:
-        yield
-    finally:
-        experts.GATED_TILE, experts.DOWN_TILE = kept
-
-
-@contextmanager
-def using_tile(tile: Tile) -> Iterator[None]:
-    """Use this tile of listed rows."""
+def using(tile: Tile) -> Iterator[None]:
+    """Use this tile for any number of rows."""
     kept = dict(grouped.TILES)
     grouped.TILES.clear()
     grouped.TILES[float("inf")] = tile
@@ -263,25 +217,15 @@ def using_tile(tile: Tile) -> Iterator[None]:
         grouped.TILES.update(kept)
 
 
-def tried(
-    layers: Layers, rows: int, max_few: int, *, tiny: bool
-) -> dict[str, list[tuple[str, Any]]]:
-    """Contexts by kernel, with the names of their tiles; the first is that of the package."""
+def tried(layers: Layers, rows: int, *, tiny: bool) -> dict[str, list[Tile]]:
+    """Tiles by kernel; the first is that of the package."""
     about = layers.about
     mean = rows * about.num_chosen / about.num_experts
-    if rows <= max_few:
-        few = {"gate_up": ("gated", experts.GATED_TILE), "all": ("down", experts.DOWN_TILE)}
-        return {
-            name: [(str(tuple(tile)), partial(using, **{kind: tile}))
-                   for tile in dict.fromkeys([own, *FEW_TILES[kind][: 2 if tiny else None]])]
-            for name, (kind, own) in few.items()
-        }  # fmt: skip
     own = next(tile for most, tile in grouped.TILES.items() if mean <= most)
     return {
-        name: [(str(tuple(tile)[:6]), partial(using_tile, tile))
-               for tile in dict.fromkeys([own, *candidates(int(mean), width)[: 1 if tiny else None]])]
+        name: list(dict.fromkeys([own, *candidates(int(mean), width)[: 1 if tiny else None]]))
         for name, width in (("gate_up", layers.hidden), ("down", about.width))
-    }  # fmt: skip
+    }
 
 
 @bench.part
@@ -289,31 +233,30 @@ def tiles(asked: Namespace) -> Figures:
     given = Chosen(asked)
     layers, report = given.layers, Figures()
     with torch.inference_mode():
-        for rows, max_few in ways(given.rows):
-            launches, _ = layers.run(rows, max_few)
-            plan = tried(layers, rows, max_few, tiny=asked.tiny)
+        for rows in given.rows:
+            launches, _ = layers.run(rows)
+            plan = tried(layers, rows, tiny=asked.tiny)
 
             def build(plan: Any = plan, launches: Any = launches) -> None:
-                for name, contexts in plan.items():
-                    for _, context in contexts:
-                        with context():
+                for name, each in plan.items():
+                    for tile in each:
+                        with using(tile):
                             launches[name][0]()
 
             compile_all(build)
-            for name, contexts in plan.items():
+            for name, each in plan.items():
                 found: dict[str, float] = {}
-                for tile, context in contexts:
+                for tile in each:
                     try:
-                        with context():
-                            found[tile] = microseconds(launches[name], given.device)
+                        with using(tile):
+                            found[str(tuple(tile)[:6])] = microseconds(launches[name], given.device)
                     except Exception as error:  # too large for the device
-                        log(f"{name}, {named(rows, max_few)}, {tile}: {error}")
-                ordered = sorted(found.items(), key=lambda each: each[1])
-                own = contexts[0][0]
-                report.setdefault(named(rows, max_few), {})[name] = {
-                    "chosen": [own, found.get(own)], "best": ordered[:5], "tried": len(found),
-                }  # fmt: skip
-                log(f"{name}, {named(rows, max_few)}: {report[named(rows, max_few)][name]}")
+                        log(f"{name}, {rows} rows, {tile}: {error}")
+                report.setdefault(f"{rows} rows", {})[name] = {
+                    "chosen": str(tuple(each[0])[:6]),
+                    "us": dict(sorted(found.items(), key=lambda of: of[1])),
+                }
+                log(f"{name}, {rows} rows: {report[f'{rows} rows'][name]}")
     return report
 
 

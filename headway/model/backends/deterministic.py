@@ -76,8 +76,6 @@ class DeterministicBackend(GpuBackend):
 class DeterministicPass(UnfusedPass):
     """Any batch: decodes first, then prompt chunks."""
 
-    max_few_experts = 0
-
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         qkv = multiply(x, layer.qkv, **self._norm_of(x, layer.input_norm))
         attended = self.attention(number, layer, qkv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from headway.model.kernels import routing
-from headway.model.kernels.products.experts import MAX_FEW, ExpertRows
+from headway.model.kernels.products.experts import ExpertRows
 from headway.model.kernels.products.grouped import TILES, Stack, most_tiles, tiles_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,15 +31,15 @@ class Case:
     has_norm: bool = True
     has_residual: bool = True
     is_gpt_oss: bool = False  # with biases, and its activation
-    max_few: int = MAX_FEW
+    has_squares: bool = True  # for the norm
     ranked: int = routing.RANKED_ROWS
 
 
 CASES = {
     "one row": Case(rows=1),
-    "a few rows": Case(rows=MAX_FEW, experts=5, chosen=2, normalizes=False, has_residual=False),
+    "one row without squares": Case(rows=1, has_squares=False),
+    "a few rows": Case(rows=4, experts=5, chosen=2, normalizes=False, has_residual=False),
     "one row of one expert": Case(rows=1, chosen=1, has_norm=False),
-    "one row in lists": Case(rows=1, max_few=0),
     "no whole tile": Case(rows=37, experts=5, has_norm=False),
     "biases": Case(rows=2, chosen=2, is_gpt_oss=True),
     "biases of listed rows": Case(rows=18, is_gpt_oss=True, normalizes=False),
@@ -104,11 +105,12 @@ def test_rows_go_through_their_experts_only(name: str, monkeypatch: pytest.Monke
     unused = set(range(case.experts)) - set(logits[:, :-1].topk(case.chosen)[1].flatten().tolist())
     gate_up.weight_enk[list(unused)] = down.weight_enk[list(unused)] = torch.nan
     expected = reference(case, x, gate_up, down)
-    squares = torch.stack([part.square().sum(1) for part in x.split(16, 1)], 1)
-    norm = {"epsilon": EPSILON, "squares_mj": squares} if case.has_norm else {}
+    norm: dict[str, Any] = {"epsilon": EPSILON} if case.has_norm else {}
+    if case.has_norm and case.has_squares:
+        norm["squares_mj"] = torch.stack([part.square().sum(1) for part in x.split(16, 1)], 1)
     routed = ExpertRows(
         x, logits, gate_up, down, num_chosen=case.chosen, normalizes=case.normalizes,
-        max_few=case.max_few, activation="clamped_swiglu" if case.is_gpt_oss else "silu", **norm,
+        activation="clamped_swiglu" if case.is_gpt_oss else "silu", **norm,
     )  # fmt: skip
     out = x if case.has_residual else torch.full_like(x, torch.nan)
     squares = torch.full((case.rows, routed.num_parts), torch.nan, device=DEVICE)
@@ -117,8 +119,7 @@ def test_rows_go_through_their_experts_only(name: str, monkeypatch: pytest.Monke
         squares_out_mj=squares,
     )  # fmt: skip
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    if routed.num_parts:
-        torch.testing.assert_close(squares.sum(1), out.square().sum(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(squares.sum(1), out.square().sum(1), rtol=1e-5, atol=1e-5)
 
 
 def test_the_lists_have_each_pair_once_in_the_order_of_rows() -> None:
@@ -138,18 +139,11 @@ def test_the_lists_have_each_pair_once_in_the_order_of_rows() -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN")  # of numpy, in the interpreter
 def test_outputs_of_a_router_that_are_not_numbers_harm_no_other_row() -> None:
-    for rows, max_few in ((3, 3), (3, 0)):
-        x, logits = draw(2, rows, HIDDEN), draw(1, rows, 4)
-        logits[1] = torch.nan
-        routed = ExpertRows(
-            x,
-            logits,
-            *stacks(Case(rows=rows, experts=4)),
-            num_chosen=2,
-            normalizes=False,
-            max_few=max_few,
-        )
-        assert routed.summed(routed.inner_pn)[[0, 2]].isfinite().all()
+    x, logits = draw(2, 3, HIDDEN), draw(1, 3, 4)
+    logits[1] = torch.nan
+    given = stacks(Case(rows=3, experts=4))
+    routed = ExpertRows(x, logits, *given, num_chosen=2, normalizes=False)
+    assert routed.summed(routed.inner_pn)[[0, 2]].isfinite().all()
 
 
 def test_there_are_programs_for_all_tiles_of_any_lists() -> None:

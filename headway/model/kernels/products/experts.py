@@ -1,134 +1,22 @@
 """The rows of a pass through their experts: two products, and the weighted sum of each row's experts.
 
-Many rows are listed by expert (grouped.py). Hardly two of a few rows choose the same expert, so each
-of them reads its own matrices, without matrix units as `_vector` in linear.py: the program of a pair
-(routing.py) ranks the outputs of the router itself, and the second product adds up a row's experts.
+The rows are listed by expert (routing.py), also a single one; the products are those of grouped.py.
 
 Shapes: M rows, N outputs, K inputs, E experts, P pairs, J parts of a sum of squares.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.activation import GATES, paired
+from headway.model.kernels.activation import GATES
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 from headway.model.kernels.products.grouped import Stack, grouped
-from headway.model.kernels.products.linear import VECTOR
-from headway.model.kernels.routing import Choice, Lists, choose, list_pairs
+from headway.model.kernels.routing import list_pairs
 
-
-class VectorTile(NamedTuple):
-    """The outputs of a program, and the inputs that it has at a time; at most all of them."""
-
-    outputs: int
-    inputs: int
-    warps: int
-
-
-# Not measured yet; see bench/gpu/experts.py.
-MAX_FEW = 4  # rows that are not listed
-GATED_TILE, DOWN_TILE = VectorTile(8, 1024, warps=4), VectorTile(4, 1024, warps=4)
 PIECE = 512  # outputs of a program that adds up a row
-
-
-@triton.jit
-def _inputs(weight_n, k, start, K: tl.constexpr):
-    """Some inputs of each output, from `start` on."""
-    is_input = k[None, :] < K - start
-    return tl.load(weight_n[:, None] + start + k[None, :], mask=is_input, other=0.0)
-
-
-@triton.jit
-def _multiplied(weight_nk, x_k):
-    """Products, of which the inputs of a thread are added."""
-    OUTPUTS: tl.constexpr = weight_nk.shape[0]
-    INPUTS: tl.constexpr = weight_nk.shape[1]
-    products = weight_nk.to(tl.float32) * x_k[None, :]
-    return tl.sum(tl.reshape(products, (OUTPUTS, INPUTS // VECTOR, VECTOR)), 2)
-
-
-@launched
-@triton.jit
-def _gated(
-    x_mk, weight_enk, bias_en, logits_me, experts_mk, shares_mk, out_pn, num_outputs, epsilon,
-    x_stride, logits_stride,
-    K: tl.constexpr, EXPERTS: tl.constexpr, ROOM: tl.constexpr, CHOSEN: tl.constexpr,
-    HAS_NORM: tl.constexpr, GATE: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Some outputs of one pair; the first program of a pair also stores the choice."""
-    pair, k = tl.program_id(1), tl.max_contiguous(tl.arange(0, INPUTS), VECTOR)
-    row = pair // CHOSEN
-    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    begin(CHAINED)
-    place_e, share_e = choose(logits_me + row * logits_stride, EXPERTS, ROOM)
-    is_own = place_e == pair % CHOSEN
-    expert = tl.max(tl.where(is_own, tl.arange(0, ROOM), 0), 0)  # exists also if logits are NaN
-    near_n = expert.to(tl.int64) * num_outputs + tl.where(n < num_outputs, n, 0)
-    b = _inputs(weight_enk + near_n * K, k, 0, K)
-    if tl.program_id(0) == 0:
-        tl.store(experts_mk + pair, expert)
-        tl.store(shares_mk + pair, tl.sum(tl.where(is_own, share_e, 0.0), 0))
-    totals = tl.zeros((OUTPUTS, INPUTS // VECTOR), tl.float32)
-    squares = tl.zeros((INPUTS,), tl.float32)
-    for start in tl.static_range(0, K, INPUTS):
-        a = tl.load(x_mk + row * x_stride + start + k, mask=k < K - start, other=0.0).to(tl.float32)
-        now = b
-        if start + INPUTS < K:
-            b = _inputs(weight_enk + near_n * K, k, start + INPUTS, K)
-        squares += a * a
-        totals += _multiplied(now, a)
-    total = tl.sum(totals, 1)
-    if HAS_NORM:
-        total *= tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
-    if bias_en is not None:
-        total += tl.load(bias_en + near_n).to(tl.float32)
-    out = tl.reshape(paired(total[None, :], 1, OUTPUTS, GATE), (OUTPUTS // 2,))
-    place_n = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-    home = out_pn + pair * (num_outputs // 2) + place_n
-    tl.store(home, out.to(out_pn.dtype.element_ty), mask=place_n < num_outputs // 2)
-
-
-@launched
-@triton.jit
-def _down(
-    x_pk, weight_enk, bias_en, experts_mk, shares_mk, residual_mn, out_mn, num_outputs, out_stride,
-    CHOSEN: tl.constexpr, CHOSEN_ROOM: tl.constexpr, NORMALIZES: tl.constexpr, K: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Some outputs of one row."""
-    row, k = tl.program_id(0), tl.max_contiguous(tl.arange(0, INPUTS), VECTOR)
-    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    near_n = tl.where(n < num_outputs, n, 0).to(tl.int64)
-    STEPS: tl.constexpr = (K + INPUTS - 1) // INPUTS  # for one expert
-    begin(CHAINED)
-    pair, place_k = row * CHOSEN, tl.arange(0, CHOSEN_ROOM)
-    first = tl.load(experts_mk + pair).to(tl.int64)
-    b = _inputs(weight_enk + (first * num_outputs + near_n) * K, k, 0, K)
-    totals = tl.zeros((OUTPUTS, INPUTS // VECTOR), tl.float32)
-    total = tl.zeros((OUTPUTS,), tl.float32)
-    for step in tl.static_range(0, CHOSEN * STEPS):
-        place, start = pair + step // STEPS, step % STEPS * INPUTS
-        share = tl.load(shares_mk + place)
-        a = tl.load(x_pk + place * K + start + k, mask=k < K - start, other=0.0).to(tl.float32)
-        now = b
-        if step + 1 < CHOSEN * STEPS:
-            expert = tl.load(experts_mk + pair + (step + 1) // STEPS).to(tl.int64)
-            weight_n = weight_enk + (expert * num_outputs + near_n) * K
-            b = _inputs(weight_n, k, (step + 1) % STEPS * INPUTS, K)
-        totals += _multiplied(now, a * share)
-        if bias_en is not None and start == 0:
-            own = tl.load(experts_mk + place).to(tl.int64) * num_outputs
-            total += tl.load(bias_en + own + near_n).to(tl.float32) * share
-    total += tl.sum(totals, 1)
-    if NORMALIZES:
-        total /= tl.sum(tl.load(shares_mk + pair + place_k, mask=place_k < CHOSEN, other=0.0), 0)
-    _store(total, n, residual_mn, out_mn, num_outputs, out_stride)
 
 
 @launched
@@ -169,8 +57,6 @@ def _store(total, n, residual_mn, out_mn, num_outputs, out_stride):
 class ExpertRows:
     """The rows between the two products of the experts, and the choice of each row."""
 
-    _lists: Lists | None = None
-
     def __init__(
         self,
         x_mk: Tensor,
@@ -181,7 +67,6 @@ class ExpertRows:
         num_chosen: int,
         normalizes: bool,
         activation: str = "silu",
-        max_few: int = MAX_FEW,
         epsilon: float | None = None,
         squares_mj: Tensor | None = None,
     ) -> None:
@@ -191,29 +76,17 @@ class ExpertRows:
         row are divided by their sum.
         """
         self._down, self._normalizes, self._num_chosen = down, normalizes, num_chosen
-        assert x_mk.stride(1) == 1 and gate_up.weight_enk.is_contiguous(), "rows must be contiguous"
-        gate, (num_experts, num_outputs, num_inputs) = GATES[activation], gate_up.weight_enk.shape
-        if len(x_mk) > max_few:
-            self._choice, self._lists = list_pairs(logits_me, num_experts, num_chosen)
-            self.inner_pn = grouped(
-                x_mk, gate_up, self._lists, num_chosen, gate=gate, epsilon=epsilon,
-                squares_mj=squares_mj,
-            )  # fmt: skip
-            return
-        tile, num_pairs = GATED_TILE, len(x_mk) * num_chosen
-        self._choice = Choice.empty(logits_me, num_chosen)
-        self.inner_pn = x_mk.new_empty((num_pairs, num_outputs // 2))
-        _gated[(ceil_div(num_outputs, tile.outputs), num_pairs)](
-            x_mk, *gate_up, logits_me, *self._choice, self.inner_pn, num_outputs, epsilon or 0.0,
-            x_mk.stride(0), logits_me.stride(0), num_inputs, num_experts, power_of_2(num_experts),
-            num_chosen, epsilon is not None, gate, tile.outputs,
-            min(tile.inputs, power_of_2(num_inputs)), **launch_options(tile.warps, 1),
+        num_experts = len(gate_up.weight_enk)
+        self._choice, self._lists = list_pairs(logits_me, num_experts, num_chosen)
+        self.inner_pn = grouped(
+            x_mk, gate_up, self._lists, num_chosen, gate=GATES[activation], epsilon=epsilon,
+            squares_mj=squares_mj,
         )  # fmt: skip
 
     @property
     def num_parts(self) -> int:
-        """Parts of the squares that `summed` computes; 0: it does not compute them."""
-        return ceil_div(self._down.weight_enk.shape[1], PIECE) if self._lists else 0
+        """Parts of the squares that `summed` computes."""
+        return ceil_div(self._down.weight_enk.shape[1], PIECE)
 
     def summed(
         self,
@@ -224,26 +97,16 @@ class ExpertRows:
         squares_out_mj: Tensor | None = None,
     ) -> Tensor:
         """The weighted sum of each row's experts, plus the residual; the options of linear.linear."""
-        weight_enk, num_rows = self._down.weight_enk, len(self._choice.experts_tk)
-        _, num_outputs, num_inputs = weight_enk.shape
+        num_rows, num_outputs = len(self._choice.experts_tk), self._down.weight_enk.shape[1]
         if out_mn is None:
             out_mn = inner_pk.new_empty((num_rows, num_outputs))
         assert residual_mn is None or residual_mn.stride() == out_mn.stride(), (
             "strides must be equal"
         )
-        assert inner_pk.is_contiguous() and weight_enk.is_contiguous(), "rows must be contiguous"
-        given, strides = (*self._choice, residual_mn, out_mn), (num_outputs, out_mn.stride(0))
-        sizes = (self._num_chosen, power_of_2(self._num_chosen), self._normalizes)
-        if self._lists is None:
-            tile = DOWN_TILE
-            _down[(num_rows, ceil_div(num_outputs, tile.outputs))](
-                inner_pk, *self._down, *given, *strides, *sizes, num_inputs, tile.outputs,
-                min(tile.inputs, power_of_2(num_inputs)), **launch_options(tile.warps, 1),
-            )  # fmt: skip
-        else:
-            y_pn = grouped(inner_pk, self._down, self._lists, self._num_chosen)
-            options = launch_options(4, 1, fuses=False)
-            _sum[(num_rows, self.num_parts)](
-                y_pn, *given, squares_out_mj, *strides, *sizes, PIECE, **options
-            )
+        y_pn = grouped(inner_pk, self._down, self._lists, self._num_chosen)
+        _sum[(num_rows, self.num_parts)](
+            y_pn, *self._choice, residual_mn, out_mn, squares_out_mj, num_outputs,
+            out_mn.stride(0), self._num_chosen, power_of_2(self._num_chosen), self._normalizes,
+            PIECE, **launch_options(4, 1, fuses=False),
+        )  # fmt: skip
         return out_mn
