@@ -30,14 +30,17 @@ from headway.model.devices import (
 )
 from headway.model.loader import Steps, load_decoder, open_checkpoint
 from headway.model.precision import (
+    FASTEST,
     check_attention,
     choose_backend,
+    fastest_forms,
     kv_dtype_for,
     measured_precision,
     num_threads,
     resolved,
     stored_precision,
     use_threads,
+    with_forms,
 )
 from headway.model.registry import resolve
 from headway.model.sharding import check_size
@@ -65,7 +68,7 @@ class Loaded:
 
     path: Path
     device: str  # cpu, or cuda:0 and so on
-    precision: str
+    precision: str  # such as float32, or int8 (down 8-bit/32) if a form is not the default
     decoder: Decoder
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
@@ -134,8 +137,11 @@ def load(
     with ended_on_error(ranks):
         if ranks is not None:
             precision = ranks.spec.precision
+        is_measured = precision == FASTEST
+        precision = measured_precision(checkpoint.config, precision)
+        forms = fastest_forms(checkpoint) if is_measured and precision == "int8" else {}
         backend = choose_backend(
-            checkpoint.config, precision, device, kv_dtype, options.attention, checkpoint,
+            checkpoint.config, precision, device, kv_dtype, options.attention, forms,
             deterministic=options.deterministic,
         )  # fmt: skip
         shard = ranks.connect(checkpoint.config) if ranks else None
@@ -153,7 +159,7 @@ def load(
     full, windowed = _block_bytes(decoder.config, config, itemsize)
     kv_bytes = config.num_blocks * full + config.num_window_blocks * windowed
     return Loaded(
-        path=path, device=str(device), precision=precision, decoder=decoder, tokenizer=tokenizer,
+        path=path, device=str(device), precision=with_forms(precision, forms), decoder=decoder, tokenizer=tokenizer,
         eos_ids=ends, config=config, kv_bytes=kv_bytes, ranks=ranks,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from headway.errors import ConfigError
 from headway.model.backends.base import Backend
 from headway.model.backends.native import backend as native
 from headway.model.backends.native.build import NativeUnavailable, load
-from headway.model.backends.native.forms import MatrixProbe
+from headway.model.backends.native.forms import Forms, MatrixProbe
 from headway.model.backends.native.forms import probe as probe_forms
 from headway.model.backends.native.weights import layout
 from headway.model.backends.plain import PlainBackend
@@ -61,18 +61,16 @@ def choose_backend(
     device: torch.device | str = "cpu",
     kv_dtype: torch.dtype | None = None,
     attention: str = "triton",
-    checkpoint: Checkpoint | None = None,
+    forms: Forms | None = None,
     *,
     deterministic: bool = False,
 ) -> Backend:
     """The backend for a precision; on a CPU the native kernels, if they can be built and used.
 
-    If the precision is FASTEST and turns out to be int8, the forms of the checkpoint's matrices are
-    chosen by their speed too. ConfigError if `deterministic` and no backend for these gives the same
-    bits in any batch.
+    `forms` are those of int8 matrices where they differ from the default. ConfigError if
+    `deterministic` and no backend for these gives the same bits in any batch.
     """
     device = torch.device(device)
-    wanted, precision = precision, measured_precision(config, precision)
     check_runs(config, precision, device, kv_dtype)
     if device.type == "cuda":
         if deterministic:
@@ -83,9 +81,6 @@ def choose_backend(
     if precision in ("bfloat16", "float16"):
         return PlainBackend(getattr(torch, precision))
     if why_not_native(config) is None:
-        forms = None
-        if wanted == FASTEST and precision == "int8" and checkpoint is not None:
-            forms = {each.matrix: each.chosen for each in probe_products(checkpoint)}
         return native.NativeBackend(
             is_quantized=precision == "int8", forms=forms, kv_dtype=kv_dtype
         )
@@ -256,6 +251,18 @@ def stored_precision(
 def measured_precision(config: ModelConfig, precision: str) -> str:
     """The precision, with FASTEST replaced by the fastest one on this machine."""
     return fastest(probe(config)) if precision == FASTEST else precision
+
+
+def fastest_forms(checkpoint: Checkpoint) -> Forms:
+    """The fastest forms of a model's int8 matrices on this CPU, where they are not the default."""
+    measured = probe_products(checkpoint)
+    return {each.matrix: each.chosen for each in measured if each.chosen != each.default}
+
+
+def with_forms(precision: str, forms: Forms) -> str:
+    """The name of a precision with these forms: results depend on both."""
+    text = ", ".join(f"{matrix} {form}" for matrix, form in forms.items())
+    return f"{precision} ({text})" if text else precision
 
 
 def weight_bytes(config: ModelConfig, backend: Backend) -> int:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 from headway.cli.commands.models import _print_products
+from headway.executor.factory import count_blocks
+from headway.loading import load
 from headway.model.backends.native import forms
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.native.forms import Form, FormTimes, MatrixProbe
 from headway.model.backends.native.weights import layout
 from headway.model.decoder import Decoder
-from headway.model.precision import FASTEST, choose_backend, probe_products, why_not_native
+from headway.model.precision import probe_products, why_not_native
+from headway.options import EngineOptions
 from tests.model.test_batch_invariance import ScaledCheckpoint, sizes
 from tests.support import real
 
@@ -95,14 +99,20 @@ def test_a_matrix_is_stored_in_the_chosen_form() -> None:
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_the_fastest_precision_takes_the_chosen_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `auto` finds int8 fastest, the measured forms are used."""
-    module = "headway.model.precision"
-    monkeypatch.setattr(f"{module}.measured_precision", lambda *_: "int8")
-    found = [MatrixProbe("down", (128, 192), [FormTimes(FOUR, (1.0,) * 5)])]
-    monkeypatch.setattr(f"{module}.probe_products", lambda _: found)
+@pytest.mark.parametrize("other", [FOUR, None])
+def test_the_measured_precision_and_forms_are_used_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Form | None
+) -> None:
+    """Where `auto` finds int8 fastest; the name has the matrices that are not in their default."""
+    times = [FormTimes(EIGHT, (2.0,) * 5)] + [FormTimes(other, (1.0,) * 5)] * (other is not None)
+    monkeypatch.setattr("headway.loading.measured_precision", lambda *_: "int8")
+    found = [MatrixProbe("down", (128, 192), times)]
+    monkeypatch.setattr("headway.model.precision.probe_products", lambda _: found)
+    options = EngineOptions(model=str(real.write_tiny(tmp_path)), device="cpu", quantization="auto")
+    loaded = load(options, progress=None, measure=count_blocks)
+    name = "int8" if other is None else "int8 (down 4-bit/32)"
+    assert loaded.precision == name and loaded.execution == f"{name} on cpu"
     checkpoint = ScaledCheckpoint(CONFIG, has_groups=True)
-    for precision, bits in ((FASTEST, 4), ("int8", 8 if layout().wide_group else 4)):
-        backend = choose_backend(CONFIG, precision, checkpoint=checkpoint)
-        weight = backend.weight(checkpoint, ["model.layers.0.mlp.down_proj"])
-        assert weight.struct.bits == bits  # type: ignore[attr-defined]
+    weight = loaded.decoder.backend.weight(checkpoint, ["model.layers.0.mlp.down_proj"])
+    default_bits = 8 if layout().wide_group else 4
+    assert weight.struct.bits == (4 if other else default_bits)  # type: ignore[attr-defined]

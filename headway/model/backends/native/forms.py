@@ -75,6 +75,10 @@ class MatrixProbe:
         return sum(s / b for s, b in zip(times.seconds, best, strict=True)) / len(best)
 
     @property
+    def default(self) -> Form:
+        return self.times[0].form
+
+    @property
     def chosen(self) -> Form:
         """The form with the smallest slowdown; the default if it is about as good."""
         best = min(self.times, key=self.slowdown)
