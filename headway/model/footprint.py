@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from headway.model.backends.native.backend import SCALE_BYTES
-from headway.model.backends.native.forms import matrix_of
+from headway.model.backends.native.forms import MATRICES, matrix_of
 from headway.model.backends.native.weights import GROUP, quantized_bytes
 from headway.model.config import ModelConfig
 from headway.model.precision import (
@@ -26,6 +26,7 @@ from headway.model.quantization import FP8, INT4, INT4_SCALE_BYTES, keeps_fp8
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import float_layers
 
+MERGED = (*(MATRICES[name] for name in ("qkv", "gate_up")), ("w1", "w3"))  # the last as Mixtral's
 FLOATS = {"int8": "float32", FP8: "bfloat16", INT4: "bfloat16"}  # the type of what is not quantized
 
 
@@ -95,12 +96,27 @@ def _quantized_bytes(
     module, given = name.removesuffix(".weight"), checkpoint.config.quantization
     is_whole = len(shape) == 2 and shape[1] % GROUP == 0
     if is_whole and precision == "int8" and matrix_of(module):
-        return quantized_bytes((shape[0], shape[1]), checkpoint.group_bits(name) or 8)
-    if precision == INT4 and is_whole and checkpoint.group_bits(name) and given:
+        return quantized_bytes((shape[0], shape[1]), _file_bits(checkpoint, module) or 8)
+    if precision == INT4 and is_whole and _file_bits(checkpoint, module) and given:
         group = given.columns or shape[1]
         return prod(shape) // 2 + INT4_SCALE_BYTES * shape[0] * (shape[1] // group)
     if len(shape) == 2 and precision == FP8 and ".layers." in name:
         is_float = int(name.split(".")[2]) in float_layers(checkpoint.config)
-        if not (given.keeps(module) if given and keeps_fp8(given) else is_float):
+        if given and keeps_fp8(given):
+            is_float = any(given.keeps(each) for each in _merged(module))
+        if not is_float:
             return prod(shape) + SCALE_BYTES * shape[0]
     return 0
+
+
+def _file_bits(checkpoint: Checkpoint, module: str) -> int | None:
+    """The bits of the file's groups; None if the parts of the matrix differ, which are merged."""
+    found = {checkpoint.group_bits(f"{each}.weight") for each in _merged(module)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _merged(module: str) -> list[str]:
+    """The modules whose matrices are one in the loaded model: q, k and v, or gate and up."""
+    parent, _, kind = module.rpartition(".")
+    found = next((parts for parts in MERGED if kind in parts), None)
+    return [f"{parent}.{part}" for part in found] if found else [module]

@@ -63,7 +63,9 @@ def test_sizes_are_those_of_the_loaded_model(name: str, dtype: str) -> None:
 
 
 @pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
-@pytest.mark.parametrize("source", ["floats", "experts", Kind.Q4_1, Kind.Q5_0, Kind.Q8_0, "awq"])
+@pytest.mark.parametrize(
+    "source", ["floats", "experts", Kind.Q4_1, Kind.Q5_0, Kind.Q8_0, "awq", "partly awq"]
+)
 def test_sizes_of_quantized_models_are_those_of_the_loaded_ones(
     source: Any, tmp_path: Path
 ) -> None:
@@ -72,8 +74,12 @@ def test_sizes_of_quantized_models_are_those_of_the_loaded_ones(
     if isinstance(source, Kind):
         written = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(source))
         checkpoint = open_checkpoint(written)
-    elif source == "awq":
-        quantized.write(tmp_path, quantized.SCHEMES[source])
+    elif source in ("awq", "partly awq"):
+        kept = ("up_proj",) if source == "partly awq" else ()
+        config_json = quantized.AWQ | {"group_size": 64, "modules_to_not_convert": [*kept]}
+        quantized.write(
+            tmp_path, quantized.SCHEMES["awq"], kept=kept, quantization_config=config_json
+        )
         checkpoint = open_checkpoint(tmp_path)
     backend = choose_backend(checkpoint.config, "int8", kv_dtype=torch.int8)
     check(checkpoint, backend, footprint(checkpoint, CPU, "auto", "int8", "int8"))
@@ -95,6 +101,29 @@ def test_sizes_on_a_gpu_need_no_gpu() -> None:
             footprint(DummyCheckpoint(config), device, quantization=quantization)
     with pytest.raises(ConfigError, match="multiples of 16"):
         footprint(DummyCheckpoint(config_of(intermediate_size=100)), GPU, quantization="fp8")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "precision"), [("awq", "int4"), ("compressed fp8", "fp8"), ("awq", "int8")]
+)
+def test_one_part_in_floats_keeps_a_merged_matrix_in_floats(scheme: str, precision: str) -> None:
+    """Of gate and up, and of q, k and v, which a loaded model has in one matrix."""
+    device, quantization = (CPU, "int8") if precision == "int8" else (GPU, None)
+
+    def found(*kept: str) -> Footprint:
+        given = from_hf(
+            quantized.VALUES | {"quantization_config": quantized.SCHEMES[scheme].config}, "here"
+        )
+        assert given.quantization is not None
+        own = replace(given, quantization=replace(given.quantization, kept=kept))
+        return footprint(DummyCheckpoint(own), device, quantization=quantization)
+
+    assert found().precision == precision
+    assert found("up_proj") == replace(
+        found("up_proj", "gate_proj"), config=found("up_proj").config
+    )
+    assert found("k_proj").weights == found("q_proj", "k_proj", "v_proj").weights
+    assert found("o_proj").weights >= found().weights
 
 
 def test_the_longest_request_is_the_longest_that_fits() -> None:
