@@ -158,7 +158,7 @@ def test_there_are_programs_for_all_tiles_of_any_lists() -> None:
 
 def test_tiles_fit_into_memory_and_keep_one_order_of_summation() -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        for mean in (0.1, 2, 5, 30, 10000):
+        for mean in (0.1, 2, 5, 12, 30, 60, 10000):
             (tile,) = tiles_for(mean, dtype)
             assert tile.rows >= 16 and tile.slices == 1 and tile.stages > 1
             assert (
