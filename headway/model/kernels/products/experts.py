@@ -16,42 +16,38 @@ from headway.model.kernels.launch import begin, ceil_div, launch_options, launch
 from headway.model.kernels.products.grouped import Stack, grouped
 from headway.model.kernels.routing import list_pairs
 
-PIECE = 512  # outputs of a program that adds up a row
+PIECE = 512  # outputs of a program that adds up a row: 8 of a thread of 2 warps, 16 bytes
 
 
 @launched
 @triton.jit
 def _sum(
-    y_pn, experts_mk, shares_mk, residual_mn, out_mn, squares_mj, num_outputs, out_stride,
+    y_pn, shares_p, residual_mn, out_mn, squares_mj, num_outputs, out_stride,
     CHOSEN: tl.constexpr, CHOSEN_ROOM: tl.constexpr, NORMALIZES: tl.constexpr,
     OUTPUTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of one row, from those of its pairs."""
+    """Some outputs of one row, from those of its pairs: a thread loads all pairs of its outputs."""
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, CHOSEN_ROOM)
     n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     pair_k, is_place = row * CHOSEN + k, k < CHOSEN
+    place, is_output = row * out_stride + n, n < num_outputs
     begin(CHAINED)
-    share_k = tl.load(shares_mk + pair_k, mask=is_place, other=0.0)
+    y_kn = y_pn + pair_k[:, None] * num_outputs + n[None, :]
+    y = tl.load(y_kn, mask=is_place[:, None] & is_output[None, :], other=0.0)
+    share_k = tl.load(shares_p + pair_k, mask=is_place, other=0.0)
+    if residual_mn is not None:
+        residual = tl.load(residual_mn + place, mask=is_output, other=0.0)
     if NORMALIZES:
         share_k /= tl.sum(share_k, 0)
-    is_inside = is_place[:, None] & (n < num_outputs)[None, :]
-    y = tl.load(y_pn + pair_k[:, None] * num_outputs + n[None, :], mask=is_inside, other=0.0)
     total = tl.sum(y.to(tl.float32) * share_k[:, None], 0)
-    stored = _store(total, n, residual_mn, out_mn, num_outputs, out_stride)
-    if squares_mj is not None:
-        home = squares_mj + row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(home, tl.sum(stored * stored, 0))
-
-
-@triton.jit
-def _store(total, n, residual_mn, out_mn, num_outputs, out_stride):
-    """Add the residual if there is one, store, and return what was stored."""
-    place, is_output = tl.program_id(0).to(tl.int64) * out_stride + n, n < num_outputs
     if residual_mn is not None:
-        total += tl.load(residual_mn + place, mask=is_output, other=0.0).to(tl.float32)
+        total += residual.to(tl.float32)
     rounded = total.to(out_mn.dtype.element_ty)
     tl.store(out_mn + place, rounded, mask=is_output)
-    return tl.where(is_output, rounded.to(tl.float32), 0.0)
+    if squares_mj is not None:
+        stored = tl.where(is_output, rounded.to(tl.float32), 0.0)
+        home = squares_mj + row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(home, tl.sum(stored * stored, 0))
 
 
 class ExpertRows:
@@ -105,8 +101,8 @@ class ExpertRows:
         )
         y_pn = grouped(inner_pk, self._down, self._lists, self._num_chosen)
         _sum[(num_rows, self.num_parts)](
-            y_pn, *self._choice, residual_mn, out_mn, squares_out_mj, num_outputs,
+            y_pn, self._choice.shares_tk, residual_mn, out_mn, squares_out_mj, num_outputs,
             out_mn.stride(0), self._num_chosen, power_of_2(self._num_chosen), self._normalizes,
-            PIECE, **launch_options(4, 1, fuses=False),
+            PIECE, **launch_options(2, 1, fuses=False),
         )  # fmt: skip
         return out_mn
