@@ -138,6 +138,23 @@ async def test_wrong_and_unsupported_response_fields_are_named(fields: Any, para
 
 
 @with_server()
+async def test_a_streamed_response_has_the_logprobs_of_text_that_was_held_back(
+    here: Server,
+) -> None:
+    """The first letter is held back, one in the middle, and the last two, which are a stop string."""
+    include = ["message.output_text.logprobs"]
+    asked = {"input": "hello you", "include": include, "stop": ["UX", "LX", "YO"]}
+    whole = (await here.post(RESPONSES, **asked)).json()["output"][0]["content"][0]
+    assert whole["text"] == "U:HELLO "
+    assert "".join(each["token"] for each in whole["logprobs"]) == "U:HELLO YO"
+    events = named_events(await here.post(RESPONSES, **asked, stream=True))
+    deltas = [each for each in events if each["type"] == "response.output_text.delta"]
+    assert [entry for each in deltas for entry in each["logprobs"]] == whole["logprobs"]
+    assert "".join(each["delta"] for each in deltas) == whole["text"]
+    assert events[-1]["response"]["output"][0]["content"][0] == whole
+
+
+@with_server()
 async def test_text_format_reaches_the_engine(here: Server) -> None:
     wanted = {"type": "json_schema", "name": "n", "schema": SCHEMA}
     response = await here.post(RESPONSES, input="a", text={"format": wanted})

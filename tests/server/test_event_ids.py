@@ -50,6 +50,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "messages reasoning": ("messages", {**CHAT, "max_tokens": 19}),
     "responses": ("responses", {"input": "hey you", "max_output_tokens": 9}),
+    "responses scores": ("responses", {
+        "input": "hey you", "include": ["message.output_text.logprobs"], "stop": ["UX", "YX"],
+        "max_output_tokens": 9,
+    }),
     "responses tools": ("responses", {"input": "hey", "tools": [{"type": "function", **TOOL}]}),
     "messages": ("messages", {**CHAT, "stop_sequences": ["Y"]}),
     "messages tools": ("messages", {
@@ -186,6 +190,7 @@ def parts_of(value: dict[str, Any]) -> Iterator[tuple[int, str, Any]]:
     delta = value.get("delta")
     if isinstance(delta, str):
         yield value["output_index"], "delta", delta
+        yield value["output_index"], "scores", value.get("logprobs", [])
     elif value.get("type") == "content_block_delta":
         yield value["index"], "block", next(text for name, text in delta.items() if name != "type")
     for choice in value.get("choices", ()):

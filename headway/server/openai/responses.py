@@ -41,6 +41,7 @@ class ResponseOutput(Output):
         self._body, self._chat = body, chat
         self._items: list[dict[str, Any]] = []
         self._is_live, self._chance = is_live, Random(self.id)
+        self._early_logprobs: list[TokenLogprob] = []  # until a message begins
         self._events: list[bytes] = []  # encoded, because the items in them change
 
     async def value(self, deltas: list[Delta]) -> object:
@@ -71,6 +72,9 @@ class ResponseOutput(Output):
         """Whether the last item is open."""
         return bool(self._items) and self._items[-1]["status"] == "in_progress"
 
+    def _has_open(self, type: str) -> bool:
+        return self._is_open and self._items[-1]["type"] == type
+
     def _emit(self, type: str, **members: object) -> None:
         if self._is_live:
             event = {"type": type, **members, "sequence_number": self.num_events}
@@ -79,10 +83,11 @@ class ResponseOutput(Output):
 
     def _push(self, delta: Delta) -> None:
         """Emit the events of a delta; the last delta closes the open item."""
-        parser, logprobs = self._chat.parsers[0], list[TokenLogprob]()  # attached to the first text
-        pieces = parser.push(delta)
+        parser = self._chat.parsers[0]
+        pieces, logprobs = parser.push(delta), self._early_logprobs
         if self._body.wants_logprobs:
-            logprobs = token_entries(self._chat.tokenizer, parser.logprobs)
+            logprobs = logprobs + token_entries(self._chat.tokenizer, parser.logprobs)
+        self._early_logprobs = []
         for piece in pieces:
             if isinstance(piece, CallDelta):
                 self._call(piece)
@@ -91,13 +96,17 @@ class ResponseOutput(Output):
             else:
                 self._text(piece, logprobs)
                 logprobs = []
+        if logprobs and self._has_open("message"):  # of text that is held back
+            self._text("", logprobs)
+        elif all(item["type"] == "reasoning" for item in self._items):
+            self._early_logprobs = logprobs
         if delta.finish_reason is not None:
             self._close("incomplete" if delta.finish_reason in INCOMPLETE else "completed")
             response = self._response(delta.finish_reason)
             self._emit(f"response.{response['status']}", response=response)
 
     def _text(self, text: str, logprobs: list[TokenLogprob]) -> None:
-        if not self._is_open or self._items[-1]["type"] != "message":
+        if not self._has_open("message"):
             self._begin({
                 "id": self._new_id("msg"), "type": "message", "role": "assistant",
                 "status": "in_progress", "content": [],
@@ -110,7 +119,7 @@ class ResponseOutput(Output):
         self._emit("response.output_text.delta", **self._place(), **more)
 
     def _reason(self, text: str) -> None:
-        if not self._is_open or self._items[-1]["type"] != "reasoning":
+        if not self._has_open("reasoning"):
             self._begin({
                 "id": self._new_id("rs"), "type": "reasoning", "status": "in_progress",
                 "summary": [], "content": [],
