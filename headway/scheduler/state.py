@@ -124,7 +124,7 @@ class SchedulerState:
         request.computed_base = request.prefill_end = 0
         history.num_preemptions += 1
         history.num_priority_preemptions += is_priority
-        self.outputs.pressure += not is_priority
+        self.outputs.pressure += num_due > 0
         self.preempted_in_flight.add(request)
         is_discard = answer == "discard" and history.num_preemptions <= MAX_DISCARDS
         if is_discard:

@@ -273,16 +273,22 @@ def test_a_request_that_is_forced_to_run_is_no_longer_blocked(batching: str) -> 
 
 
 def test_pressure_grows_with_preemptions_for_blocks_and_decays_with_every_step() -> None:
+    """Not with those for a priority, for a reset of the cache or after a failed step."""
     world = Driver("vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3)
     for id in "ab":
         world.add(id, 8, 20)
     world.step()
     state, requests = world.scheduler.state, world.requests
-    state.preempt(requests["a"])
+    state.preempt(requests["a"], num_due=1)
     state.preempt(requests["b"], is_priority=True)
     assert state.outputs.pressure == state.view.pressure == 1.0
     world.step()
     assert state.outputs.pressure == 0.97
+    assert world.scheduler.reset_cache(force=True)
+    world.step()
+    world.scheduler.fail("lost")
+    assert requests["a"].history.num_preemptions == 3
+    assert state.outputs.pressure == pytest.approx(0.97**2)
 
 
 def test_a_view_shows_the_state_of_the_scheduler() -> None:
