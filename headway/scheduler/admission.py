@@ -124,8 +124,9 @@ class Admissions:
         """Admit a request if rows, tokens and blocks allow; otherwise return what is missing."""
         state = self._state
         blocked = self._check_dependencies(request) or check_reserved_rows(
-            request, state.running, state.config.max_num_seqs, state.queue.counters
-        )
+            request, state.running, state.config.max_num_seqs, state.queue.counters,
+            state.num_steps,
+        )  # fmt: skip
         if blocked:
             return blocked
         cost = state.kv.admission_cost(request)

@@ -35,9 +35,8 @@ class ServiceCounters:
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}  # by requests that have stopped running
-        self.num_steps = 0  # plans with work so far
         self._active: dict[str, int] = {}  # requests in the system
-        self._idle: dict[str, int] = {}  # `num_steps` when the group became idle, the latest last
+        self._idle: dict[str, int] = {}  # the step at which the group became idle, the latest last
         self._level = 0.0  # of the last group to leave an empty system
         self._current: dict[str, float] | None = None  # with the running requests; None: outdated
 
@@ -48,23 +47,23 @@ class ServiceCounters:
             self._idle.pop(group, None)
         self._active[group] = self._active.get(group, 0) + 1
 
-    def depart(self, group: str) -> None:
+    def depart(self, group: str, num_steps: int) -> None:
+        """A request of the group has ended, after this number of steps."""
         self._active[group] -= 1
         if not self._active[group]:
             del self._active[group]
-            self._idle[group] = self.num_steps
+            self._idle[group] = num_steps
             if not self._active:
                 self._level = max(self._level, self.served[group])
             if len(self._idle) > MAX_IDLE:
                 self._forget_idle()
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether one group is active, and no other was in the last RECENT_STEPS steps."""
+    def is_alone(self, num_steps: int) -> bool:
+        """Whether one group is active, and no other was in the last RECENT_STEPS of the steps."""
         if len(self._active) > 1:
             return False
         latest = next(reversed(self._idle), None)
-        return latest is None or self.num_steps - self._idle[latest] >= RECENT_STEPS
+        return latest is None or num_steps - self._idle[latest] >= RECENT_STEPS
 
     def start(self, request: Request) -> None:
         """The request starts to run."""
@@ -111,11 +110,15 @@ def overtaking_limit(prefilling: Request, service: dict[str, float]) -> float:
 
 
 def check_reserved_rows(
-    request: Request, running: Collection[Request], max_num_seqs: int, counters: ServiceCounters
+    request: Request,
+    running: Collection[Request],
+    max_num_seqs: int,
+    counters: ServiceCounters,
+    num_steps: int,
 ) -> Blocked | None:
     """Blocked if the free rows are reserved for groups that have fewer than this request's."""
     num_free, num_reserved = max_num_seqs - len(running), max_num_seqs // RESERVED_SHARE
-    if num_free > num_reserved or counters.is_alone:
+    if num_free > num_reserved or counters.is_alone(num_steps):
         return None
     group = group_of(request)
     num_rows = sum(group_of(other) == group for other in running)

@@ -63,7 +63,6 @@ class Scheduler:
         self.running: dict[Request, None] = self.state.running
         self.swapped: dict[Request, None] = self.state.swapped
         self.in_flight: deque[Planned] = self.state.in_flight
-        self.num_steps = 0  # plans with work so far; the number of the next one
         self._num_added = 0
         self._is_planning = False
         self._record: Callable[[Event], None] = ignore
@@ -76,6 +75,11 @@ class Scheduler:
     def last_planned(self) -> Planned:
         """The latest plan, which is incomplete if a policy raised."""
         return self.state.planned
+
+    @property
+    def num_steps(self) -> int:
+        """Plans with work so far; the number of the next one."""
+        return self.state.num_steps
 
     @property
     def num_free(self) -> int:
@@ -122,7 +126,7 @@ class Scheduler:
         """Make the next plan. With work present it is empty only while another is in flight."""
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         state = self.state
-        plan = Plan(self.num_steps)
+        plan = Plan(state.num_steps)
         planned = Planned(plan, answers=Answers() if self.records_answers else None)
         state.planned, state.preempted, self._is_planning = planned, plan.preempted, True
         state.queue.counters.start_step()
@@ -209,7 +213,6 @@ class Scheduler:
         """The plan has work: it is in flight from now on."""
         state = self.state
         state.outputs.decay()
-        state.queue.counters.num_steps += 1
         state.prefill_streak = 0 if planned.plan.decodes else state.prefill_streak + 1
-        self.num_steps += 1
+        state.num_steps += 1
         self.in_flight.append(planned)

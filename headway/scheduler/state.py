@@ -44,6 +44,7 @@ class SchedulerState:
         self.preempted: list[Preemption] = []  # by the present call
         self.outputs = OutputStatistics()
         self.tokens_left = config.max_num_batched_tokens  # of the step under construction
+        self.num_steps = 0  # plans with work so far; the number of the next one
         self.prefill_streak = 0  # consecutive plans without decodes
         self.stop_tokens: Counter[int] = Counter()  # of all requests
         self.free_rows = list(range(config.max_num_seqs))[::-1]
@@ -168,7 +169,7 @@ class SchedulerState:
             self.stop_tokens[token] -= 1
             if not self.stop_tokens[token]:
                 del self.stop_tokens[token]
-        self.queue.counters.depart(group_of(request))
+        self.queue.counters.depart(group_of(request), self.num_steps)
         if reason in ("stop", "length") and request.params.pooling is None:
             self.outputs.record(request)
 

@@ -58,11 +58,11 @@ def test_a_group_that_returns_starts_level_with_the_least_served_active_group() 
     counters = counters_of(a=100.0, b=40.0, c=70.0)
     counters.arrive("new")
     assert counters.served["new"] == 40.0
-    counters.depart("c")
+    counters.depart("c", 0)
     counters.served["b"] = counters.served["new"] = 90.0
     counters.arrive("c")  # had less than all: no credit for its pause
     assert counters.served["c"] == 90.0
-    counters.depart("a")
+    counters.depart("a", 0)
     counters.arrive("a")  # had more than all: its debt stays
     assert counters.served["a"] == 100.0
 
@@ -73,7 +73,7 @@ def test_a_group_with_a_request_in_the_system_is_not_lifted() -> None:
     counters.served["c"] = 3.0
     counters.arrive("b")
     assert counters.served["b"] == 0.0
-    counters.depart("b")  # one of two: still active
+    counters.depart("b", 0)  # one of two: still active
     counters.served["c"] = 50.0
     counters.arrive("b")
     assert counters.served["b"] == 0.0
@@ -81,12 +81,12 @@ def test_a_group_with_a_request_in_the_system_is_not_lifted() -> None:
 
 def test_the_last_group_to_leave_sets_the_level_of_an_empty_system() -> None:
     counters = counters_of(a=100.0, b=40.0)
-    counters.depart("a")
-    counters.depart("b")
+    counters.depart("a", 0)
+    counters.depart("b", 0)
     counters.arrive("new")
     assert counters.served["new"] == 40.0
     counters.served["new"] = 10.0
-    counters.depart("new")
+    counters.depart("new", 0)
     counters.arrive("other")  # the level never falls
     assert counters.served["other"] == 40.0
 
@@ -98,7 +98,7 @@ def test_idle_groups_are_forgotten_the_least_served_first_and_active_ones_never(
         counters.arrive(f"g{number}")
         counters.served[f"g{number}"] = 1.0 + number
         assert len(counters.served) == number + 2  # none is forgotten up to the maximum
-        counters.depart(f"g{number}")
+        counters.depart(f"g{number}", 0)
     assert fairness.MAX_IDLE == 1024
     num_left = fairness.MAX_IDLE + 1 - fairness.MAX_IDLE // 2
     assert set(counters.served) == {"active"} | {
@@ -170,32 +170,31 @@ def test_the_last_eighth_of_the_rows_is_for_groups_that_have_fewer(max_num_seqs:
             running = [of_group("a") for _ in range(num_own)]
             running += [of_group("b") for _ in range(num_others)]
             free = max_num_seqs - len(running)
-            blocked = fairness.check_reserved_rows(of_group("a"), running, max_num_seqs, shared)
+            blocked = fairness.check_reserved_rows(of_group("a"), running, max_num_seqs, shared, 0)
             if free > reserved or num_own < reserved:
                 assert blocked is None
             else:
                 assert blocked is not None and blocked.reason == "reserved_rows"
                 assert (blocked.need, blocked.have) == (reserved + 1, free)
-            assert fairness.check_reserved_rows(of_group("a"), running, max_num_seqs, alone) is None
+            assert (
+                fairness.check_reserved_rows(of_group("a"), running, max_num_seqs, alone, 0) is None
+            )
 
 
 def test_a_group_is_alone_some_steps_after_the_last_request_of_any_other() -> None:
     counters = counters_of(a=0.0, b=0.0, c=0.0)
-    counters.depart("c")
-    counters.num_steps = 100
-    counters.depart("b")
+    counters.depart("c", 0)
+    counters.depart("b", 100)
     assert fairness.RECENT_STEPS == 4096
-    counters.num_steps += fairness.RECENT_STEPS - 1
-    assert not counters.is_alone
-    counters.depart("a")
+    end = 100 + fairness.RECENT_STEPS
+    assert not counters.is_alone(end - 1)
+    counters.depart("a", end - 1)
     counters.arrive("a")  # its own pause does not count
-    assert not counters.is_alone
-    counters.num_steps += 1
-    assert counters.is_alone
+    assert not counters.is_alone(end - 1) and counters.is_alone(end)
     counters.arrive("c")
-    assert not counters.is_alone
-    counters.depart("a")
-    assert not counters.is_alone
+    assert not counters.is_alone(end)
+    counters.depart("a", end)
+    assert not counters.is_alone(end)
 
 
 @pytest.mark.parametrize("seed", range(10))
