@@ -4,6 +4,9 @@ A row chooses the experts with the highest outputs of the router, the first ones
 pair is a row with one of its chosen experts: pair t * k + place. The pairs of an expert are listed
 in the order of their rows, with room for all rows, so that no list depends on the others.
 
+Each row chooses as many experts also if outputs are NaN, which are above or below all numbers. The
+shares of a row are the same bits however many rows there are.
+
 Legend: T rows, E experts, k chosen experts of a row.
 """
 
@@ -16,24 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
+from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 
-RANKED_ROWS = 256  # with more, a row's experts are chosen once and not by every expert
-COMPARED = tl.constexpr(32)  # experts, with every other one
-NUMBERS = 8192  # of a program: rows times experts, or rows times chosen experts
-
-
-class Choice(NamedTuple):
-    """The experts of each row, the one with the highest output first."""
-
-    experts_tk: Tensor  # int32
-    shares_tk: Tensor  # float32: softmax of the outputs, over all experts
-
-    @staticmethod
-    def empty(logits_te: Tensor, num_chosen: int) -> Choice:
-        shape, device = (len(logits_te), num_chosen), logits_te.device
-        experts_tk = torch.empty(shape, dtype=torch.int32, device=device)
-        return Choice(experts_tk, torch.empty(shape, dtype=torch.float32, device=device))
+LINE = tl.constexpr(16)  # rows of a program; those that choose write 16 bytes for an expert
+RANKED_ROWS = LINE.value  # with more, a row's experts are chosen once and not by every expert
+LISTED = 4096  # rows of an expert that are listed at a time
+NONE = tl.constexpr(-(2**31))  # below the order of all outputs
 
 
 class Lists(NamedTuple):
@@ -44,86 +35,125 @@ class Lists(NamedTuple):
 
 
 @triton.jit
-def choose(logits_e, EXPERTS: tl.constexpr, ROOM: tl.constexpr):
-    """The place of each expert in the order of a row's choice, and its share."""
-    e = tl.arange(0, ROOM)
-    own_e = tl.load(logits_e + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
-    place_e = tl.zeros((ROOM,), tl.int32)
-    for start in range(0, EXPERTS, COMPARED):  # all at once need too many registers
-        n = start + tl.arange(0, COMPARED)[:, None]
-        other = tl.load(logits_e + n, mask=n < EXPERTS, other=float("-inf")).to(tl.float32)
-        is_before = (other > own_e[None, :]) | ((other == own_e[None, :]) & (n < e[None, :]))
-        place_e += tl.sum(is_before.to(tl.int32), 0)
-    share_e = tl.exp(own_e - tl.max(own_e, 0))
-    return place_e, share_e / tl.sum(share_e, 0)
+def _order(outputs):
+    """Integers in the order of these float32 outputs."""
+    bits = tl.where(outputs == 0.0, 0.0, outputs).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), NONE + 1)
+
+
+@triton.jit
+def _output(order):
+    """The output at this place of the order."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _append(list_t, pair_t):
+    """Append those of these pairs that exist to a list; return their number."""
+    exists_t = (pair_t >= 0).to(tl.int32)
+    tl.store(list_t + tl.cumsum(exists_t, 0) - 1, pair_t, mask=pair_t >= 0)
+    return tl.sum(exists_t, 0)
+
+
+@triton.jit
+def _total(outputs, best):
+    """The divisor of a softmax; every caller has the same tile, and so the same order of sums."""
+    return tl.sum(tl.exp(outputs - best[:, None]), 1)
 
 
 @launched
-@triton.jit
-def _choose(
-    logits_te, experts_tk, shares_tk, logits_stride,
+@triton.jit(do_not_specialize=["num_rows"])
+def _rank(
+    logits_te, shares_tk, counts_e, pairs_et, num_rows, logits_stride,
     EXPERTS: tl.constexpr, ROOM: tl.constexpr, CHOSEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
-    row = tl.program_id(0).to(tl.int64)
+    """The pairs of one expert, which finds its place in the order of each row's outputs."""
+    expert, t, e = tl.program_id(0), tl.arange(0, LINE), tl.arange(0, ROOM)[None, :]
+    is_row = t < num_rows
+    row_t = logits_te + tl.where(is_row, t, 0) * logits_stride
     begin(CHAINED)
-    place_e, share_e = choose(logits_te + row * logits_stride, EXPERTS, ROOM)
-    pair_e, is_chosen = row * CHOSEN + place_e, place_e < CHOSEN
-    tl.store(experts_tk + pair_e, tl.arange(0, ROOM), mask=is_chosen)
-    tl.store(shares_tk + pair_e, share_e, mask=is_chosen)
+    own_t = tl.load(row_t + expert).to(tl.float32)
+    other = tl.load(row_t[:, None] + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
+    own, order = _order(own_t)[:, None], tl.where(e < EXPERTS, _order(other), NONE)
+    is_before = (order > own) | ((order == own) & (e < expert))
+    place_t = tl.sum(is_before.to(tl.int32), 1)
+    best_t = _output(tl.max(order, 1))
+    share_t = tl.exp(own_t - best_t) / _total(other, best_t)
+    pair_t = tl.where(is_row & (place_t < CHOSEN), t * CHOSEN + place_t, -1)
+    tl.store(shares_tk + pair_t, share_t, mask=pair_t >= 0)
+    count = _append(pairs_et + expert * num_rows, pair_t)
+    tl.store(counts_e + expert, count)
+
+
+@launched
+@triton.jit(do_not_specialize=["num_rows"])
+def _choose(
+    logits_te, shares_tk, places_et, num_rows, logits_stride,
+    EXPERTS: tl.constexpr, ROOM: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_ROOM: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The places of all experts in the choice of some rows; CHOSEN if they are not chosen."""
+    t, e = tl.program_id(0) * LINE + tl.arange(0, LINE)[:, None], tl.arange(0, ROOM)[None, :]
+    row, k = tl.minimum(t, num_rows - 1).to(tl.int64), tl.arange(0, CHOSEN_ROOM)[None, :]
+    begin(CHAINED)
+    own = tl.load(logits_te + row * logits_stride + e, mask=e < EXPERTS, other=float("-inf"))
+    own = own.to(tl.float32)
+    left = tl.where(e < EXPERTS, _order(own), NONE)
+    place = tl.full((LINE, ROOM), CHOSEN, tl.int32)
+    tops = tl.full((LINE, CHOSEN_ROOM), NONE, tl.int32)
+    for each in range(CHOSEN):
+        top = tl.max(left, 1)[:, None]
+        is_next = e == tl.min(tl.where(left == top, e, ROOM), 1)[:, None]
+        place, left = tl.where(is_next, each, place), tl.where(is_next, NONE, left)
+        tops = tl.where(k == each, top, tops)
+    best = _output(tl.max(tops, 1))
+    share = tl.exp(_output(tops) - best[:, None]) / _total(own, best)[:, None]
+    tl.store(shares_tk + t * CHOSEN + k, share, mask=(t < num_rows) & (k < CHOSEN))
+    place = tl.where(t < num_rows, place, CHOSEN)
+    home = places_et + e * (tl.cdiv(num_rows, LINE) * LINE) + t
+    tl.store(home, place.to(tl.uint8), mask=e < EXPERTS)
 
 
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _list(
-    logits_te, experts_tk, shares_tk, counts_e, pairs_et, num_rows, logits_stride,
-    EXPERTS: tl.constexpr, ROOM: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_ROOM: tl.constexpr,
-    IS_CHOSEN: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
+    places_et, counts_e, pairs_et, num_rows,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of one expert, which this also chooses unless that is done."""
-    expert = tl.program_id(0)
+    """The pairs of one expert."""
+    expert, room = tl.program_id(0), tl.cdiv(num_rows, LINE) * LINE
     begin(CHAINED)
     count = 0
-    for start in range(0, num_rows, ROWS):
+    for start in range(0, room, ROWS):
         t = start + tl.arange(0, ROWS)
-        is_row = t < num_rows
-        if IS_CHOSEN:
-            k = tl.arange(0, CHOSEN_ROOM)[None, :]
-            is_here = is_row[:, None] & (k < CHOSEN)
-            chosen = tl.load(experts_tk + t[:, None] * CHOSEN + k, mask=is_here, other=-1)
-            place_t = tl.min(tl.where(chosen == expert, k, CHOSEN), 1)
-        else:
-            row_t = logits_te + tl.where(is_row, t, 0).to(tl.int64) * logits_stride
-            e, own = tl.arange(0, ROOM)[None, :], tl.load(row_t + expert).to(tl.float32)[:, None]
-            other = tl.load(row_t[:, None] + e, mask=e < EXPERTS, other=float("-inf"))
-            other = other.to(tl.float32)
-            is_before = (other > own) | ((other == own) & (e < expert))
-            place_t = tl.sum(is_before.to(tl.int32), 1)
-        pair_t, is_listed = t * CHOSEN + place_t, is_row & (place_t < CHOSEN)
-        if not IS_CHOSEN:
-            total_t = tl.sum(tl.exp(other - own), 1)
-            tl.store(experts_tk + pair_t, expert, mask=is_listed)
-            tl.store(shares_tk + pair_t, 1.0 / total_t, mask=is_listed)
-        at_t = count + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-        tl.store(pairs_et + expert * num_rows + at_t, pair_t, mask=is_listed)
-        count += tl.sum(is_listed.to(tl.int32), 0)
+        place_t = tl.load(places_et + expert * room + t, mask=t < room, other=CHOSEN).to(tl.int32)
+        pair_t = tl.where(place_t < CHOSEN, t * CHOSEN + place_t, -1)
+        count += _append(pairs_et + expert * num_rows + count, pair_t)
     tl.store(counts_e + expert, count)
 
 
-def list_pairs(logits_te: Tensor, num_experts: int, num_chosen: int) -> tuple[Choice, Lists]:
-    """Route all rows. Columns of `logits_te` after those of the experts are not read."""
-    num_rows, choice = len(logits_te), Choice.empty(logits_te, num_chosen)
-    shapes = ((num_experts,), (num_experts, num_rows))
-    counts_e, pairs_et = (choice.experts_tk.new_empty(shape) for shape in shapes)
-    room, chosen_room = power_of_2(num_experts), power_of_2(num_chosen)
-    given = (logits_te, *choice)
-    sizes = (logits_te.stride(0), num_experts, room, num_chosen)
-    options, is_chosen = launch_options(4, 1, fuses=False), num_rows > RANKED_ROWS
-    if is_chosen:
-        _choose[(num_rows,)](*given, *sizes, **options)
-    rows = max(1, NUMBERS // (chosen_room if is_chosen else room))
-    _list[(num_experts,)](
-        *given, counts_e, pairs_et, num_rows, *sizes, chosen_room, is_chosen,
-        rows if is_chosen else min(rows, power_of_2(num_rows)), **options,
-    )  # fmt: skip
-    return choice, Lists(counts_e, pairs_et)
+def list_pairs(logits_te: Tensor, num_experts: int, num_chosen: int) -> tuple[Tensor, Lists]:
+    """Route all rows: shares [T, k], the softmax over all experts; and the lists.
+
+    Columns of `logits_te` after those of the experts are not read.
+    """
+    num_rows, stride, device = len(logits_te), logits_te.stride(0), logits_te.device
+    shares_tk = torch.empty((num_rows, num_chosen), dtype=torch.float32, device=device)
+    counts_e = torch.empty(num_experts, dtype=torch.int32, device=device)
+    lists = Lists(counts_e, counts_e.new_empty((num_experts, num_rows)))
+    room = power_of_2(num_experts)
+    sizes, options = (num_rows, stride, num_experts, room, num_chosen), _warps(LINE.value * room)
+    if num_rows <= RANKED_ROWS:
+        _rank[(num_experts,)](logits_te, shares_tk, *lists, *sizes, **options)
+        return shares_tk, lists
+    num_lines = ceil_div(num_rows, LINE.value)
+    places_et = counts_e.new_empty((num_experts, num_lines * LINE.value), dtype=torch.uint8)
+    chosen_room = power_of_2(num_chosen)
+    _choose[(num_lines,)](logits_te, shares_tk, places_et, *sizes, chosen_room, **options)
+    _list[(num_experts,)](places_et, *lists, num_rows, num_chosen, LISTED, **_warps(LISTED))
+    return shares_tk, lists
+
+
+def _warps(numbers: int) -> dict[str, int]:
+    """16 numbers of each thread."""
+    return launch_options(min(max(numbers // 512, 1), 16), 1, fuses=False)

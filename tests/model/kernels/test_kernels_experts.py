@@ -41,11 +41,11 @@ CASES = {
     "a few rows": Case(rows=4, experts=5, chosen=2, normalizes=False, has_residual=False),
     "one row of one expert": Case(rows=1, chosen=1, has_norm=False),
     "no whole tile": Case(rows=37, experts=5, has_norm=False),
-    "biases": Case(rows=2, chosen=2, is_gpt_oss=True),
-    "biases of listed rows": Case(rows=18, is_gpt_oss=True, normalizes=False),
+    "biases": Case(rows=16, chosen=2, is_gpt_oss=True),
+    "biases of more rows": Case(rows=18, is_gpt_oss=True, normalizes=False),
     "experts without rows": Case(rows=21, used=2, chosen=2),
     "all rows to one expert": Case(rows=35, used=1, chosen=1, normalizes=False),
-    "chosen before listed": Case(rows=19, ranked=0, has_residual=False),
+    "chosen before listed": Case(rows=9, ranked=0, has_residual=False),
     "all experts": Case(rows=9, experts=4, chosen=4, used=4, ranked=0),
 }
 
@@ -122,19 +122,50 @@ def test_rows_go_through_their_experts_only(name: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(squares.sum(1), out.square().sum(1), rtol=1e-5, atol=1e-5)
 
 
+def route(rows: int, ranked: int, logits: Tensor, chosen: int) -> tuple[Tensor, routing.Lists]:
+    """Route the first rows, with an expert for each column."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "RANKED_ROWS", ranked)
+        patch.setattr(routing, "LISTED", 16)
+        return routing.list_pairs(logits[:rows], logits.shape[1], chosen)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, in the interpreter
 def test_the_lists_have_each_pair_once_in_the_order_of_rows() -> None:
-    logits = draw(5, 30, 7).round()  # with equal outputs
-    for ranked in (0, 100):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(routing, "RANKED_ROWS", ranked)
-            choice, lists = routing.list_pairs(logits, 6, 2)
-        order = logits[:, :6].argsort(dim=1, descending=True, stable=True)
-        assert torch.equal(choice.experts_tk, order[:, :2].int())
-        shares = logits[:, :6].softmax(-1).gather(1, order[:, :2])
-        torch.testing.assert_close(choice.shares_tk, shares)
-        for expert, (count, pairs) in enumerate(zip(*lists, strict=True)):
-            own = (choice.experts_tk.flatten() == expert).nonzero().flatten()
-            assert pairs[:count].tolist() == own.tolist()
+    logits = draw(5, 35, 7).round()  # with equal outputs, also -0.0 and 0.0
+    logits[4, 2] = -torch.inf
+    order = logits.argsort(dim=1, descending=True, stable=True)[:, :2]
+    expected = logits.softmax(-1).gather(1, order)
+    found = []
+    for rows, ranked in ((16, 16), (5, 0), (35, 16)):
+        shares, lists = route(rows, ranked, logits, 2)
+        assert torch.equal(chosen_by(lists, rows, 2), order[:rows])
+        torch.testing.assert_close(shares, expected[:rows])
+        found.append(shares[:5])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value|All-NaN")  # of numpy, in the interpreter
+@pytest.mark.parametrize("ranked", [0, 16])
+def test_every_row_has_as_many_experts_whatever_the_router_says(ranked: int) -> None:
+    """There would not be enough programs for more pairs."""
+    logits = draw(5, 5, 7)
+    logits[1], logits[2, :3], logits[3, 1] = torch.nan, torch.nan, torch.inf
+    logits[4] = torch.full((7,), -1, dtype=torch.int32).view(torch.float32)  # NaN too
+    shares, lists = route(5, ranked, logits, 3)
+    assert all(len(set(row)) == 3 for row in chosen_by(lists, 5, 3).tolist())
+    assert shares[0].isfinite().all() and shares[[1, 2, 4]].isnan().all()
+
+
+def chosen_by(lists: routing.Lists, rows: int, chosen: int) -> Tensor:
+    """The expert of each place of each row, whose pairs are in the order of rows and listed once."""
+    experts = torch.full((rows * chosen,), -1)
+    for expert, (count, pairs) in enumerate(zip(*lists, strict=True)):
+        own = pairs[:count].long()
+        assert own.tolist() == sorted(own.tolist()) and (experts[own] == -1).all()
+        experts[own] = expert
+    assert (experts >= 0).all()
+    return experts.view(rows, chosen)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")  # of numpy, in the interpreter

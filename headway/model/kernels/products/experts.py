@@ -73,7 +73,7 @@ class ExpertRows:
         """
         self._down, self._normalizes, self._num_chosen = down, normalizes, num_chosen
         num_experts = len(gate_up.weight_enk)
-        self._choice, self._lists = list_pairs(logits_me, num_experts, num_chosen)
+        self._shares_tk, self._lists = list_pairs(logits_me, num_experts, num_chosen)
         self.inner_pn = grouped(
             x_mk, gate_up, self._lists, num_chosen, gate=GATES[activation], epsilon=epsilon,
             squares_mj=squares_mj,
@@ -93,7 +93,7 @@ class ExpertRows:
         squares_out_mj: Tensor | None = None,
     ) -> Tensor:
         """The weighted sum of each row's experts, plus the residual; the options of linear.linear."""
-        num_rows, num_outputs = len(self._choice.experts_tk), self._down.weight_enk.shape[1]
+        num_rows, num_outputs = len(self._shares_tk), self._down.weight_enk.shape[1]
         if out_mn is None:
             out_mn = inner_pk.new_empty((num_rows, num_outputs))
         assert residual_mn is None or residual_mn.stride() == out_mn.stride(), (
@@ -101,7 +101,7 @@ class ExpertRows:
         )
         y_pn = grouped(inner_pk, self._down, self._lists, self._num_chosen)
         _sum[(num_rows, self.num_parts)](
-            y_pn, self._choice.shares_tk, residual_mn, out_mn, squares_out_mj, num_outputs,
+            y_pn, self._shares_tk, residual_mn, out_mn, squares_out_mj, num_outputs,
             out_mn.stride(0), self._num_chosen, power_of_2(self._num_chosen), self._normalizes,
             PIECE, **launch_options(2, 1, fuses=False),
         )  # fmt: skip
