@@ -1,4 +1,4 @@
-"""Write your own policies: a victim, a headroom and a queue rule, each a plain function.
+"""Write your own policies: plain functions, and a queue rule as a class with a number.
 
 Run it as a script from the root of the repository:
     python examples/own_policy.py
@@ -8,6 +8,7 @@ or name one of the functions on the command line:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from headway import Config, Request, SchedulerView, preset
@@ -15,6 +16,7 @@ from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.synthetic import parse_synthetic
+from headway.scheduler.policies.queue import Rule
 
 WORKLOAD = "requests=60,prompt=uniform(100,600),output=uniform(50,400)"
 
@@ -37,6 +39,23 @@ def small_first(request: Request, view: SchedulerView) -> Any:
     return request.arrival + 0.01 * request.limit
 
 
+@dataclass(frozen=True)
+class two_sizes(Rule):
+    """Queue, as a class: `small_first` in two groups, of requests up to and above `large` tokens.
+
+    The group with the least service is served first, so a stream of small requests does not keep
+    the large ones waiting. A key depends on the request alone: it is computed once.
+    """
+
+    large: int = 500
+
+    def key(self, request: Request, view: SchedulerView) -> Any:
+        return small_first(request, view)
+
+    def group(self, request: Request) -> str:
+        return "large" if request.limit > self.large else "small"
+
+
 def main() -> None:
     base = preset("vllm_v1", num_blocks=600)
     configs: dict[str, Config] = {
@@ -44,6 +63,7 @@ def main() -> None:
         "longest_to_go": preset("vllm_v1", num_blocks=600, victim=longest_to_go),
         "a_block_each": preset("vllm_v1", num_blocks=600, headroom=a_block_each),
         "small_first": preset("vllm_v1", num_blocks=600, queue=small_first),
+        "two_sizes": preset("vllm_v1", num_blocks=600, queue=two_sizes(600)),
     }
     requests, profile = parse_synthetic(WORKLOAD).generate(), load_profile("llama3.1-8b-a100-80gb")
     for name, config in configs.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_errors_with_and_without_a_suggestion_are_punctuated() -> None:
 def test_a_text_is_parsed_as_a_policy() -> None:
     assert slot("queue", "fcfs") == queues.fcfs()
     assert slot("queue", "fcfs(8)") == queues.fcfs(max_overtakes=8)
-    assert slot("queue", "priority(aging=2.5, preempts=True)") == queues.priority(0, 2.5, True)
+    assert slot("queue", "priority(aging=2.5, preempts=True)") == queues.priority(2.5, True)
     assert slot("chunk", "whole") is whole
     assert slot("chunk", "at_most") == at_most()
     assert slot("chunk", "at_most(64)") == at_most(64)
@@ -149,6 +150,19 @@ def test_a_text_is_parsed_as_a_policy() -> None:
     assert slot("headroom", "future_peak(learned)") == headroom.future_peak(headroom.learned())
     assert slot("headroom", "future_peak(margin=0.01)") == headroom.future_peak(margin=0.01)
     assert slot("swap", "swap_if_cheaper") == swap_if_cheaper()
+
+
+def test_the_first_number_of_a_queue_rule_is_its_own() -> None:
+    """`max_overtakes` of all rules has a name, but for those that have no other number."""
+
+    @dataclass(frozen=True)
+    class half_open(queues.Rule):
+        seconds: float = 1.0
+
+    assert half_open(5.0) == half_open(seconds=5.0, max_overtakes=0)
+    assert slot("queue", "priority(5.0)") == queues.priority(aging=5.0)
+    assert slot("queue", "fair(3)") == queues.fair(max_overtakes=3)
+    assert queues.custom(max).function is max
 
 
 def run_requests(config: Config) -> None:
@@ -271,7 +285,7 @@ def test_the_description_of_a_preset_gives_the_same_preset(name: str) -> None:
 
 
 VARIATIONS: list[dict[str, Any]] = [
-    {"queue": "priority(3, 0.5, True, 7)"},
+    {"queue": "priority(0.5, True, 7, max_overtakes=3)"},
     {"queue": "shortest_first(aging=0.25)"},
     {"queue": "fair(2)", "chunk": "at_most(64)", "victim": "fewest_private_blocks"},
     {"queue": "earliest_deadline(slack=5.0)", "swap": "swap_if_cheaper(1e-07, 2e-06)"},

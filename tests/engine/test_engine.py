@@ -432,7 +432,9 @@ def test_why_names_the_fault_until_a_step_succeeds() -> None:
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm", "static"])
 def test_why_can_be_called_at_any_time(async_scheduling: int, name: str) -> None:
-    engine, _ = make(async_scheduling, name, num_blocks=10, num_host_blocks=8, queue="priority(4)")
+    engine, _ = make(
+        async_scheduling, name, num_blocks=10, num_host_blocks=8, queue="priority(max_overtakes=4)"
+    )
     for i in range(9):
         engine.add(f"r{i}", [i % 3] * (3 + i), params(i, 3 + i, priority=i % 3, n=1 + i % 2))
         assert engine.why()

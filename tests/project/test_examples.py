@@ -31,7 +31,7 @@ def test_every_example_runs(path: Path) -> None:
 
 def test_each_example_policy_changes_the_schedule() -> None:
     lines = run(ROOT / "examples" / "own_policy.py").splitlines()
-    assert len({line.split(maxsplit=1)[1] for line in lines}) == len(lines) == 4
+    assert len({line.split(maxsplit=1)[1] for line in lines}) == len(lines) == 5
 
 
 @pytest.mark.parametrize(

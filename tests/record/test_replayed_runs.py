@@ -150,10 +150,10 @@ def test_a_run_with_discarded_outputs_replays(async_scheduling: int) -> None:
 
 QUEUES = [
     "fcfs(2)",
-    "priority(2, 0.01, True)",
-    "shortest_first(3)",
+    "priority(0.01, True, max_overtakes=2)",
+    "shortest_first(max_overtakes=3)",
     "fair(1)",
-    "earliest_deadline(2)",
+    "earliest_deadline(max_overtakes=2)",
 ]
 
 

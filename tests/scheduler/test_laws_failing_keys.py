@@ -65,7 +65,7 @@ def test_a_preemption_whose_key_raises_changes_nothing(swap: str) -> None:
     def run(chance: float) -> Driver:
         rng, key = random.Random(2), Failing(0)
         world = small_driver(
-            "vllm", queue=queues.custom(0, key), swap=swap, headroom="watermark(0)",
+            "vllm", queue=queues.custom(key), swap=swap, headroom="watermark(0)",
             num_blocks=14, num_host_blocks=6, max_num_batched_tokens=16,
         )  # fmt: skip
         for number in range(9):
@@ -180,7 +180,7 @@ def test_keys_that_raise_at_any_time_end_their_own_requests_and_leak_nothing() -
                 scenario.crash = -1
             else:
                 scenario = all_due_at_once(async_scheduling)
-            scenario.config = replace(scenario.config, queue=queues.custom(1, key))
+            scenario.config = replace(scenario.config, queue=queues.custom(key, max_overtakes=1))
             seen += FailingRun(scenario, key).run()
             seen["raised for a running request"] += key.num_raised_running
     least = {

@@ -21,11 +21,11 @@ from tests.support.scenarios import ScenarioRun, random_headroom, random_scenari
 
 RULES: dict[str, Any] = {
     "fcfs": queues.fcfs(),
-    "priority": queues.priority(1, 0.0, preempts=True),
-    "shortest_first": queues.shortest_first(2),
+    "priority": queues.priority(0.0, preempts=True, max_overtakes=1),
+    "shortest_first": queues.shortest_first(max_overtakes=2),
     "earliest_deadline": queues.earliest_deadline(),
     "fair": queues.fair(),
-    "custom": queues.custom(0, lambda request, view: -request.num_prompt),
+    "custom": queues.custom(lambda request, view: -request.num_prompt),
 }
 
 

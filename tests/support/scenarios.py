@@ -108,13 +108,19 @@ def random_queue(rng: random.Random) -> Any:
     max_overtakes = rng.choice((0, 0, 1, 3))
     return rng.choice((
         queues.fcfs(max_overtakes),
-        queues.priority(max_overtakes, rng.choice((0.0, 2.0)), rng.random() < 0.8),
-        queues.priority(max_overtakes, preempts=True, max_preemptions=rng.randrange(1, 4)),
-        queues.shortest_first(max_overtakes, rng.choice((0.01, 1.0))),
-        queues.earliest_deadline(max_overtakes, rng.choice((1.0, 60.0))),
+        queues.priority(
+            rng.choice((0.0, 2.0)), rng.random() < 0.8, max_overtakes=max_overtakes
+        ),
+        queues.priority(
+            preempts=True, max_preemptions=rng.randrange(1, 4), max_overtakes=max_overtakes
+        ),
+        queues.shortest_first(rng.choice((0.01, 1.0)), max_overtakes=max_overtakes),
+        queues.earliest_deadline(rng.choice((1.0, 60.0)), max_overtakes=max_overtakes),
         queues.fair(max_overtakes),
-        queues.custom(max_overtakes, lambda request, view: (-request.num_prompt, request.id)),
-        queues.custom(max_overtakes, lambda request, view: rng.random()),
+        queues.custom(
+            lambda request, view: (-request.num_prompt, request.id), max_overtakes=max_overtakes
+        ),
+        queues.custom(lambda request, view: rng.random(), max_overtakes=max_overtakes),
         wild_queue(rng, max_overtakes, rng.random() < 0.5, rng.random() < 0.5),
     ))  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from headway.checks import Checked, count, number, policy
@@ -15,6 +15,7 @@ from headway.request import Request
 class Rule(Checked):
     """Defaults of the ready-made rules: by arrival, one group, stable keys, no preemption."""
 
+    _: KW_ONLY  # the first number of a rule is its own: MyRule(5)
     max_overtakes: int = count(0, 0)
     keys_change = False
     preempts = False
@@ -32,6 +33,8 @@ class Rule(Checked):
 @dataclass(frozen=True)
 class fcfs(Rule):
     """First come, first served. A blocked request may be overtaken `max_overtakes` times."""
+
+    max_overtakes: int = count(0, 0)  # also by position
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class earliest_deadline(Rule):
 @dataclass(frozen=True)
 class fair(Rule):
     """The client with the least service first; within a client, by arrival."""
+
+    max_overtakes: int = count(0, 0)  # also by position
 
     def group(self, request: Request) -> str:
         return f"client {request.params.client}"
