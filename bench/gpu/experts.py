@@ -39,9 +39,9 @@ from bench.gpu.kernels import TINY, seconds
 from bench.harness import SHAPES, Bench, Figures, log
 from headway.model.config import ModelConfig, from_hf, load_hf
 from headway.model.kernels.activation import GATES
-from headway.model.kernels.launch import compile_all
+from headway.model.kernels.launch import ceil_div, compile_all
 from headway.model.kernels.products import grouped
-from headway.model.kernels.products.experts import ExpertRows
+from headway.model.kernels.products.experts import PIECE, ExpertRows
 from headway.model.kernels.products.grouped import Stack
 from headway.model.kernels.products.linear import linear, row_squares
 from headway.model.kernels.products.tiles import Tile, device_limits
@@ -50,27 +50,28 @@ from headway.model.kernels.routing import list_pairs
 Launches = list[Callable[[], object]]
 bench = Bench(__doc__)
 bench.option("--shape", default="qwen3-30b-a3b", help="folder in bench/shapes")
-bench.option("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 32, 128, 256, 1024, 8192])
+bench.option(
+    "--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 128, 256, 512, 1024, 2048, 8192]
+)
 bench.option("--layers", type=int, default=8)
 bench.option("--tiny", action="store_true", help="use a tiny model, on the CPU")
 VLLM = {1: 224, 8: 824, 32: 1904, 128: 5533, 256: 8565}
+STAGES = {  # by rows, outputs and inputs of a tile: those that were among the fastest of some case
+    (16, 32, 128): (4, 6), (16, 32, 256): (3, 4), (16, 64, 128): (3, 4, 6), (16, 64, 256): (3,),
+    (16, 128, 128): (3, 4), (16, 256, 128): (3,), (32, 32, 256): (3,), (32, 64, 128): (3, 4),
+    (32, 128, 64): (3, 4, 6), (32, 128, 128): (3, 4), (64, 128, 64): (3, 4),
+    (64, 128, 128): (3, 4), (64, 256, 64): (3, 4), (128, 128, 64): (3, 4), (128, 256, 64): (3, 4),
+}  # fmt: skip
 
 
-def candidates(rows: int, num_inputs: int) -> list[Tile]:
+def candidates(rows: float, num_inputs: int) -> list[Tile]:
     """Tiles for this mean number of rows of an expert, which fit into the memory of the device."""
-    heights = [n for n in (16, 32, 64, 128) if n >= rows / 4 and (n <= 4 * rows or n <= 32)]
-    found = [
-        Tile(height, outputs, inputs, slices=1, warps=warps, stages=stages)
-        for height in heights or [128]
-        for outputs in (32, 64, 128, 256) for inputs in (64, 128, 256) for warps in (4, 8)
-        for stages in (3, 4, 6)
-    ]  # fmt: skip
+    memory = device_limits()[1]
     return [
-        tile for tile in found
-        if num_inputs % tile.inputs == 0
-        and 24 << 10 <= (tile.rows + tile.outputs) * tile.inputs * 2 * tile.stages <= device_limits()[1]
-        and (tile.warps == 8) == (tile.rows * tile.outputs >= 128 * 128)
-        and tile.outputs >= tile.rows
+        Tile(height, outputs, inputs, 1, 8 if height * outputs >= 128 * 128 else 4, stages)
+        for (height, outputs, inputs), each in STAGES.items() for stages in each
+        if height >= min(rows / 4, 128) and height <= max(4 * rows, 32)
+        and num_inputs % inputs == 0 and (height + outputs) * inputs * 2 * stages <= memory
     ]  # fmt: skip
 
 
@@ -99,6 +100,8 @@ class Layers:
             for _ in range(self.num_layers)
         ]
         inner, out = self.random(rows * about.num_chosen, about.width), torch.empty_like(x)
+        parts = ceil_div(self.hidden, PIECE)
+        squares = torch.empty((rows, parts), device=self.device) if rows > 1 else None
         norm = self.norm_of(x)
         made: dict[str, Launches] = {"router": [], "list": [], "gate_up": [], "down": [], "all": []}
         for own, router, first, last in zip(
@@ -114,7 +117,7 @@ class Layers:
             made["down"].append(
                 partial(grouped.grouped, inner, Stack(last), lists, about.num_chosen)
             )
-            made["all"].append(partial(routed.summed, inner, out_mn=out))
+            made["all"].append(partial(routed.summed, inner, out_mn=out, squares_out_mj=squares))
         return made, logits
 
     def norm_of(self, x: Tensor) -> dict[str, Any]:
@@ -223,7 +226,7 @@ def tried(layers: Layers, rows: int, *, tiny: bool) -> dict[str, list[Tile]]:
     mean = rows * about.num_chosen / about.num_experts
     own = next(tile for most, tile in grouped.TILES.items() if mean <= most)
     return {
-        name: list(dict.fromkeys([own, *candidates(int(mean), width)[: 1 if tiny else None]]))
+        name: list(dict.fromkeys([own, *candidates(mean, width)[: 1 if tiny else None]]))
         for name, width in (("gate_up", layers.hidden), ("down", about.width))
     }
 
