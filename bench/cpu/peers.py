@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -249,15 +249,27 @@ def quantize(source: str, target: str, kind: str) -> Rates:
     return {"path": target, "bytes": Path(target).stat().st_size}
 
 
-def main(command: str, *arguments: str) -> None:
-    if command == "quantize":
-        result = quantize(*arguments)
-    elif command == "transformers":
-        result = transformers_rates(json.loads(Path(arguments[0]).read_text()))
-    else:
-        result = llama_rates(json.loads(Path(arguments[0]).read_text()), arguments[1])
-    print(json.dumps(result))
+COMMANDS: dict[str, tuple[Callable[..., Rates], tuple[str, ...]]] = {  # with their arguments
+    "transformers": (transformers_rates, ("task",)),
+    "llama_cpp": (llama_rates, ("task", "model")),
+    "quantize": (quantize, ("source", "target", "kind")),
+}
+
+
+def main(given: list[str] | None = None) -> None:
+    """Run one command; exit with the usage if the arguments are wrong."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (_, arguments) in COMMANDS.items():
+        command = commands.add_parser(name)
+        for argument in arguments:
+            command.add_argument(argument)
+    options = vars(parser.parse_args(given))
+    run, arguments = COMMANDS[options.pop("command")]
+    if "task" in options:
+        options["task"] = json.loads(Path(options["task"]).read_text())
+    print(json.dumps(run(*(options[argument] for argument in arguments))))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

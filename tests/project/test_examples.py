@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.cpu import peers
 from examples.embed_scheduler import LETTERS, continue_text
 from headway.cli.main import app
 from tests.support.waiting import LIMIT
@@ -46,6 +47,18 @@ def test_user_policies_can_be_named_on_the_command_line(
     arguments = ["simulate", workload, "--preset", "vllm_v1", "--num-blocks", "100", *policy]
     app(arguments, standalone_mode=False)
     assert "10 of 10 completed" in capsys.readouterr().out
+
+
+def test_the_benchmark_of_other_engines_explains_its_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It has packages of its own, so no other test runs it."""
+    for arguments, status in ((["--help"], 0), ([], 2), (["llama_cpp", "task.json"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            peers.main(arguments)
+        assert ended.value.code == status
+    shown = capsys.readouterr()
+    assert "llama_cpp TASK.json MODEL.gguf" in shown.out and "required: model" in shown.err
 
 
 def test_the_embedded_scheduler_gives_the_same_text_as_without_a_cache() -> None:
