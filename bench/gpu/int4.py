@@ -51,6 +51,10 @@ PRODUCTS = {  # (outputs, inputs)
     "qkv": (12288, 4096), "output": (4096, 4096), "gate_up": (22016, 4096), "down": (4096, 11008),
 }  # fmt: skip
 PROMPTS = (320, 512, 1024, 4096)
+FORMS = (  # outputs, warps, programs
+    (32, 1, 16), (64, 2, 8), (64, 2, 6), (64, 2, 4), (128, 4, 4), (128, 4, 3), (128, 4, 2),
+    (64, 4, 4), (64, 4, 3), (128, 8, 2), (128, 8, 1),
+)  # fmt: skip
 ROTATED_BYTES = 400 * 2**20  # of matrices in turn, so that none stays in the L2 cache
 SCHEME = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 LINEAR_ROWS = 128  # up to which decodes of a 7B model use our kernel
@@ -58,12 +62,11 @@ LINEAR_ROWS = 128  # up to which decodes of a 7B model use our kernel
 
 def candidates(rows: int) -> list[Int4Tile]:
     """Tiles of which one or two have all rows, and no more than half is padding if there are many."""
-    few = max(rows, 16)
+    few = max(rows, 8)
     return [
         Int4Tile(height, outputs, warps, stages, programs)
-        for height in (16, 32, 64, 128, 256) if few / 2 <= height < 2 * few
-        for outputs, warps in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)
-        for programs in (1, 2, 4)
+        for height in (8, 16, 32, 64, 128, 256) if few / 2 <= height < 2 * few
+        for outputs, warps, programs in FORMS for stages in (2, 3, 4)
     ]  # fmt: skip
 
 

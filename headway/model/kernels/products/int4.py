@@ -1,11 +1,10 @@
 """Products with 4-bit integers w = (q - zero) * scale, and dequantizing a whole matrix.
 
-Few rows are bound by the bytes of the matrix, so it stays in 4 bits up to the registers. There a
-number is computed in float32 and rounded once: the product has the weights of the dequantized
-matrix. The outputs are the first operand of the tensor cores, which Hopper reads from registers, and
-of which 64 are no waste; the rows, which may be few, are the second one. A matrix of few outputs is
-summed in parts of the inputs, which wide_linear.py adds in order. For many rows it is cheaper to
-write the dequantized matrix once, for cuBLAS.
+Few rows are bound by the bytes of the matrix, so it stays in 4 bits up to the registers. There
+q - zero, which bfloat16 has exactly, is multiplied; the sum over a group is scaled in float32. The
+outputs are the first operand of the tensor cores and the rows, which may be few, the second one: 8
+rows are no waste. A matrix of few outputs is summed in parts of the inputs, which wide_linear.py adds
+in order. For many rows it is cheaper to write the dequantized matrix once, for cuBLAS.
 
 A word has 8 numbers that are PLANE inputs apart: so a plane, the numbers at one place of PLANE words,
 consists of consecutive inputs with one scale, and unpacking moves nothing between threads.
@@ -16,6 +15,7 @@ Shapes: M rows, N outputs, K inputs, B blocks of 8 planes, W words, G groups, P 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -28,14 +28,18 @@ from headway.model.kernels.activation import GATES
 from headway.model.kernels.launch import begin, ceil_div, is_compiling, launch_options, launched
 from headway.model.kernels.products.epilogue import finish, load_ends
 from headway.model.kernels.products.tiles import device_limits
-from headway.model.kernels.products.wide_linear import sum_parts
+from headway.model.kernels.products.wide_linear import fetch_ahead, sum_parts
 
 PLANE = 32  # inputs; groups are multiples of it
 BLOCK = 8 * PLANE
 
 
 class Int4Tile(NamedTuple):
-    """The part of a product that a program computes; `programs` for each multiprocessor, if possible."""
+    """The part of a product that a program computes.
+
+    `programs` run at a time on a multiprocessor: its registers are divided among them, and the inputs
+    among as many as fill all multiprocessors once.
+    """
 
     rows: int
     outputs: int
@@ -44,15 +48,17 @@ class Int4Tile(NamedTuple):
     programs: int
 
 
-# By the most rows that they are for. Not measured yet; see bench/gpu/int4.py.
+# By the most rows that they are for.
 TILES = {
-    16: Int4Tile(16, 64, warps=4, stages=4, programs=4),
-    32: Int4Tile(32, 64, warps=4, stages=3, programs=4),
-    64: Int4Tile(64, 64, warps=4, stages=3, programs=2),
-    128: Int4Tile(128, 128, warps=8, stages=2, programs=1),
+    8: Int4Tile(8, 64, warps=2, stages=3, programs=6),
+    16: Int4Tile(16, 128, warps=4, stages=3, programs=3),
+    64: Int4Tile(32, 128, warps=4, stages=3, programs=2),
+    128: Int4Tile(64, 128, warps=4, stages=2, programs=2),
 }
 MAX_ROWS = 256  # with more, cuBLAS multiplies the dequantized matrix
 DEQUANTIZED = 16  # outputs of a program
+REGISTERS = 1 << 16  # of a multiprocessor
+FETCHED = tl.constexpr(3)  # blocks, while the previous kernel still runs
 
 
 class Int4Matrix(NamedTuple):
@@ -96,17 +102,42 @@ def pack(q_nk: Tensor, scale_ng: Tensor, zero_ng: Tensor) -> Int4Matrix:
     return Int4Matrix(words.transpose(0, 1).contiguous(), scale_gn, zero_gn, num_inputs, group)
 
 
+# By place: the halves of two words that have the numbers, below the bits of 128, plus two shifts.
+PAIRS = tl.constexpr(
+    tuple(
+        f"""{{
+        .reg .b32 t, one;
+        mov.b32 one, 0x3F803F80;
+        prmt.b32 t, $1, $2, {halves};
+        shr.b32 t, t, {bits};
+        lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, t, one, $3;
+        }}"""
+        for halves in ("0x5410", "0x7632") for bits in (0, 4, 8, 12)
+    )
+)  # fmt: skip
+
+
 @triton.jit
-def _numbers(words, place: tl.constexpr, zero_n, scale_n):
-    """float32 numbers [N, W] at a place of the words; zero and scale are those of their outputs.
+def _numbers(words, PLACE: tl.constexpr, zero):
+    """(q - zero) * 16 ** (PLACE % 4) in float32, at a place of the words.
 
     A float32 of 2^23 + n has the bits of n below those of 2^23. So masking and one subtraction
     convert a number, at its place in the lower half of the word times a power of 16.
     """
-    FACTOR: tl.constexpr = 16 ** (place % 4)
-    half = words if place < 4 else words >> 16
+    FACTOR: tl.constexpr = 16 ** (PLACE % 4)
+    half = words if PLACE < 4 else words >> 16
     wide = ((half & (15 * FACTOR)) | 0x4B000000).to(tl.float32, bitcast=True)
-    return (wide - (8388608.0 + zero_n * FACTOR)[:, None]) * (scale_n * (1.0 / FACTOR))[:, None]
+    return wide - (8388608.0 + zero * FACTOR)
+
+
+@triton.jit
+def _pairs(words, PLACE: tl.constexpr, zero_n):
+    """q - zero in bfloat16, from two words at a time; 128 + q has the bits of q below those of 128."""
+    shift = (-128.0 - zero_n).to(tl.bfloat16)[:, None]
+    return tl.inline_asm_elementwise(
+        PAIRS[PLACE], "=r,r,r,r", [words, shift], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -116,15 +147,33 @@ def _scales(scale_gn, zero_gn, start, near_n, num_outputs, K: tl.constexpr, GROU
     return tl.load(zero_gn + place).to(tl.float32), tl.load(scale_gn + place)
 
 
+@triton.jit
+def _block_scales(
+    scale_gn, zero_gn, block, near_n, num_outputs, K: tl.constexpr, GROUP: tl.constexpr,
+    PLANE: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Zero, scale, zero, scale and so on of a block, for each PLANES planes."""
+    found = ()
+    for plane in tl.static_range(0, 8, PLANES):
+        start = (block * 8 + plane) * PLANE
+        zero, scale = _scales(scale_gn, zero_gn, start, near_n, num_outputs, K, GROUP)
+        found = found + (zero, scale)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x_mk, words_bnw, scale_gn, zero_gn, bias_n, residual_mn, out_mn, parts_pmn,
     num_rows, num_outputs, x_stride, out_stride,
-    K: tl.constexpr, GROUP: tl.constexpr, PLANE: tl.constexpr, PARTS: tl.constexpr,
-    IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHAINED: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, PLANE: tl.constexpr, PLANES: tl.constexpr,
+    PARTS: tl.constexpr, IN_PAIRS: tl.constexpr, IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One tile, summed over one part of the inputs. Row tiles of the same outputs are consecutive."""
+    """One tile, summed over one part of the inputs. Row tiles of the same outputs are consecutive.
+
+    PLANES consecutive planes have one scale.
+    """
     BLOCK: tl.constexpr = 8 * PLANE
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     SPAN: tl.constexpr = (BLOCKS + PARTS - 1) // PARTS
@@ -137,22 +186,40 @@ def _product(
     is_row, near_m, near_n = m < num_rows, (m % num_rows).to(tl.int64), n % num_outputs
     k = tl.arange(0, PLANE)
     x = x_mk + near_m[None, :] * x_stride + k[:, None]
+    # They are read one block ahead: Triton does so only with what is multiplied.
+    ahead = _block_scales(
+        scale_gn, zero_gn, part * SPAN, near_n, num_outputs, K, GROUP, PLANE, PLANES
+    )
+    if CHAINED:
+        for block in tl.static_range(FETCHED):
+            line = (tl.minimum(part * SPAN + block, BLOCKS - 1) * num_outputs + near_n).to(tl.int64)
+            fetch_ahead(words_bnw + line * PLANE, 1)
     begin(CHAINED)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for block in range(part * SPAN, tl.minimum(part * SPAN + SPAN, BLOCKS)):
+        scales = ahead
+        ahead = _block_scales(
+            scale_gn, zero_gn, block + 1, near_n, num_outputs, K, GROUP, PLANE, PLANES
+        )
         place = (block * num_outputs + near_n).to(tl.int64) * PLANE
         words = tl.load(words_bnw + place[:, None] + k[None, :])
-        for plane in tl.static_range(8):
+        for plane in tl.static_range(0, 8, PLANES):  # of one group
             start = block * BLOCK + plane * PLANE
-            # A group begins: all of them at the same planes, or only at the first plane, or anywhere.
-            if plane == 0 or (GROUP % BLOCK and (BLOCK % GROUP or plane * PLANE % GROUP == 0)):
-                zero, scale = _scales(scale_gn, zero_gn, start, near_n, num_outputs, K, GROUP)
-            if K % BLOCK == 0:
-                b = tl.load(x + start)
-            else:
-                b = tl.load(x + start, mask=k[:, None] < K - start, other=0.0)
-            a = _numbers(words, plane, zero, scale).to(b.dtype)
-            total = tl.dot(a, b, total, input_precision="ieee")
+            zero, scale = scales[2 * (plane // PLANES)], scales[2 * (plane // PLANES) + 1]
+            unscaled = tl.zeros((OUTPUTS, ROWS), tl.float32)
+            for each in tl.static_range(PLANES):
+                at = start + each * PLANE
+                is_given = is_row[None, :]
+                if K % BLOCK:
+                    is_given = is_given & (k[:, None] < K - at)
+                b = tl.load(x + at, mask=is_given, other=0.0)
+                if IN_PAIRS:
+                    a = _pairs(words, plane + each, zero)
+                else:
+                    shifted = _numbers(words, plane + each, zero[:, None])
+                    a = (shifted / 16 ** ((plane + each) % 4)).to(b.dtype)
+                unscaled = tl.dot(a, b, unscaled, input_precision="ieee")
+            total = tl.fma(unscaled, scale[:, None], total)
     total_mn = tl.trans(total)
     if PARTS == 1:
         bias, residual = load_ends(
@@ -184,9 +251,13 @@ def _dequantize(
     for plane in tl.static_range(8):
         start = block * 8 * PLANE + plane * PLANE
         zero, scale = _scales(scale_gn, zero_gn, start, near_n, num_outputs, K, GROUP)
-        numbers = _numbers(words, plane, zero, scale).to(out_nk.dtype.element_ty)
+        numbers = _numbers(words, plane, zero[:, None]) * (scale / 16 ** (plane % 4))[:, None]
         home = out_nk + n.to(tl.int64)[:, None] * K + start + k[None, :]
-        tl.store(home, numbers, mask=(n < num_outputs)[:, None] & (k < K - start)[None, :])
+        tl.store(
+            home,
+            numbers.to(out_nk.dtype.element_ty),
+            mask=(n < num_outputs)[:, None] & (k < K - start)[None, :],
+        )
 
 
 def dequantized(matrix: Int4Matrix, dtype: torch.dtype) -> Tensor:
@@ -201,11 +272,16 @@ def dequantized(matrix: Int4Matrix, dtype: torch.dtype) -> Tensor:
 
 
 def num_parts(tile: Int4Tile, matrix: Int4Matrix) -> int:
-    """The parts of the inputs that keep all multiprocessors busy with one row tile; at most 16."""
+    """The most parts of the inputs with which all programs of a row tile run at once; at most 16."""
     wanted = tile.programs * device_limits()[0] // ceil_div(matrix.num_outputs, tile.outputs)
     num_blocks = len(matrix.words_bnw)
     parts = max(1, min(16, wanted, num_blocks))
     return ceil_div(num_blocks, ceil_div(num_blocks, parts))  # none is empty
+
+
+def _registers(tile: Int4Tile) -> int:
+    """Those of a thread, if `programs` run at a time."""
+    return min(255, REGISTERS // (tile.programs * tile.warps * 32) // 8 * 8)
 
 
 def int4_linear(
@@ -254,11 +330,14 @@ def _launch(
     if parts > 1:
         parts_pmn = torch.empty(shape, dtype=torch.float32, device=x_mk.device)
     ends = matrix.bias_n, residual_mn, out_mn
+    planes = gcd(matrix.group, BLOCK) // PLANE
+    in_pairs = x_mk.dtype == torch.bfloat16 and x_mk.is_cuda
     num_programs = ceil_div(num_outputs, tile.outputs) * ceil_div(num_rows, tile.rows)
     _product[(num_programs, parts)](
         x_mk, *matrix[:3], *ends, parts_pmn, num_rows, num_outputs, x_mk.stride(0),
-        out_mn.stride(0), matrix.num_inputs, matrix.group, PLANE, parts, gate, tile.rows,
-        tile.outputs, **launch_options(tile.warps, stages, fuses=False),
+        out_mn.stride(0), matrix.num_inputs, matrix.group, PLANE, planes, parts, in_pairs, gate,
+        tile.rows, tile.outputs, maxnreg=_registers(tile),
+        **launch_options(tile.warps, stages, fuses=False),
     )  # fmt: skip
     if parts_pmn is not None:
         given = (*ends, None, num_rows, num_outputs, 0.0)

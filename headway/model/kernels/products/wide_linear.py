@@ -31,7 +31,7 @@ AHEAD = 4  # lines of each output that are fetched while the previous kernel sti
 
 
 @triton.jit
-def _fetch_ahead(place, AHEAD: tl.constexpr):
+def fetch_ahead(place, AHEAD: tl.constexpr):
     """Start to copy AHEAD lines of 128 bytes from each of these places to the L2 cache."""
     for line in tl.static_range(AHEAD):
         tl.inline_asm_elementwise(
@@ -95,8 +95,8 @@ def _wide(
     weight_n = weight_nk + (n % num_outputs).to(tl.int64) * K
     weight_n2 = weight_nk + (n_2 % num_outputs).to(tl.int64) * K
     if CHAINED:
-        _fetch_ahead(weight_n, AHEAD)
-        _fetch_ahead(weight_n2, AHEAD)
+        fetch_ahead(weight_n, AHEAD)
+        fetch_ahead(weight_n2, AHEAD)
     begin(CHAINED)
     # Loads for the end start before the product, so that nothing waits for them later.
     squares = load_squares(squares_mj, near_m, NUM_SQUARES, SQUARES_ROOM)
@@ -144,7 +144,7 @@ def _part(
     weight_n = weight_nk + part * SPAN + (n % num_outputs).to(tl.int64) * K
     weight = weight_n[None, :] + k[:, None]
     if CHAINED:
-        _fetch_ahead(weight_n, AHEAD)
+        fetch_ahead(weight_n, AHEAD)
     begin(CHAINED)
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, SPAN, INPUTS):
