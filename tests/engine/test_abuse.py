@@ -547,7 +547,7 @@ def test_the_largest_block_size_works() -> None:
 )
 def test_the_numbers_of_policies_must_be_finite(make_policy: Any, value: Any) -> None:
     with pytest.raises(ConfigError):
-        make_policy(0, value)
+        make_policy(value)
 
 
 def test_any_value_is_shortened_for_error_messages() -> None:
