@@ -60,13 +60,18 @@ class Answers:
 
 @dataclass(slots=True, eq=False)
 class Planned:
-    """A plan was made. A plan without work is recorded too: the queue may have changed its order."""
+    """A plan was made. A plan without work is recorded too: the queue may have changed its order.
+
+    If a policy failed, the plan has no work, only the preemptions so far. `Failed` follows, after
+    `Completed` if a step is in flight.
+    """
 
     plan: Plan
     num_free: int = 0  # blocks, after planning
     num_running: int = 0
     num_waiting: int = 0
     answers: Answers | None = None  # if the scheduler records them
+    has_failed: bool = False
     began: float = 0.0  # seconds on the engine's clock, set by the engine
     time: float = 0.0  # the end of planning
 
@@ -108,12 +113,10 @@ def _num_repeated(request: Request, num_gained: int) -> int:
 class Failed:
     """A step failed: requests in flight were ended, and all other running ones preempted.
 
-    All blocks were forgotten, also the copies on the host. If the failure came from a policy, the
-    call that made the plan had begun, and its plan is not recorded.
+    All blocks were forgotten, also the copies on the host.
     """
 
     reason: str
-    while_planning: bool
     ended: list[Request]
     preempted: list[Preemption]
     time: float = 0.0

@@ -136,6 +136,7 @@ class PlannedLine(EventLine, tag="planned", kw_only=True):
     copied_in: int = 0
     blocked: Sequence[tuple[Id, Reason, int, int]] = ()
     not_considered: tuple[Reason, int] | None = None
+    has_failed: bool = False
     blocks: BlocksLine | None = None
 
 
@@ -156,7 +157,6 @@ class FailedLine(EventLine, tag="failed", kw_only=True):
 
     t: float
     reason: str
-    while_planning: bool = False
     ended: list[EndLine] = []
     preempted: list[PreemptionLine] = []
 

@@ -149,7 +149,9 @@ class EventReader:
         plan.blocked = [Blocked(self.open[each[0]], *each[1:]) for each in line.blocked]
         if line.not_considered:
             plan.not_considered = NotConsidered(*line.not_considered)
-        planned = Planned(plan, line.free, line.running, line.waiting, None, line.t, line.t)
+        planned = Planned(
+            plan, line.free, line.running, line.waiting, None, line.has_failed, line.t, line.t
+        )
         if not plan.is_empty:
             self._in_flight.append(planned)
         return planned
@@ -241,7 +243,7 @@ class EventReader:
         for request in ended:
             del self.open[request.id]
         self._batch = self._new_batch()
-        return Failed(line.reason, line.while_planning, ended, preempted, line.t)
+        return Failed(line.reason, ended, preempted, line.t)
 
 
 def _tokens(packed: Packed) -> array[int]:

@@ -93,9 +93,7 @@ class Replay:
         scheduler = self.scheduler
         match recorded:
             case Planned():
-                plan = scheduler.schedule()
-                if not plan.is_empty:
-                    self._sampled.append(self.tokens.sample(plan))
+                self._plan(recorded)
             case Completed():
                 self._complete(recorded)
             case Added():
@@ -107,7 +105,8 @@ class Replay:
             case Reconfigured(settings, config):
                 scheduler.reconfigure(config or read_preset(dict(settings), own=self._own))
             case Failed():
-                self._fail(recorded)
+                self._sampled.clear()
+                scheduler.fail(recorded.reason)
 
     def in_flight(self, recorded: Mapping[int, StepResult]) -> Iterator[tuple[Plan, StepResult]]:
         """The plans in flight with their tokens, and the times of these results, if they have one."""
@@ -133,16 +132,17 @@ class Replay:
         result.failed = {self.requests[r]: failure for r, failure in recorded.result.failed.items()}
         self.scheduler.complete(self.scheduler.in_flight[0].plan, result)
 
-    def _fail(self, recorded: Failed) -> None:
-        if recorded.while_planning:
-            try:
-                self.scheduler.schedule()
-            except PolicyError:
-                pass
-            else:
-                raise ReplayMismatch("no policy fails in the replay")
-        self._sampled.clear()
-        self.scheduler.fail(recorded.reason)
+    def _plan(self, recorded: Planned) -> None:
+        try:
+            plan = self.scheduler.schedule()
+        except PolicyError:
+            if not recorded.has_failed:
+                raise
+            return
+        if recorded.has_failed:
+            raise ReplayMismatch("no policy fails in the replay")
+        if not plan.is_empty:
+            self._sampled.append(self.tokens.sample(plan))
 
 
 def _result(columns: list[Column], first_tokens: list[int], recorded: StepResult) -> StepResult:

@@ -75,7 +75,7 @@ class LineMaker:
                 return ReconfiguredLine(event.time, dict(event.settings))
             case Failed():
                 return FailedLine(
-                    t=event.time, reason=event.reason, while_planning=event.while_planning,
+                    t=event.time, reason=event.reason,
                     ended=[self.end(r) for r in event.ended],
                     preempted=_preempted(event.preempted),
                 )  # fmt: skip
@@ -86,6 +86,7 @@ class LineMaker:
             step=plan.step, t=event.time, running=event.num_running, waiting=event.num_waiting,
             free=event.num_free, decodes=len(plan.decodes), num_steps=plan.num_steps,
             decode_context=plan.decode_context, not_considered=plan.not_considered,
+            has_failed=event.has_failed,
         )  # fmt: skip
         if plan.admitted:
             line.admitted = [

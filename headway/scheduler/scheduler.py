@@ -64,7 +64,6 @@ class Scheduler:
         self.swapped: dict[Request, None] = self.state.swapped
         self.in_flight: deque[Planned] = self.state.in_flight
         self._num_added = 0
-        self._is_planning = False
         self._record: Callable[[Event], None] = ignore
 
     def observe(self, record: Callable[[Event], None]) -> None:
@@ -128,16 +127,23 @@ class Scheduler:
         state = self.state
         plan = Plan(state.num_steps)
         planned = Planned(plan, answers=Answers() if self.records_answers else None)
-        state.planned, state.preempted, self._is_planning = planned, plan.preempted, True
+        state.planned, state.preempted = planned, plan.preempted
         state.queue.counters.start_step()
-        StepBuilder(state, plan).build()
-        self._is_planning = False
-        planned.num_free = self.kv.num_free
-        planned.num_running, planned.num_waiting = len(self.running), len(self.queue)
+        try:
+            StepBuilder(state, plan).build()
+        except BaseException:
+            rest = Plan(plan.step, preempted=plan.preempted)
+            self._record_plan(Planned(rest, answers=planned.answers, has_failed=True))
+            raise
         if not plan.is_empty:
             self._launch(planned)
-        self._record(planned)
+        self._record_plan(planned)
         return plan
+
+    def _record_plan(self, planned: Planned) -> None:
+        planned.num_free = self.kv.num_free
+        planned.num_running, planned.num_waiting = len(self.running), len(self.queue)
+        self._record(planned)
 
     def complete(self, plan: Plan, result: StepResult) -> Completed:
         """Apply the result of the oldest plan in flight: tokens, and requests that finish."""
@@ -157,8 +163,7 @@ class Scheduler:
         """A step failed: end the requests in flight with the reason, recompute all others."""
         plans, state = [planned.plan for planned in self.in_flight], self.state
         ended: list[Request] = []
-        if not self._is_planning:
-            state.preempted = []
+        state.preempted = []
         self.in_flight.clear()
         failed = {r for p in plans for r in (*p.decodes, *(c.request for c in p.chunks))}
         for request in [r for r in self.requests.values() if r in failed]:
@@ -174,8 +179,7 @@ class Scheduler:
         self._forget_cache()
         self.kv.free_host_blocks()
         state.decode_batch = DecodeBatch(self.config.block_size, self.config.max_num_seqs)
-        self._record(Failed(reason, self._is_planning, ended, state.preempted))
-        self._is_planning = False
+        self._record(Failed(reason, ended, state.preempted))
 
     def reset_cache(self, *, force: bool = False) -> bool:
         """Forget all cached prefixes; False while requests run, unless `force` preempts them."""

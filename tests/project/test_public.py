@@ -197,9 +197,9 @@ TRACE_FIELDS = {  # of a header, of each event, and of the parts of events; the 
     "ResetLine": "event t | is_forced preempted",
     "ReconfiguredLine": "event t config |",
     "PlannedLine": "event step t running waiting free | preempted admitted chunks decodes num_steps "
-    "decode_context deferred copied_out copied_in blocked not_considered blocks",
+    "decode_context deferred copied_out copied_in blocked not_considered has_failed blocks",
     "CompletedLine": "event step start end | swap_in builds failed finished",
-    "FailedLine": "event t reason | while_planning ended preempted",
+    "FailedLine": "event t reason | ended preempted",
     "RequestLine": "id arrival prompt max_tokens limit | max_total_tokens min_tokens priority client "
     "deadline salt stop_ids parent sample reads_cache pooling output",
     "EndLine": "id finish_reason output | kept cached recomputed preemptions stop_token error "
@@ -395,7 +395,7 @@ def test_the_keys_of_a_trace() -> None:
         "HeaderLine", "AddedLine", "PlannedLine", "CompletedLine", "RequestLine", "EndLine",
     }  # fmt: skip
     required, optional = fields_of("PlannedLine")
-    assert seen["PlannedLine"] == (required | optional) - {"blocks"}
+    assert seen["PlannedLine"] == (required | optional) - {"blocks", "has_failed"}
     assert {"swap_in", "finished"} <= seen["CompletedLine"]
     assert {"recomputed", "preemptions", "stop_token", "cached", "kept"} <= seen["EndLine"]
     assert kinds <= {"token_budget", "blocks", "headroom", "parent", "back_off", "just_preempted"}

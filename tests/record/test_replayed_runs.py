@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from headway import PRESETS, Completed, Config, Engine, RealClock, Scheduler, VirtualClock, preset
+from headway.config import SchedulerView
 from headway.errors import ReplayMismatch
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
@@ -35,8 +36,9 @@ from headway.record.lines import (
 )
 from headway.record.reader import events_of
 from headway.record.replay import check_replay
-from headway.record.stats import stats_of
-from headway.request import RequestParams
+from headway.record.stats import RunStats, stats_of
+from headway.record.writer import header
+from headway.request import Request, RequestParams
 from headway.scheduler.policies.presets import read_preset
 from tests.support.journals import Journal, Recorder, replay, simulated
 
@@ -396,6 +398,44 @@ def test_a_run_with_a_failed_step_replays(async_scheduling: int) -> None:
     failed.ended.pop()
     with pytest.raises(ReplayMismatch, match="step"):
         check_replay(lines)
+
+
+def failing_headroom(request: Request, view: SchedulerView) -> int:
+    """Fails by the state alone, so that a replay can repeat it."""
+    if (5 * view.num_free + 3 * len(list(view.running)) + request.history.serial) % 11 == 0:
+        raise ValueError("no answer")
+    return 0
+
+
+def failing_victim(request: Request, view: SchedulerView) -> int:
+    """Fails after a preemption, in a step that needs more than one."""
+    if view.num_free:
+        raise ValueError("no answer")
+    return request.history.serial
+
+
+@each_scheduling
+@pytest.mark.parametrize("swap", ["recompute", "swap", "discard_output"])
+def test_a_run_with_failing_policies_replays(swap: str, async_scheduling: int) -> None:
+    """Also if one fails while a step is in flight, which is completed before the others go on."""
+    config = preset(
+        "vllm_v1", headroom=failing_headroom, victim=failing_victim, swap=swap, block_size=4,
+        num_blocks=6, max_num_seqs=4, num_host_blocks=12,
+    )  # fmt: skip
+    engine, recorder = engine_of(config, async_scheduling)
+    jobs = parse_synthetic("requests=60,prompt=4,output=uniform(1,15),seed=1").generate()
+    drive(engine, list(jobs), {}, num_at_once=4)
+    lines = recorder.lines.read()
+    failed = lines_of(lines, FailedLine)
+    assert len(failed) >= 5 and all("no answer" in line.reason for line in failed)
+    assert sum(bool(plan.preempted) for plan in plans(lines) if plan.has_failed) >= 1
+    check_replay(
+        lines, own=[f"{__name__}:{name}" for name in ("failing_headroom", "failing_victim")]
+    )
+    stats = RunStats(header(config, bool(async_scheduling)))
+    for event in recorder.events:
+        stats(event)
+    assert stats.totals == stats_of(lines).totals
 
 
 def test_an_abort_of_an_unknown_id_is_a_mismatch() -> None:

@@ -104,7 +104,6 @@ def test_a_failure_is_recorded_with_the_requests_it_ends(seed: int) -> None:
     assert all(r.error in (None, "no device") for r in running.values())
     failed = storm.world.events[-1]
     assert isinstance(failed, Failed) and failed.reason == "no device"
-    assert not failed.while_planning
     assert all(r.finish_reason == "error" and r.error == "no device" for r in failed.ended)
     storm.check_calls()
     storm.world.run()
