@@ -2,9 +2,9 @@
 
 The service runs on an event loop. Each client gets one write per step. Two clients may use the same
 request id, so the engine's ids have the client's number as a prefix. The requests of a client that
-disconnects are cancelled; those of one that is lost wait for another client in the journal. If the
-engine stops, all clients are notified, including those that connect later; nothing can connect by
-TCP then.
+disconnects are cancelled; those of one that is lost wait for another client in the journal. One that
+does not read is lost, too: what waits for it is limited. If the engine stops, all clients are
+notified, including those that connect later; nothing can connect by TCP then.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from headway.remote.journal import HeldRequest, Journal
 
 CLOSE_TIMEOUT = 1.0  # seconds for the clients to read that the engine has stopped
 DRAIN_SECONDS = 3.0  # for the clients to move their requests elsewhere and to disconnect
+MAX_UNSENT = 1 << 28  # bytes that wait for a client
 log = logging.getLogger(__name__)
 
 
@@ -57,7 +58,17 @@ class ClientConnection:
     open: dict[str, HeldRequest] = field(default_factory=dict)  # by the client's ids
 
     def send(self, messages: list[FromLoop]) -> None:
-        if not self.writer.is_closing():
+        """Write messages, or end the connection if the client is too far behind."""
+        if self.writer.is_closing():
+            return
+        unsent = self.writer.transport.get_write_buffer_size()
+        if unsent > MAX_UNSENT:
+            log.warning(
+                "client %s has not read %d bytes (limit %d); its connection is ended, and its %d "
+                "requests go on for another client", self.number, unsent, MAX_UNSENT, len(self.open),
+            )  # fmt: skip
+            self.writer.transport.abort()
+        else:
             self.writer.write(frame_results(messages))
 
 

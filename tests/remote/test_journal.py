@@ -24,7 +24,7 @@ from headway.engine.messages import (
     ToLoop,
 )
 from headway.engine.queries import FindRequest
-from headway.remote import codec
+from headway.remote import codec, service
 from headway.remote.journal import Journal
 from headway.remote.service import ClientConnection, EngineService
 from headway.request import RequestParams
@@ -42,6 +42,10 @@ class Written:
 
     def __init__(self) -> None:
         self.data, self.is_closed = bytearray(), False
+        self.transport = self
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def write(self, data: bytes) -> None:
         self.data += data
@@ -290,6 +294,33 @@ async def test_another_client_continues_the_request_of_a_lost_one() -> None:
         await until(lambda: second.tokens("r"))
         assert second.tokens("r") == b"HE" and server.num_open == 1
         executor.gate.set()
+        await until(lambda: second.has_ended("r"))
+        assert second.tokens("r") == b"HELLO" and server.num_open == 0
+        await one.close()
+        await two.close()
+
+
+@on_loop
+async def test_a_client_that_does_not_read_is_lost_with_what_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another client continues its request, and gets all of it."""
+    monkeypatch.setattr(service, "MAX_UNSENT", 1 << 20)
+    async with replica() as (server, address, executor):
+        (one, first), (two, second) = await connect(address), await connect(address)
+        executor.num_free_steps = 2
+        one.send([submit("r")])
+        await until(lambda: len(first.tokens("r")) == 2)
+        one._writer.transport.pause_reading()  # type: ignore[union-attr]
+        slow = server.clients["0"]
+        for _ in range(1000):  # also what the system holds
+            if slow.writer.is_closing():
+                break
+            slow.send([messages.QueryResult(1, "x" * (1 << 18))])
+            assert slow.writer.transport.get_write_buffer_size() < 2 << 20
+        await until(lambda: list(server.clients) == ["1"])
+        executor.gate.set()
+        two.send([Resume(submit("r"), "r")])
         await until(lambda: second.has_ended("r"))
         assert second.tokens("r") == b"HELLO" and server.num_open == 0
         await one.close()
