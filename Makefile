@@ -39,13 +39,13 @@ test:  ## all checks and all tests
 tests: $(READY) browser packages  ## all tests
 	@$(MAKE) --no-print-directory pytest
 
-# Three processes for two cores: many tests wait for servers, timers and browsers. In a new checkout
-# one process compiles all modules first: three would do it at the same time, in 13 s of CPU each.
-COMPILED := tests/__pycache__
+# Three processes for two cores: many tests wait for servers, timers and browsers. They are forks of
+# one process, which imports and collects everything: see tests/support/forked_workers.py. CUDA does
+# not work in forks.
+WORKERS := $(if $(shell command -v nvidia-smi),-n 3 --dist worksteal,--forks 3)
 pytest: $(READY)
 	@$(BIN)/python -c 'from headway.model.registry import resolve; resolve("smollm2-135m")'
-	@test -d $(COMPILED) || $(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1 || true
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest $(WORKERS)
 
 # Debian's Chromium, for the tests of the lab page. Only root can install it.
 INSTALL := apt-get install -y -qq --no-install-recommends
@@ -75,7 +75,7 @@ FAST := tests/kv tests/scheduler tests/engine tests/record tests/observe tests/l
   tests/text tests/project/test_imports.py tests/project/test_vocabulary.py $(wildcard tests/test_*.py)
 
 test-fast: $(READY)  ## scheduler, engine and simulator only, in about a minute
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(FAST)
+	$(BIN)/python -m pytest --forks 2 -m "not slow" $(FAST)
 
 CLIENTS := .venv-clients
 

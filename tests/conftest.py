@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from headway.engine.gc_freeze import gc_freeze
 from headway.model.registry import resolve
+from tests.support.forked_workers import ForkedRun
 from tests.support.hypothesis_cache import fill_cache
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ for name in [name for name in os.environ if name.startswith("OTEL_")]:
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel; set before torch is imported
-if shutil.which("nvidia-smi") is None:  # checked without torch, before triton is imported
+HAS_CUDA = shutil.which("nvidia-smi") is not None  # without torch, and before triton is imported
+if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control ran `pytest &`
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,9 +119,19 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop() -> None:
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in forks of this process, if `--forks` asks for it and there is no CUDA."""
+    count, options = session.config.getoption("forks"), session.config.option
+    if count and not (HAS_CUDA or session.testsfailed or options.collectonly):
+        ForkedRun(session, count, _fork_servers).run()
+        return True
+    _fork_servers()
+    return None
+
+
+def _fork_servers() -> None:
     """Fork the process whose forks are servers of tests, before there are threads."""
-    if "tests.support.processes" in sys.modules and shutil.which("nvidia-smi") is None:  # nor CUDA
+    if "tests.support.processes" in sys.modules and not HAS_CUDA:
         from tests.support.processes import start_forks
 
         start_forks()
@@ -133,6 +145,7 @@ def _let_loggers_propagate() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forks", type=int, metavar="COUNT", help="run the tests in forks")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in random order")
 
 
@@ -151,7 +164,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.collectonly:  # before the first run in a new checkout: see the Makefile
+    if config.getoption("forks"):
         fill_cache()
     for item in items:
         if item.path.as_posix().endswith(SLOW):

@@ -47,7 +47,7 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        options = ["-n", str(self.num_workers), "--dist", "worksteal", "--shuffle", str(self.seed)]
+        options = ["--forks", str(self.num_workers), "--shuffle", str(self.seed)]
         return [sys.executable, "-m", "pytest", *options, "--hypothesis-profile=soak", *self.paths]
 
     def slow(self) -> dict[str, float]:

@@ -36,7 +36,7 @@ def start_forks() -> None:
     """Start the server of FORKS as a fork of this process, which has imported what it needs.
 
     By itself, it is a new program, which imports everything again: 3 s of CPU for each process of
-    pytest. This one must have a single thread, except for the one of pytest-xdist.
+    pytest. This one must have a single thread, except for one of pytest-xdist.
     """
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # because of that thread
