@@ -22,7 +22,7 @@ from torch import Tensor
 from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 
 LINE = tl.constexpr(16)  # rows of a program; those that choose write 16 bytes for an expert
-RANKED_ROWS = LINE.value  # with more, a row's experts are chosen once and not by every expert
+RANKED_ROWS = 32  # with more, a row's experts are chosen once and not by every expert
 LISTED = 4096  # rows of an expert that are listed at a time
 NONE = tl.constexpr(-(2**31))  # below the order of all outputs
 
@@ -48,6 +48,13 @@ def _output(order):
 
 
 @triton.jit
+def _load(logits_e, e, EXPERTS: tl.constexpr):
+    """The outputs of these experts, and their order."""
+    outputs = tl.load(logits_e + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
+    return outputs, tl.where(e < EXPERTS, _order(outputs), NONE)
+
+
+@triton.jit
 def _append(list_t, pair_t):
     """Append those of these pairs that exist to a list; return their number."""
     exists_t = (pair_t >= 0).to(tl.int32)
@@ -68,20 +75,22 @@ def _rank(
     EXPERTS: tl.constexpr, ROOM: tl.constexpr, CHOSEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The pairs of one expert, which finds its place in the order of each row's outputs."""
-    expert, t, e = tl.program_id(0), tl.arange(0, LINE), tl.arange(0, ROOM)[None, :]
-    is_row = t < num_rows
-    row_t = logits_te + tl.where(is_row, t, 0) * logits_stride
+    expert, e = tl.program_id(0), tl.arange(0, ROOM)[None, :]
     begin(CHAINED)
-    own_t = tl.load(row_t + expert).to(tl.float32)
-    other = tl.load(row_t[:, None] + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
-    own, order = _order(own_t)[:, None], tl.where(e < EXPERTS, _order(other), NONE)
-    is_before = (order > own) | ((order == own) & (e < expert))
-    place_t = tl.sum(is_before.to(tl.int32), 1)
-    best_t = _output(tl.max(order, 1))
-    share_t = tl.exp(own_t - best_t) / _total(other, best_t)
-    pair_t = tl.where(is_row & (place_t < CHOSEN), t * CHOSEN + place_t, -1)
-    tl.store(shares_tk + pair_t, share_t, mask=pair_t >= 0)
-    count = _append(pairs_et + expert * num_rows, pair_t)
+    count = 0
+    for start in range(0, num_rows, LINE):
+        t = start + tl.arange(0, LINE)
+        row_t = logits_te + tl.where(t < num_rows, t, 0) * logits_stride
+        own_t = tl.load(row_t + expert).to(tl.float32)
+        other, order = _load(row_t[:, None], e, EXPERTS)
+        own = _order(own_t)[:, None]
+        is_before = (order > own) | ((order == own) & (e < expert))
+        place_t = tl.sum(is_before.to(tl.int32), 1)
+        best_t = _output(tl.max(order, 1))
+        share_t = tl.exp(own_t - best_t) / _total(other, best_t)
+        pair_t = tl.where((t < num_rows) & (place_t < CHOSEN), t * CHOSEN + place_t, -1)
+        tl.store(shares_tk + pair_t, share_t, mask=pair_t >= 0)
+        count += _append(pairs_et + expert * num_rows + count, pair_t)
     tl.store(counts_e + expert, count)
 
 
@@ -96,9 +105,7 @@ def _choose(
     t, e = tl.program_id(0) * LINE + tl.arange(0, LINE)[:, None], tl.arange(0, ROOM)[None, :]
     row, k = tl.minimum(t, num_rows - 1).to(tl.int64), tl.arange(0, CHOSEN_ROOM)[None, :]
     begin(CHAINED)
-    own = tl.load(logits_te + row * logits_stride + e, mask=e < EXPERTS, other=float("-inf"))
-    own = own.to(tl.float32)
-    left = tl.where(e < EXPERTS, _order(own), NONE)
+    own, left = _load(logits_te + row * logits_stride, e, EXPERTS)
     place = tl.full((LINE, ROOM), CHOSEN, tl.int32)
     tops = tl.full((LINE, CHOSEN_ROOM), NONE, tl.int32)
     for each in range(CHOSEN):
