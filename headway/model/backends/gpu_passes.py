@@ -1,7 +1,7 @@
 """Passes over a batch on a GPU: our Triton kernels, and cuBLAS for products of many rows.
 
 A batch of few rows that are all decodes takes five to seven launches per layer, and with experts
-eight to eleven, or four more with an expert that all tokens use. With more than 128 rows, cuBLAS
+six to eleven, or four more with an expert that all tokens use. With more than 128 rows, cuBLAS
 computes the products of a large layer; for that of gate and up see products/gated.py, and for
 experts products/grouped.py.
 
@@ -34,7 +34,7 @@ from headway.model.kernels.attention.decode import HeadTransform, decode_attenti
 from headway.model.kernels.attention.rotary import rotate_and_store
 from headway.model.kernels.attention.scoring import Scoring
 from headway.model.kernels.norm import add_normed, norm_in_place, rms_norm
-from headway.model.kernels.products.experts import ExpertRows
+from headway.model.kernels.products.experts import MAX_FEW, ExpertRows
 from headway.model.kernels.products.gated import gated_product
 from headway.model.kernels.products.grouped import Stack
 from headway.model.kernels.products.linear import linear, num_squares, row_squares
@@ -47,6 +47,8 @@ ROUTER_TILE = Tile(64, 32, 64, slices=1, warps=4, stages=3)  # of prompts
 
 class GpuPass(ForwardPass):
     """One batch; `attention` is that of decodes."""
+
+    max_few_experts = 0  # rows whose experts are not listed
 
     def __init__(self, given: PassArguments, shard: Shard | None = None) -> None:
         self._config, self._batch, self._blocks = given[:3]
@@ -67,7 +69,8 @@ class GpuPass(ForwardPass):
         (gate_up,), (down,) = experts.gate_up, experts.down
         routed = ExpertRows(
             rows, logits, stack_of(gate_up), stack_of(down), num_chosen=about.num_chosen,
-            normalizes=about.normalizes, activation=self._config.activation, **norm,
+            normalizes=about.normalizes, activation=self._config.activation,
+            max_few=self.max_few_experts, **norm,
         )  # fmt: skip
         shared = product(rows, layer.gate_up, is_gated=True) if about.shared_width else None
         if shared is not None and about.has_shared_gate:
@@ -131,6 +134,8 @@ class Squares:
 class FusedDecodePass(GpuPass):
     """A batch of decodes only, with few rows: fused kernels."""
 
+    max_few_experts = MAX_FEW
+
     def __init__(self, given: PassArguments, shard: Shard | None = None) -> None:
         super().__init__(given, shard)
         other = given.beside
@@ -188,7 +193,7 @@ class FusedDecodePass(GpuPass):
         multiply(inner, weight, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
 
     def _add_routed(self, x: Tensor, routed: ExpertRows) -> None:
-        if self._shard is None:
+        if self._shard is None and routed.num_parts:
             self._make_squares(x, routed.num_parts)
             routed.summed(routed.inner_pn, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
         else:

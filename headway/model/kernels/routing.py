@@ -23,6 +23,7 @@ from headway.model.kernels.launch import begin, ceil_div, launch_options, launch
 
 LINE = tl.constexpr(16)  # rows of a program; those that choose write 16 bytes for an expert
 RANKED_ROWS = 32  # with more, a row's experts are chosen once and not by every expert
+COMPARED = tl.constexpr(32)  # experts of a row, with every other one: all need too many registers
 LISTED = 4096  # rows of an expert that are listed at a time
 NONE = tl.constexpr(-(2**31))  # below the order of all outputs
 
@@ -52,6 +53,21 @@ def _load(logits_e, e, EXPERTS: tl.constexpr):
     """The outputs of these experts, and their order."""
     outputs = tl.load(logits_e + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
     return outputs, tl.where(e < EXPERTS, _order(outputs), NONE)
+
+
+@triton.jit
+def expert_at(logits_e, place, EXPERTS: tl.constexpr, ROOM: tl.constexpr):
+    """The expert at this place of a row's choice, and its share."""
+    e, place_e = tl.arange(0, ROOM), tl.zeros((ROOM,), tl.int32)
+    own_e, order_e = _load(logits_e, e, EXPERTS)
+    for start in range(0, EXPERTS, COMPARED):
+        n = start + tl.arange(0, COMPARED)[:, None]
+        order = _load(logits_e, n, EXPERTS)[1]
+        is_before = (order > order_e[None, :]) | ((order == order_e[None, :]) & (n < e[None, :]))
+        place_e += tl.sum(is_before.to(tl.int32), 0)
+    is_own, share_e = place_e == place, tl.exp(own_e - _output(tl.max(order_e, 0)))
+    share = tl.sum(tl.where(is_own, share_e, 0.0), 0) / tl.sum(share_e, 0)
+    return tl.sum(tl.where(is_own, e, 0), 0), share
 
 
 @triton.jit

@@ -12,7 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from headway.model.kernels import routing
-from headway.model.kernels.products.experts import ExpertRows
+from headway.model.kernels.products import experts
+from headway.model.kernels.products.experts import ExpertRows, VectorTile
 from headway.model.kernels.products.grouped import TILES, Stack, most_tiles, tiles_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,15 +32,19 @@ class Case:
     has_norm: bool = True
     has_residual: bool = True
     is_gpt_oss: bool = False  # with biases, and its activation
-    has_squares: bool = True  # for the norm
+    max_few: int = 0
     ranked: int = routing.RANKED_ROWS
 
 
 CASES = {
-    "one row": Case(rows=1),
-    "one row without squares": Case(rows=1, has_squares=False),
-    "a few rows": Case(rows=4, experts=5, chosen=2, normalizes=False, has_residual=False),
-    "one row of one expert": Case(rows=1, chosen=1, has_norm=False),
+    "one row": Case(rows=1, experts=40, used=40, max_few=2),
+    "one row in lists": Case(rows=1),
+    "a few rows": Case(
+        rows=2, experts=5, chosen=2, normalizes=False, has_residual=False, max_few=2
+    ),
+    "more than a few rows": Case(rows=3, has_residual=False, max_few=2),
+    "one row of one expert": Case(rows=1, chosen=1, has_norm=False, max_few=2),
+    "biases of a few rows": Case(rows=3, chosen=2, is_gpt_oss=True, max_few=3),
     "no whole tile": Case(rows=37, experts=5, has_norm=False),
     "biases": Case(rows=16, chosen=2, is_gpt_oss=True),
     "biases of more rows": Case(rows=18, is_gpt_oss=True, normalizes=False),
@@ -100,17 +105,20 @@ def test_rows_go_through_their_experts_only(name: str, monkeypatch: pytest.Monke
     """Weights of experts that no row chooses are not numbers."""
     case = CASES[name]
     monkeypatch.setattr(routing, "RANKED_ROWS", case.ranked)
+    for name in ("GATED_TILE", "DOWN_TILE"):
+        monkeypatch.setattr(experts, name, VectorTile(16, 16, warps=1))  # not all inputs at once
     x, logits = draw(2, case.rows, HIDDEN), logits_of(case)
     gate_up, down = stacks(case)
     unused = set(range(case.experts)) - set(logits[:, :-1].topk(case.chosen)[1].flatten().tolist())
     gate_up.weight_enk[list(unused)] = down.weight_enk[list(unused)] = torch.nan
     expected = reference(case, x, gate_up, down)
     norm: dict[str, Any] = {"epsilon": EPSILON} if case.has_norm else {}
-    if case.has_norm and case.has_squares:
+    is_listed = case.rows > case.max_few
+    if case.has_norm and is_listed:
         norm["squares_mj"] = torch.stack([part.square().sum(1) for part in x.split(16, 1)], 1)
     routed = ExpertRows(
         x, logits, gate_up, down, num_chosen=case.chosen, normalizes=case.normalizes,
-        activation="clamped_swiglu" if case.is_gpt_oss else "silu", **norm,
+        activation="clamped_swiglu" if case.is_gpt_oss else "silu", max_few=case.max_few, **norm,
     )  # fmt: skip
     out = x if case.has_residual else torch.full_like(x, torch.nan)
     squares = torch.full((case.rows, routed.num_parts), torch.nan, device=DEVICE)
@@ -119,7 +127,9 @@ def test_rows_go_through_their_experts_only(name: str, monkeypatch: pytest.Monke
         squares_out_mj=squares,
     )  # fmt: skip
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(squares.sum(1), out.square().sum(1), rtol=1e-5, atol=1e-5)
+    assert (routed.num_parts > 0) == is_listed
+    if is_listed:
+        torch.testing.assert_close(squares.sum(1), out.square().sum(1), rtol=1e-5, atol=1e-5)
 
 
 def route(rows: int, ranked: int, logits: Tensor, chosen: int) -> tuple[Tensor, routing.Lists]:
@@ -168,13 +178,23 @@ def chosen_by(lists: routing.Lists, rows: int, chosen: int) -> Tensor:
     return experts.view(rows, chosen)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN")  # of numpy, in the interpreter
-def test_outputs_of_a_router_that_are_not_numbers_harm_no_other_row() -> None:
-    x, logits = draw(2, 3, HIDDEN), draw(1, 3, 4)
-    logits[1] = torch.nan
-    given = stacks(Case(rows=3, experts=4))
-    routed = ExpertRows(x, logits, *given, num_chosen=2, normalizes=False)
-    assert routed.summed(routed.inner_pn)[[0, 2]].isfinite().all()
+@pytest.mark.filterwarnings("ignore:invalid value|All-NaN")  # of numpy, in the interpreter
+def test_a_few_rows_choose_as_listed_ones_whatever_the_router_says() -> None:
+    """A row whose outputs of the router are not numbers harms no other row."""
+    x, logits = draw(2, 5, HIDDEN), draw(1, 5, 4).round()
+    logits[0, 1], logits[1], logits[2, :2], logits[3, 1] = (
+        logits[0, 0],
+        torch.nan,
+        torch.nan,
+        torch.inf,
+    )
+    given = stacks(Case(rows=5, experts=4))
+    found = []
+    for max_few in (0, 5):
+        routed = ExpertRows(x, logits, *given, num_chosen=2, normalizes=False, max_few=max_few)
+        found.append(routed.summed(routed.inner_pn))
+    assert found[0][[0, 4]].isfinite().all() and found[0][1:4].isnan().all()
+    torch.testing.assert_close(*found, equal_nan=True)
 
 
 def test_there_are_programs_for_all_tiles_of_any_lists() -> None:

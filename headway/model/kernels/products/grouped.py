@@ -10,7 +10,6 @@ Shapes: M rows, N outputs, K inputs, E experts, P pairs (see routing.py), J part
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -50,27 +49,12 @@ class Stack(NamedTuple):
     bias_en: Tensor | None = None
 
 
-@triton.jit
-def _squares(
-    squares_mj, row_m, NUM_SQUARES: tl.constexpr, ROOM: tl.constexpr, ARE_X: tl.constexpr
-):  # fmt: skip
-    """The parts of each row's sum of squares; ARE_X: `squares_mj` is the only row itself."""
-    if ARE_X:
-        j = tl.arange(0, ROOM)[None, :]
-        squares = tl.load(squares_mj + j, mask=j < NUM_SQUARES, other=0.0).to(tl.float32)
-        squares *= squares
-    else:
-        squares = load_squares(squares_mj, row_m, NUM_SQUARES, ROOM)
-    return squares
-
-
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _grouped(
     x_mk, weight_enk, bias_en, counts_e, pairs_em, squares_mj, out_pn, num_rows, num_outputs,
     epsilon, x_stride, out_stride,
     K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
-    SQUARES_ARE_X: tl.constexpr,
     EXPERTS: tl.constexpr, ROOM: tl.constexpr, SHARING: tl.constexpr, GATE: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +78,7 @@ def _grouped(
     near_n = expert.to(tl.int64) * num_outputs + tl.where(n < num_outputs, n, 0)
     x = x_mk + row_m[:, None] * x_stride + k[None, :]
     weight = weight_enk + near_n[None, :] * K + k[:, None]
-    squares = _squares(squares_mj, row_m, NUM_SQUARES, SQUARES_ROOM, SQUARES_ARE_X)
+    squares = load_squares(squares_mj, row_m, NUM_SQUARES, SQUARES_ROOM)
     bias = 0.0
     if bias_en is not None:
         bias = tl.load(bias_en + near_n)
@@ -127,24 +111,21 @@ def grouped(
     """Each pair's row of x times the matrix of its expert: [P, N], or [P, N / 2] if gated.
 
     x has a row for each row of the lists, or for each pair. `gate` is the number of an activation
-    in GATES, or 0. The norm is that of products.linear.
+    in GATES, or 0. The norm is that of products.linear, but one row needs its squares too.
     """
     weight_enk = experts.weight_enk
     num_rows, (num_experts, num_outputs, num_inputs) = lists.pairs_et.shape[1], weight_enk.shape
     num_pairs, sharing = num_rows * num_chosen, num_rows * num_chosen // len(x_mk)
     assert x_mk.stride(1) == 1 and weight_enk.is_contiguous(), "rows must be contiguous"
     out_pn = x_mk.new_empty((num_pairs, num_outputs // 2 if gate else num_outputs))
-    are_x = epsilon is not None and squares_mj is None
-    assert not are_x or len(x_mk) == 1, "the norm of several rows needs their squares"
-    squares_mj = x_mk if are_x else squares_mj
+    assert (epsilon is None) == (squares_mj is None), "a norm needs the squares of the rows"
     num_parts = 1 if squares_mj is None else squares_mj.shape[1]
-    tiles = tiles_for(num_pairs / num_experts, x_mk.dtype)
-    for tile in islice(tiles, 1 if are_x else None):  # one row never has another one
+    for tile in tiles_for(num_pairs / num_experts, x_mk.dtype):
         num_tiles = most_tiles(num_pairs, num_experts, tile.rows)
         _grouped[(num_tiles * ceil_div(num_outputs, tile.outputs),)](
             x_mk, *experts, *lists, squares_mj, out_pn, num_rows, num_outputs, epsilon or 0.0,
             x_mk.stride(0), out_pn.stride(0), num_inputs, num_parts, power_of_2(num_parts),
-            are_x, num_experts, power_of_2(num_experts), sharing, gate, *tile[:3],
+            num_experts, power_of_2(num_experts), sharing, gate, *tile[:3],
             **launch_options(tile.warps, tile.stages, fuses=False),
         )  # fmt: skip
     return out_pn
