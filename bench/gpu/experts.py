@@ -7,10 +7,13 @@
 kernels  microseconds of each kernel of a layer's experts by rows, in a CUDA graph with one launch for
          each of --layers layers, whose weights and choices differ; `floor` is the time of the bytes
          of the chosen experts and of the router, or of the operations. `sum` is the time of the last
-         product with the sum less that without it. `error` is the distance of a layer's output from
-         float32 over its norm; the report is not ok above 0.01
+         product with the sum less that without it. `chain` is the time of a layer in a graph of all
+         kernels of one layer after those of another, as a model without attention runs them: it
+         counts the waiting of kernels for each other. `error` is the distance of a layer's output
+         from float32 over its norm; the report is not ok above 0.01. Up to 8 rows are measured both
+         listed by expert and not (`few`; the package decodes up to MAX_FEW rows so)
 tiles    the same for the two products with each candidate, the fastest first; `chosen` is the tile of
-         the package (products/grouped.py)
+         the package (products/grouped.py, products/experts.py)
 decode   output tokens per second of 1 to 256 requests of 256 prompt and 128 output tokens, prompts
          included, with random weights: the median of three runs after a first, and the share of the
          floor of bench.gpu.roofline; `vllm` is what vLLM 0.24 reached in these cases on an H200
@@ -39,9 +42,9 @@ from bench.gpu.kernels import TINY, seconds
 from bench.harness import SHAPES, Bench, Figures, log
 from headway.model.config import ModelConfig, from_hf, load_hf
 from headway.model.kernels.activation import GATES
-from headway.model.kernels.launch import ceil_div, compile_all
-from headway.model.kernels.products import grouped
-from headway.model.kernels.products.experts import PIECE, ExpertRows
+from headway.model.kernels.launch import compile_all
+from headway.model.kernels.products import experts, grouped
+from headway.model.kernels.products.experts import ExpertRows, VectorTile
 from headway.model.kernels.products.grouped import Stack
 from headway.model.kernels.products.linear import linear, row_squares
 from headway.model.kernels.products.tiles import Tile, device_limits
@@ -56,6 +59,11 @@ bench.option(
 bench.option("--layers", type=int, default=8)
 bench.option("--tiny", action="store_true", help="use a tiny model, on the CPU")
 VLLM = {1: 224, 8: 824, 32: 1904, 128: 5533, 256: 8565}
+MAX_TRIED = 8  # rows that are also measured without lists
+FEW_TILES = [  # of rows that are not listed
+    VectorTile(16, 1024, 8), VectorTile(8, 1024, 8), VectorTile(8, 1024, 4), VectorTile(4, 1024, 4),
+    VectorTile(16, 512, 4), VectorTile(32, 512, 8), VectorTile(32, 1024, 16), VectorTile(8, 2048, 8),
+]  # fmt: skip
 STAGES = {  # by rows, outputs and inputs of a tile: those that were among the fastest of some case
     (16, 32, 128): (4, 6), (16, 32, 256): (3, 4), (16, 64, 128): (3, 4, 6), (16, 64, 256): (3,),
     (16, 128, 128): (3, 4), (16, 256, 128): (3,), (32, 32, 256): (3,), (32, 64, 128): (3, 4),
@@ -92,7 +100,7 @@ class Layers:
     def random(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02)
 
-    def run(self, rows: int) -> tuple[dict[str, Launches], list[Tensor]]:
+    def run(self, rows: int, max_few: int) -> tuple[dict[str, Launches], list[Tensor]]:
         """The launches of each kernel, for all layers, and the router's outputs."""
         about, x = self.about, self.random(rows, self.hidden)
         logits = [
@@ -100,35 +108,56 @@ class Layers:
             for _ in range(self.num_layers)
         ]
         inner, out = self.random(rows * about.num_chosen, about.width), torch.empty_like(x)
-        parts = ceil_div(self.hidden, PIECE)
-        squares = torch.empty((rows, parts), device=self.device) if rows > 1 else None
         norm = self.norm_of(x)
-        made: dict[str, Launches] = {"router": [], "list": [], "gate_up": [], "down": [], "all": []}
-        for own, router, first, last in zip(
-            logits, self.router, self.gate_up, self.down, strict=True
-        ):
+        made: dict[str, Launches] = {
+            name: [] for name in ("router", "list", "gate_up", "down", "all", "chain")
+        }
+        for number, own in enumerate(logits):
+            gate_up, down = Stack(self.gate_up[number]), Stack(self.down[number])
+            routing = partial(linear, x, self.router[number], out_mn=torch.empty_like(own), **norm)
+            route = partial(self.routed, x, number=number, max_few=max_few, **norm)
+            made["router"].append(routing)
+            made["chain"].append(partial(self.layer, routing, route, x, out))
+            made["all"].append(partial(self.summed, route(own), inner, out))
+            if rows <= max_few:
+                made["gate_up"].append(partial(route, own))
+                continue
             listing = partial(list_pairs, own, about.num_experts, about.num_chosen)
-            lists = listing()[1]
-            given = (Stack(first), lists, about.num_chosen)
-            routed = self.routed(x, own, first, last)
-            made["router"].append(partial(linear, x, router, out_mn=torch.empty_like(own), **norm))
+            given = (listing()[1], about.num_chosen)
+            gated = partial(grouped.grouped, x, gate_up, *given, gate=GATES["silu"], **norm)
             made["list"].append(listing)
-            made["gate_up"].append(partial(grouped.grouped, x, *given, gate=GATES["silu"], **norm))
-            made["down"].append(
-                partial(grouped.grouped, inner, Stack(last), lists, about.num_chosen)
-            )
-            made["all"].append(partial(routed.summed, inner, out_mn=out, squares_out_mj=squares))
-        return made, logits
+            made["gate_up"].append(gated)
+            made["down"].append(partial(grouped.grouped, inner, down, *given))
+        return {name: each for name, each in made.items() if each}, logits
 
     def norm_of(self, x: Tensor) -> dict[str, Any]:
         """The options of a product with a norm, as in a pass over a few rows."""
-        return {"epsilon": self.epsilon, "squares_mj": row_squares(x) if len(x) > 1 else None}
+        return {"epsilon": self.epsilon, "squares_mj": row_squares(x)}
 
-    def routed(self, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> ExpertRows:
+    def routed(self, x: Tensor, logits: Tensor, *, number: int, **options: Any) -> ExpertRows:
         return ExpertRows(
-            x, logits, Stack(gate_up), Stack(down), num_chosen=self.about.num_chosen,
-            normalizes=self.about.normalizes, **self.norm_of(x),
+            x, logits, Stack(self.gate_up[number]), Stack(self.down[number]),
+            num_chosen=self.about.num_chosen, normalizes=self.about.normalizes, **options,
         )  # fmt: skip
+
+    def summed(
+        self, routed: ExpertRows, inner: Tensor, out: Tensor, residual: Tensor | None = None
+    ) -> None:
+        """Add up, and compute the squares for the next norm; a row that is not listed needs none."""
+        squares = None
+        if routed.num_parts:
+            squares = torch.empty((len(out), routed.num_parts), device=self.device)
+        routed.summed(inner, residual_mn=residual, out_mn=out, squares_out_mj=squares)
+        if squares is None and len(out) > 1:
+            row_squares(out)
+
+    def layer(
+        self, routing: Callable[[], Tensor], route: Callable[[Tensor], ExpertRows], x: Tensor,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """All kernels of a layer; x stays, because its rows would become alike after many runs."""
+        routed = route(routing())
+        self.summed(routed, routed.inner_pn, out, x)
 
     def floors(self, logits: list[Tensor], ceilings: roofline.Ceilings) -> dict[str, float]:
         """Seconds of the bytes of what is read, or of the operations, in one layer."""
@@ -144,11 +173,11 @@ class Layers:
             for name, (numbers, rows) in sizes.items()
         }
 
-    def error(self, rows: int) -> float:
+    def error(self, rows: int, max_few: int) -> float:
         """The distance of a layer's output from float32, over its norm."""
         about, x = self.about, self.random(rows, self.hidden)
         logits = torch.randn((rows, about.num_experts), device=self.device)
-        routed = self.routed(x, logits, self.gate_up[0], self.down[0])
+        routed = self.routed(x, logits, number=0, max_few=max_few, **self.norm_of(x))
         found = routed.summed(routed.inner_pn).float()
         shares, chosen = logits.softmax(-1).topk(about.num_chosen)
         if about.normalizes:
@@ -191,42 +220,60 @@ def kernels(asked: Namespace) -> Figures:
     given = Chosen(asked)
     report: Figures = {**asdict(given.ceilings), "ok": True}
     with torch.inference_mode():
-        for rows in given.rows:
-            launches, logits = given.layers.run(rows)
-            took = {name: microseconds(each, given.device) for name, each in launches.items()}
+        for name, rows, max_few in ways(given.rows):
+            launches, logits = given.layers.run(rows, max_few)
+            took = {kernel: microseconds(each, given.device) for kernel, each in launches.items()}
             floors = given.layers.floors(logits, given.ceilings)
-            error = given.layers.error(rows)
+            error = given.layers.error(rows, max_few)
             found: Figures = {
                 "us": took, "floor_us": {n: round(1e6 * s, 2) for n, s in floors.items()},
-                "whole_us": round(sum(took[n] for n in took if n != "down"), 2),
-                "sum_us": round(took["all"] - took["down"], 2), "error": error,
+                "whole_us": round(sum(took[n] for n in took if n not in ("down", "chain")), 2),
+                "sum_us": round(took["all"] - took["down"], 2) if "down" in took else None,
+                "error": error,
             }  # fmt: skip
-            report[f"{rows} rows"] = found
+            report[name] = found
             report["ok"] = report["ok"] and error < 0.01
-            log(f"{rows} rows: {found}")
+            log(f"{name}: {found}")
     return report
 
 
+def ways(rows: list[int]) -> Iterator[tuple[str, int, int]]:
+    """Names, numbers of rows, and the most rows that are not listed."""
+    for count in rows:
+        if count <= MAX_TRIED:
+            yield f"{count} rows, few", count, MAX_TRIED
+        yield f"{count} rows", count, 0
+
+
 @contextmanager
-def using(tile: Tile) -> Iterator[None]:
+def using(tile: Tile | VectorTile) -> Iterator[None]:
     """Use this tile for any number of rows."""
-    kept = dict(grouped.TILES)
-    grouped.TILES.clear()
-    grouped.TILES[float("inf")] = tile
+    kept = dict(grouped.TILES), experts.GATED_TILE, experts.DOWN_TILE
+    if isinstance(tile, VectorTile):
+        experts.GATED_TILE = experts.DOWN_TILE = tile
+    else:
+        grouped.TILES.clear()
+        grouped.TILES[float("inf")] = tile
     try:
         yield
     finally:
         grouped.TILES.clear()
-        grouped.TILES.update(kept)
+        grouped.TILES.update(kept[0])
+        experts.GATED_TILE, experts.DOWN_TILE = kept[1:]
 
 
-def tried(layers: Layers, rows: int, *, tiny: bool) -> dict[str, list[Tile]]:
+def tried(
+    layers: Layers, rows: int, max_few: int, *, tiny: bool
+) -> dict[str, list[Tile | VectorTile]]:
     """Tiles by kernel; the first is that of the package."""
-    about = layers.about
+    about, most = layers.about, 1 if tiny else None
+    if rows <= max_few:
+        chosen = {"gate_up": experts.GATED_TILE, "all": experts.DOWN_TILE}
+        return {name: list(dict.fromkeys([own, *FEW_TILES[:most]])) for name, own in chosen.items()}
     mean = rows * about.num_chosen / about.num_experts
-    own = next(tile for most, tile in grouped.TILES.items() if mean <= most)
+    own = next(tile for limit, tile in grouped.TILES.items() if mean <= limit)
     return {
-        name: list(dict.fromkeys([own, *candidates(mean, width)[: 1 if tiny else None]]))
+        name: list(dict.fromkeys([own, *candidates(mean, width)[:most]]))
         for name, width in (("gate_up", layers.hidden), ("down", about.width))
     }
 
@@ -236,30 +283,31 @@ def tiles(asked: Namespace) -> Figures:
     given = Chosen(asked)
     layers, report = given.layers, Figures()
     with torch.inference_mode():
-        for rows in given.rows:
-            launches, _ = layers.run(rows)
-            plan = tried(layers, rows, tiny=asked.tiny)
+        for name, rows, max_few in ways(given.rows):
+            launches, _ = layers.run(rows, max_few)
+            plan = tried(layers, rows, max_few, tiny=asked.tiny)
 
             def build(plan: Any = plan, launches: Any = launches) -> None:
-                for name, each in plan.items():
+                for kernel, each in plan.items():
                     for tile in each:
                         with using(tile):
-                            launches[name][0]()
+                            launches[kernel][0]()
 
             compile_all(build)
-            for name, each in plan.items():
+            for kernel, each in plan.items():
                 found: dict[str, float] = {}
                 for tile in each:
                     try:
                         with using(tile):
-                            found[str(tuple(tile)[:6])] = microseconds(launches[name], given.device)
+                            took = microseconds(launches[kernel], given.device)
+                            found[str(tuple(tile)[:6])] = took
                     except Exception as error:  # too large for the device
-                        log(f"{name}, {rows} rows, {tile}: {error}")
-                report.setdefault(f"{rows} rows", {})[name] = {
+                        log(f"{kernel}, {name}, {tile}: {error}")
+                report.setdefault(name, {})[kernel] = {
                     "chosen": str(tuple(each[0])[:6]),
                     "us": dict(sorted(found.items(), key=lambda of: of[1])),
                 }
-                log(f"{name}, {rows} rows: {report[f'{rows} rows'][name]}")
+                log(f"{kernel}, {name}: {report[name][kernel]}")
     return report
 
 
