@@ -161,7 +161,7 @@ SPARSE = {
     "experts": model("Mixtral", num_local_experts=4, num_experts_per_tok=2, **HEADS),
     "an expert for all": model("Qwen2Moe", shared_expert_intermediate_size=40, **QWEN),
     "experts in one of two layers": model(
-        "Qwen3Moe", num_hidden_layers=2, mlp_only_layers=[0], norm_topk_prob=True, **QWEN
+        "Qwen3Moe", num_hidden_layers=2, mlp_only_layers=[1], norm_topk_prob=True, **QWEN
     ),
     "experts with biases": model(
         "GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
