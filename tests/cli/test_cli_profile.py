@@ -196,6 +196,7 @@ def test_with_async_scheduling_the_host_time_comes_from_a_run_without_it(tmp_pat
         assert llm.engine.async_scheduling == 1
         assert has_two_in_flight(logs.fitted) and has_two_in_flight(logs.held_out)
         assert logs.synchronous and not has_two_in_flight(logs.synchronous)
+        assert len(logs.synchronous) < len(logs.fitted) / 2  # they measure the host alone
         profile, found, _ = profiling.fit_profile(llm, "mine", logs, profiling.copy_blocks(llm))
     assert profile.machine.host_seconds == pytest.approx(
         np.median(observations(logs.synchronous).gaps)

@@ -30,6 +30,8 @@ from headway.record.stats import stats_of
 from headway.record.writer import header
 
 MIN_TOKENS = 64  # prompt and output of a request
+MAX_REPEATED = 65_536  # prompt tokens of a wave that runs twice; a larger one has many steps
+SHORT = (64, 8)  # the longest prompt and output of the waves that measure scheduling alone
 
 
 class Wave(NamedTuple):
@@ -37,6 +39,15 @@ class Wave(NamedTuple):
 
     lengths: list[tuple[int, int]]  # of prompt and output
     max_num_seqs: int  # how many run at a time, at most; the others follow as some end
+
+    @property
+    def is_repeated(self) -> bool:
+        return sum(prompt for prompt, _ in self.lengths) <= MAX_REPEATED
+
+    def shortened(self) -> Wave:
+        """As many requests at a time, with short prompts and outputs."""
+        lengths = [(min(a, SHORT[0]), min(b, SHORT[1])) for a, b in self.lengths]
+        return self._replace(lengths=lengths)
 
 
 class WaveSpec(NamedTuple):
@@ -61,7 +72,7 @@ class WaveSpec(NamedTuple):
 
 
 class CalibrationSpec(NamedTuple):
-    """The waves to fit, which run twice, and the held-out wave."""
+    """The waves to fit, most of which run twice, and the held-out wave."""
 
     fitted: tuple[WaveSpec, ...]
     held_out: WaveSpec
@@ -124,6 +135,7 @@ def make_calibration(
     source = random.Random(f"fit {seed}")
     before = [wave.draw(source, max_tokens) for wave in spec.fitted]
     after = [wave.draw(source, max_tokens) for wave in reversed(spec.fitted)]
+    after = [wave for wave in after if wave.is_repeated]
     held_out = spec.held_out.draw(random.Random(f"held out {seed}"), max_tokens)
     return Calibration(before=before, held_out=held_out, after=after)
 

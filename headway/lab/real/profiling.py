@@ -124,13 +124,13 @@ def work_of(config: ModelConfig, *, read: float, experts: float, kv: float) -> M
 
 
 def run(llm: LLM, calibration: Calibration, bar: ProgressBar = no_bar) -> Logs:
-    """Run all waves; with async scheduling, some again without it, which shows the time it hides."""
+    """Run all waves; with async scheduling, short ones without it, too: they show what it hides."""
     logs, is_async, before = Logs([], [], []), llm.engine.async_scheduling, calibration.before
     stages: list[tuple[list[Wave], list[Line], bool]] = [
         ([WARM_UP], [], is_async), (before, logs.fitted, is_async),
         ([calibration.held_out], logs.held_out, is_async),
         (calibration.after, logs.fitted, is_async),
-        (before if is_async else [], logs.synchronous, False),
+        ([wave.shortened() for wave in before if is_async], logs.synchronous, False),
     ]  # fmt: skip
     total = sum(len(wave.lengths) for waves, *_ in stages for wave in waves)
     with gc_freeze(), bar("profiling", total) as advance:
