@@ -196,7 +196,7 @@ async def test_a_request_that_is_submitted_twice_ends_with_its_connection() -> N
         await until(lambda: not server.clients)
         await client.close()
         executor.gate.set()
-        await until(lambda: not engine.has_work)
+        await until(lambda: ended and not engine.has_work)  # observers hear of it afterwards
         assert list(ended.values()) == ["abort"]
 
 
