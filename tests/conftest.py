@@ -81,7 +81,15 @@ SLOW = (
     "text/test_tokenizer.py",
 )
 HANDLED = (signal.SIGINT, signal.SIGTERM)
-LONGEST = "fleet/test_ray.py"  # two minutes, mostly of waiting
+# Files of long tests that mostly wait for other processes: four minutes, half of them with Ray.
+WAITING = (
+    "fleet/test_ray.py",
+    "fleet/test_fleet_kills.py",
+    "fleet/test_fleet_processes.py",
+    "fleet/test_keeper.py",
+    "parallel/test_processes.py",
+    "parallel/test_remote.py",
+)
 # Files that need the weights of the bundled model or transformers, which a process loads once.
 LOADING = (
     "end_to_end/test_real_equality.py",
@@ -173,7 +181,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _shuffle(items, random.Random(seed))
         return
     _gather(items, LOADING)
-    _move_longest(items)
+    _move_waiting(items)
 
 
 def _shuffle(items: list[pytest.Item], chance: random.Random) -> None:
@@ -193,19 +201,22 @@ def _gather(items: list[pytest.Item], files: tuple[str, ...]) -> None:
         items[place:] = [*found, *(item for item in items[place:] if item not in moved)]
 
 
-def _move_longest(items: list[pytest.Item]) -> None:
-    """Let the longest tests begin early, between two files.
+def _move_waiting(items: list[pytest.Item]) -> None:
+    """Let the tests that wait begin early and one after the other, between two files.
 
     Processes start with equal parts of the list, and then take tests from the ends of other parts.
-    A long test that begins last is waited for by all.
+    A long test that begins last is waited for by all. While one process waits, the other two of
+    `make test` keep two cores busy; if two wait, a core is idle.
     """
-    longest = [item for item in items if item.path.as_posix().endswith(LONGEST)]
-    others = [item for item in items if item not in longest]
+    waiting = [item for item in items if item.path.as_posix().endswith(WAITING)]
+    waiting.sort(key=lambda item: not item.path.as_posix().endswith(WAITING[0]))
+    moved = set(waiting)
+    others = [item for item in items if item not in moved]
     # in the part of the second of three processes, after its first tests
     place = len(others) * 2 // 5
     while 0 < place < len(others) and others[place].path == others[place - 1].path:
         place += 1
-    items[:] = [*others[:place], *longest, *others[place:]]
+    items[:] = [*others[:place], *waiting, *others[place:]]
 
 
 @pytest.fixture(autouse=True)
