@@ -83,7 +83,7 @@ async def test_a_response_has_function_calls_complete_and_streamed(here: Server)
     text, call = body["output"]
     assert text["content"][0]["text"] == "Well." and body["status"] == "completed"
     assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", '{"a": 1}')
-    here.executor.seconds = 0.02  # a busy server sends several tokens in one event
+    here.executor.seconds = 0.05  # a busy server sends several tokens in one event
     events = named_events(await here.post(RESPONSES, input="?", tools=[FLAT_TOOL], stream=True))
     kind = "response.function_call_arguments.delta"
     parts = [event["delta"] for event in events if event["type"] == kind]

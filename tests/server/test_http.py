@@ -283,7 +283,7 @@ async def test_tool_calls_are_parsed_complete_and_streamed(here: Server) -> None
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well."
     functions = [each["function"] for each in choice["message"]["tool_calls"]]
     assert functions == [{"name": "f", "arguments": '{"a": 1}'}] * 2
-    here.executor.seconds = 0.02  # a busy server sends several tokens in one event
+    here.executor.seconds = 0.05  # a busy server sends several tokens in one event
     chunks = events(await here.post(CHAT, **asked, stream=True))
     here.executor.seconds = 0.0
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
