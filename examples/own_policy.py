@@ -44,7 +44,8 @@ class two_sizes(Rule):
     """Queue, as a class: `small_first` in two groups, of requests up to and above `large` tokens.
 
     The group with the least service is served first, so a stream of small requests does not keep
-    the large ones waiting. A key depends on the request alone: it is computed once.
+    the large ones waiting. A key depends on the request alone: it is computed when the request
+    enters the queue, and again after a preemption.
     """
 
     large: int = 500

@@ -1,8 +1,8 @@
 """Runs an engine on a thread: takes messages from any thread and steps while there is work.
 
 The events of a step become a batch of messages (`StepUpdates` in messages.py), which `deliver`
-receives on the loop's thread: of thread_client.py, or remote/service.py. Knows no sockets, no text
-and no asyncio.
+receives on the loop's thread (ThreadClient; in two processes remote/service.py has the next step).
+Knows no sockets, no text and no asyncio.
 """
 
 from __future__ import annotations

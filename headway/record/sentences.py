@@ -23,7 +23,7 @@ MAX_LISTED = 5  # blocked requests that `explain` lists
 MAX_EACH = 32  # decisions of one kind that the log takes from one step
 NEXT_STEP = "the next step considers it"
 BLOCKED = {
-    "token_budget": "it needs {need} tokens of the step's budget; {have} left",
+    "token_budget": "it needs {need} tokens of the step; there is room for {have}",
     "blocks": "it needs {need} free KV blocks; {have} available",
     "window_blocks": "it needs {need} free KV blocks of the sliding-window layers; {have} available",
     "headroom": "it needs {need} free KV blocks including headroom; {have} available",

@@ -22,7 +22,7 @@ NOT_COMPUTED = frozenset({RequestState.WAITING, RequestState.PREFILL, RequestSta
 
 
 def grant(state: SchedulerState, num_wanted: int, start: int) -> tuple[int, int]:
-    """Tokens of a prompt that the chunk rule allows, from `start` on, and the budget it had.
+    """Tokens of a prompt that the chunk rule allows, from `start` on, and those that were left.
 
     The tokens left are those of the budget and, while requests decode, of the step's time. The first
     prompt may always compute a block, so that a limit of time never stops a prompt.
@@ -143,7 +143,7 @@ class Admissions:
         return None
 
     def _check_dependencies(self, request: Request) -> Blocked | None:
-        """Blocked if its parent has not computed the prompt, or a token of it is in flight."""
+        """Blocked if its parent has not computed the prompt, or if it has just been preempted."""
         parent = request.parent
         if parent is not None and parent.state in NOT_COMPUTED and not _has_sampled(parent):
             return Blocked(request, "parent", 1, 0)

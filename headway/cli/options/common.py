@@ -61,7 +61,7 @@ scheduler_flag = partial(flag, panel=SCHEDULER)
 
 def _slot(name: str) -> Any:
     known = ", ".join(f.__name__ for f in SLOTS[name] if f is not custom)
-    text = f"{SLOT_HELP[name]}: {known}, or module:function."
+    text = f"{SLOT_HELP[name]}: {known}, module:function or 'module:name(number)'."
     return Annotated[str | None, scheduler_flag(text, show_default="from the preset")]
 
 
