@@ -43,17 +43,21 @@ from headway.model.kernels.products.linear import linear
 
 Launches = list[Callable[[], object]]
 bench = Bench(__doc__)
-bench.option("--rows", nargs="+", type=int, default=[1, 16, 32, 64, 128, 256])
-bench.option("--shape", default="qwen2.5-7b", help="folder in bench/shapes, for decode")
-bench.option("--group", type=int, default=128)
-bench.option("--tiny", action="store_true", help="use a tiny matrix, on the CPU")
 PRODUCTS = {  # (outputs, inputs)
     "qkv": (12288, 4096), "output": (4096, 4096), "gate_up": (22016, 4096), "down": (4096, 11008),
 }  # fmt: skip
+bench.option("--rows", nargs="+", type=int, default=[1, 16, 32, 64, 128, 256])
+bench.option("--shape", default="qwen2.5-7b", help="folder in bench/shapes, for decode")
+bench.option("--products", nargs="+", choices=list(PRODUCTS), default=list(PRODUCTS))
+bench.option("--group", type=int, default=128)
+bench.option("--tiny", action="store_true", help="use a tiny matrix, on the CPU")
 PROMPTS = (320, 512, 1024, 4096)
 FORMS = (  # outputs, warps, programs
     (32, 1, 16), (64, 2, 8), (64, 2, 6), (64, 2, 4), (128, 4, 4), (128, 4, 3), (128, 4, 2),
-    (64, 4, 4), (64, 4, 3), (128, 8, 2), (128, 8, 1),
+    (64, 4, 4),
+)  # fmt: skip
+LARGE_FORMS = (  # of more than 16 rows
+    (64, 4, 4), (64, 4, 3), (64, 4, 2), (128, 4, 2), (128, 8, 2), (128, 8, 1), (256, 8, 1),
 )  # fmt: skip
 ROTATED_BYTES = 400 * 2**20  # of matrices in turn, so that none stays in the L2 cache
 SCHEME = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
@@ -63,10 +67,11 @@ LINEAR_ROWS = 128  # up to which decodes of a 7B model use our kernel
 def candidates(rows: int) -> list[Int4Tile]:
     """Tiles of which one or two have all rows, and no more than half is padding if there are many."""
     few = max(rows, 8)
+    forms, kinds = (LARGE_FORMS, (False, True)) if rows > 16 else (FORMS, (False,))
     return [
-        Int4Tile(height, outputs, warps, stages, programs)
-        for height in (8, 16, 32, 64, 128, 256) if few / 2 <= height < 2 * few
-        for outputs, warps, programs in FORMS for stages in (2, 3, 4)
+        Int4Tile(height, outputs, warps, stages, programs, scales)
+        for height in (8, 16, 32, 64, 128) if few / 2 <= height < 2 * few
+        for outputs, warps, programs in forms for stages in (2, 3, 4) for scales in kinds
     ]  # fmt: skip
 
 
@@ -116,7 +121,7 @@ def products(asked: Namespace) -> tuple[dict[str, tuple[int, int]], str, rooflin
     torch.manual_seed(0)
     if asked.tiny:
         return {"tiny": (96, 512)}, "cpu", roofline.Ceilings(bandwidth=1e10, flops=1e11)
-    return PRODUCTS, "cuda", roofline.measured()
+    return {name: PRODUCTS[name] for name in asked.products}, "cuda", roofline.measured()
 
 
 @bench.part

@@ -169,7 +169,7 @@ def test_every_row_has_as_many_experts_whatever_the_router_says(ranked: int) -> 
 
 def chosen_by(lists: routing.Lists, rows: int, chosen: int) -> Tensor:
     """The expert of each place of each row, whose pairs are in the order of rows and listed once."""
-    experts = torch.full((rows * chosen,), -1)
+    experts = torch.full((rows * chosen,), -1, device=lists.counts_e.device)
     for expert, (count, pairs) in enumerate(zip(*lists, strict=True)):
         own = pairs[:count].long()
         assert own.tolist() == sorted(own.tolist()) and (experts[own] == -1).all()

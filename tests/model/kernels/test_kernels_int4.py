@@ -59,17 +59,19 @@ def test_dequantized_numbers_are_rounded_once(name: str) -> None:
     assert torch.equal(dequantized(packed, torch.float16), wide.half())
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("programs", "scales"), [(1, False), (2, True), (3, False), (5, True)])
 @pytest.mark.parametrize(("name", "rows"), [*zip(SHAPES, (1, 5, 16, 20, 3, 2), strict=True)])
 def test_products_are_those_of_the_dequantized_matrix(
-    name: str, rows: int, parts: int, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, programs: int, scales: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int4, "num_parts", lambda *_: min(parts, -(-SHAPES[name][1] // 256)))
+    """However the blocks of all tiles are divided among programs."""
+    num_blocks = -(-SHAPES[name][0] // 32) * -(-SHAPES[name][1] // 256) * -(-rows // 16)
+    monkeypatch.setattr(int4, "num_programs", lambda *_: min(programs, num_blocks))
     packed, wide = matrix(*SHAPES[name])
     x, residual, bias = (
         draw(1, rows, wide.shape[1]), draw(2, rows, len(wide)), draw(3, len(wide))
     )  # fmt: skip
-    tile = Int4Tile(16, 64, warps=4, stages=1, programs=1)
+    tile = Int4Tile(16, 32, warps=4, stages=1, programs=1, scales_numbers=scales)
     packed, options = packed._replace(bias_n=bias), {"bias_n": bias}
     expected = linear_reference.linear(x.float(), wide, residual_mn=residual, **options)
     found = int4_linear(
@@ -78,6 +80,7 @@ def test_products_are_those_of_the_dequantized_matrix(
     assert distance(found, expected) < LIMIT
     expected = linear_reference.linear(x.float(), wide, is_gated=True, **options)
     assert distance(int4_linear(x, packed, is_gated=True, tile=tile), expected) < LIMIT
+    assert not int4._counters(x.device).any(), "the next product counts from zero"
 
 
 def test_every_tile_multiplies_up_to_its_rows() -> None:

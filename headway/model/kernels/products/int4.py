@@ -3,18 +3,23 @@
 Few rows are bound by the bytes of the matrix, so it stays in 4 bits up to the registers. There
 q - zero, which bfloat16 has exactly, is multiplied; the sum over a group is scaled in float32. The
 outputs are the first operand of the tensor cores and the rows, which may be few, the second one: 8
-rows are no waste. A matrix of few outputs is summed in parts of the inputs, which wide_linear.py adds
-in order. For many rows it is cheaper to write the dequantized matrix once, for cuBLAS.
+rows are no waste. With many rows (q - zero) * scale is multiplied, rounded: one sum is less to keep.
+For more it is cheaper to write the dequantized matrix once, for cuBLAS.
+
+All programs run at once and have equal shares of the work: the blocks of a tile, then those of the
+next tile. Of programs that share a tile, the last one to arrive adds up what each of them stored, in
+the order of the inputs, so the sum does not depend on who that is.
 
 A word has 8 numbers that are PLANE inputs apart: so a plane, the numbers at one place of PLANE words,
 consists of consecutive inputs with one scale, and unpacking moves nothing between threads.
 
-Shapes: M rows, N outputs, K inputs, B blocks of 8 planes, W words, G groups, P parts of the inputs.
+Shapes: M rows, N outputs, K inputs, B blocks of 8 planes, W words, G groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from math import gcd
 from typing import NamedTuple
 
@@ -28,7 +33,7 @@ from headway.model.kernels.activation import GATES
 from headway.model.kernels.launch import begin, ceil_div, is_compiling, launch_options, launched
 from headway.model.kernels.products.epilogue import finish, load_ends
 from headway.model.kernels.products.tiles import device_limits
-from headway.model.kernels.products.wide_linear import fetch_ahead, sum_parts
+from headway.model.kernels.products.wide_linear import fetch_ahead
 
 PLANE = 32  # inputs; groups are multiples of it
 BLOCK = 8 * PLANE
@@ -37,8 +42,8 @@ BLOCK = 8 * PLANE
 class Int4Tile(NamedTuple):
     """The part of a product that a program computes.
 
-    `programs` run at a time on a multiprocessor: its registers are divided among them, and the inputs
-    among as many as fill all multiprocessors once.
+    `programs` run at a time on a multiprocessor; its registers are divided among them. With
+    `scales_numbers`, (q - zero) * scale is multiplied.
     """
 
     rows: int
@@ -46,18 +51,21 @@ class Int4Tile(NamedTuple):
     warps: int
     stages: int
     programs: int
+    scales_numbers: bool = False
 
 
-# By the most rows that they are for.
+# By the most rows that they are for; the fastest on an H200 with the shapes of Llama-2-7B.
 TILES = {
-    8: Int4Tile(8, 64, warps=2, stages=3, programs=6),
-    16: Int4Tile(16, 128, warps=4, stages=3, programs=3),
-    64: Int4Tile(32, 128, warps=4, stages=3, programs=2),
-    128: Int4Tile(64, 128, warps=4, stages=2, programs=2),
+    8: Int4Tile(8, 64, warps=2, stages=3, programs=4),
+    16: Int4Tile(16, 64, warps=2, stages=3, programs=4),
+    32: Int4Tile(32, 128, warps=4, stages=3, programs=2),
+    128: Int4Tile(64, 128, warps=4, stages=2, programs=2, scales_numbers=True),
 }
 MAX_ROWS = 256  # with more, cuBLAS multiplies the dequantized matrix
 DEQUANTIZED = 16  # outputs of a program
 REGISTERS = 1 << 16  # of a multiprocessor
+MIN_BLOCKS = 2  # of a program
+NUM_COUNTERS = 1 << 16
 FETCHED = tl.constexpr(3)  # blocks, while the previous kernel still runs
 
 
@@ -141,6 +149,15 @@ def _pairs(words, PLACE: tl.constexpr, zero_n):
 
 
 @triton.jit
+def _scaled(a, scale_n):
+    """a * scale in bfloat16, two numbers at a time."""
+    given = [a, scale_n.to(tl.bfloat16)[:, None]]
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", given, dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
 def _scales(scale_gn, zero_gn, start, near_n, num_outputs, K: tl.constexpr, GROUP: tl.constexpr):
     """The zero and scale of some outputs for the group of an input; padding has that of the last."""
     place = (tl.minimum(start, K - 1) // GROUP).to(tl.int64) * num_outputs + near_n
@@ -161,78 +178,147 @@ def _block_scales(
     return found
 
 
+@triton.jit
+def _add_block(
+    total, words, x, is_row, start, scales, K: tl.constexpr, PLANE: tl.constexpr,
+    PLANES: tl.constexpr, IN_PAIRS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """`total` plus the products of a block; `x` points to input 0, and `start` is its first input."""
+    k = tl.arange(0, PLANE)[:, None]
+    for plane in tl.static_range(0, 8, PLANES):  # of one group
+        zero, scale = scales[2 * (plane // PLANES)], scales[2 * (plane // PLANES) + 1]
+        unscaled = tl.zeros_like(total)
+        for each in tl.static_range(plane, plane + PLANES):
+            at, is_given = start + each * PLANE, is_row[None, :]
+            if K % (8 * PLANE):
+                is_given = is_given & (k < K - at)
+            b = tl.load(x + at, mask=is_given, other=0.0)
+            if IN_PAIRS:
+                a = (
+                    _scaled(_pairs(words, each, zero), scale)
+                    if SCALES
+                    else _pairs(words, each, zero)
+                )
+            else:
+                factor = scale[:, None] if SCALES else 1.0
+                a = (_numbers(words, each, zero[:, None]) / 16 ** (each % 4) * factor).to(b.dtype)
+            if SCALES:
+                total = tl.dot(a, b, total, input_precision="ieee")
+            else:
+                unscaled = tl.dot(a, b, unscaled, input_precision="ieee")
+        if not SCALES:
+            total = tl.fma(unscaled, scale[:, None], total)
+    return total
+
+
+@triton.jit
+def _first_block(program, num_blocks):
+    """The first of all blocks, counted through the tiles, that a program has."""
+    return program * num_blocks // tl.num_programs(0)
+
+
+@triton.jit
+def _program_of(block, num_blocks):
+    """The program that has this block."""
+    return ((block + 1) * tl.num_programs(0) - 1) // num_blocks
+
+
+@triton.jit
+def _joined(total, tile, start, parts, counters, num_blocks, BLOCKS: tl.constexpr):
+    """Store a part of a tile; returns the whole tile and True to the last of its programs.
+
+    `start` is the first block of this program.
+    """
+    N: tl.constexpr = total.shape[0]
+    M: tl.constexpr = total.shape[1]
+    AT_ONCE: tl.constexpr = 8 if N * M <= 1024 else 1  # loads that do not wait for each other
+    place = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
+    program = tl.program_id(0)
+    # A program has at most two parts of tiles: of its first tile, and of its last one.
+    part = 2 * program + (start < tile * BLOCKS).to(tl.int32)
+    tl.store(parts + part.to(tl.int64) * (N * M) + place, total)
+    first = _program_of(tile * BLOCKS, num_blocks)
+    last = _program_of(tile * BLOCKS + BLOCKS - 1, num_blocks)
+    tl.debug_barrier()  # then the counter says that all threads have stored
+    is_last = tl.atomic_add(counters + tile, 1) == last - first
+    if is_last:
+        tl.store(counters + tile, 0)
+        total = tl.zeros((N, M), tl.float32)
+        for some in tl.range(first, last + 1, AT_ONCE, num_stages=1):
+            for other in tl.static_range(AT_ONCE):
+                is_next = _first_block(some + other, num_blocks) < tile * BLOCKS
+                part = 2 * (some + other) + is_next.to(tl.int32)
+                home = parts + part.to(tl.int64) * (N * M) + place
+                # Past the first cache: other multiprocessors have written it.
+                is_part = some + other <= last
+                total += tl.load(home, mask=is_part, other=0.0, cache_modifier=".cg")
+    return total, is_last
+
+
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
-    x_mk, words_bnw, scale_gn, zero_gn, bias_n, residual_mn, out_mn, parts_pmn,
+    x_mk, words_bnw, scale_gn, zero_gn, bias_n, residual_mn, out_mn, parts, counters,
     num_rows, num_outputs, x_stride, out_stride,
     K: tl.constexpr, GROUP: tl.constexpr, PLANE: tl.constexpr, PLANES: tl.constexpr,
-    PARTS: tl.constexpr, IN_PAIRS: tl.constexpr, IS_GATED: tl.constexpr,
+    IN_PAIRS: tl.constexpr, SCALES: tl.constexpr, IS_GATED: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One tile, summed over one part of the inputs. Row tiles of the same outputs are consecutive.
+    """The blocks of a program. Row tiles of the same outputs are consecutive.
 
     PLANES consecutive planes have one scale.
     """
     BLOCK: tl.constexpr = 8 * PLANE
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    SPAN: tl.constexpr = (BLOCKS + PARTS - 1) // PARTS
-    num_row_tiles, part = tl.cdiv(num_rows, ROWS), tl.program_id(1)
-    first = tl.program_id(0) // num_row_tiles * OUTPUTS
-    m, n = (
-        tl.program_id(0) % num_row_tiles * ROWS + tl.arange(0, ROWS),
-        first + tl.arange(0, OUTPUTS),
-    )
-    is_row, near_m, near_n = m < num_rows, (m % num_rows).to(tl.int64), n % num_outputs
+    num_row_tiles = tl.cdiv(num_rows, ROWS)
+    num_blocks = num_row_tiles * tl.cdiv(num_outputs, OUTPUTS) * BLOCKS
+    low, high = (
+        _first_block(tl.program_id(0), num_blocks), _first_block(tl.program_id(0) + 1, num_blocks)
+    )  # fmt: skip
     k = tl.arange(0, PLANE)
-    x = x_mk + near_m[None, :] * x_stride + k[:, None]
-    # They are read one block ahead: Triton does so only with what is multiplied.
-    ahead = _block_scales(
-        scale_gn, zero_gn, part * SPAN, near_n, num_outputs, K, GROUP, PLANE, PLANES
-    )
     if CHAINED:
-        for block in tl.static_range(FETCHED):
-            line = (tl.minimum(part * SPAN + block, BLOCKS - 1) * num_outputs + near_n).to(tl.int64)
-            fetch_ahead(words_bnw + line * PLANE, 1)
+        first = low // BLOCKS // num_row_tiles * OUTPUTS
+        near_n = (first + tl.arange(0, OUTPUTS)) % num_outputs
+        for later in tl.static_range(FETCHED):
+            line = tl.minimum(low % BLOCKS + later, BLOCKS - 1) * num_outputs + near_n
+            fetch_ahead(words_bnw + line.to(tl.int64) * PLANE, 1)
     begin(CHAINED)
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for block in range(part * SPAN, tl.minimum(part * SPAN + SPAN, BLOCKS)):
-        scales = ahead
-        ahead = _block_scales(
-            scale_gn, zero_gn, block + 1, near_n, num_outputs, K, GROUP, PLANE, PLANES
-        )
-        place = (block * num_outputs + near_n).to(tl.int64) * PLANE
-        words = tl.load(words_bnw + place[:, None] + k[None, :])
-        for plane in tl.static_range(0, 8, PLANES):  # of one group
-            start = block * BLOCK + plane * PLANE
-            zero, scale = scales[2 * (plane // PLANES)], scales[2 * (plane // PLANES) + 1]
-            unscaled = tl.zeros((OUTPUTS, ROWS), tl.float32)
-            for each in tl.static_range(PLANES):
-                at = start + each * PLANE
-                is_given = is_row[None, :]
-                if K % BLOCK:
-                    is_given = is_given & (k[:, None] < K - at)
-                b = tl.load(x + at, mask=is_given, other=0.0)
-                if IN_PAIRS:
-                    a = _pairs(words, plane + each, zero)
-                else:
-                    shifted = _numbers(words, plane + each, zero[:, None])
-                    a = (shifted / 16 ** ((plane + each) % 4)).to(b.dtype)
-                unscaled = tl.dot(a, b, unscaled, input_precision="ieee")
-            total = tl.fma(unscaled, scale[:, None], total)
-    total_mn = tl.trans(total)
-    if PARTS == 1:
-        bias, residual = load_ends(
-            first, bias_n, residual_mn, near_m, is_row, num_outputs, out_stride, IS_GATED, OUTPUTS
-        )
-        finish(
-            total_mn, first, 1.0, bias, residual, None, bias_n, residual_mn, out_mn, near_m, is_row,
-            num_outputs, out_stride, IS_GATED,
+    for tile in tl.range(low // BLOCKS, tl.cdiv(high, BLOCKS), num_stages=1):
+        first = tile // num_row_tiles * OUTPUTS
+        m = tile % num_row_tiles * ROWS + tl.arange(0, ROWS)
+        is_row, near_m = m < num_rows, (m % num_rows).to(tl.int64)
+        near_n = (first + tl.arange(0, OUTPUTS)) % num_outputs
+        x = x_mk + near_m[None, :] * x_stride + k[:, None]
+        start, end = (
+            tl.maximum(low - tile * BLOCKS, 0), tl.minimum(high - tile * BLOCKS, BLOCKS)
         )  # fmt: skip
-    else:
-        home = (part * num_rows + m)[:, None] * num_outputs + n[None, :]
-        is_inside = is_row[:, None] & (n < num_outputs)[None, :]
-        tl.store(parts_pmn + home, total_mn, mask=is_inside)
+        # They are read one block ahead: Triton does so only with what is multiplied.
+        ahead = _block_scales(
+            scale_gn, zero_gn, start, near_n, num_outputs, K, GROUP, PLANE, PLANES
+        )
+        total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        for block in range(start, end):
+            scales = ahead
+            ahead = _block_scales(
+                scale_gn, zero_gn, block + 1, near_n, num_outputs, K, GROUP, PLANE, PLANES
+            )
+            place = (block * num_outputs + near_n).to(tl.int64) * PLANE
+            words = tl.load(words_bnw + place[:, None] + k[None, :])
+            total = _add_block(
+                total, words, x, is_row, block * BLOCK, scales, K, PLANE, PLANES, IN_PAIRS, SCALES
+            )
+        is_whole = end - start == BLOCKS
+        if not is_whole:
+            total, is_whole = _joined(total, tile, low, parts, counters, num_blocks, BLOCKS)
+        if is_whole:
+            bias, residual = load_ends(
+                first, bias_n, residual_mn, near_m, is_row, num_outputs, out_stride, IS_GATED,
+                OUTPUTS,
+            )  # fmt: skip
+            finish(
+                tl.trans(total), first, 1.0, bias, residual, None, bias_n, residual_mn, out_mn,
+                near_m, is_row, num_outputs, out_stride, IS_GATED,
+            )  # fmt: skip
 
 
 @launched
@@ -271,12 +357,20 @@ def dequantized(matrix: Int4Matrix, dtype: torch.dtype) -> Tensor:
     return out_nk
 
 
-def num_parts(tile: Int4Tile, matrix: Int4Matrix) -> int:
-    """The most parts of the inputs with which all programs of a row tile run at once; at most 16."""
-    wanted = tile.programs * device_limits()[0] // ceil_div(matrix.num_outputs, tile.outputs)
-    num_blocks = len(matrix.words_bnw)
-    parts = max(1, min(16, wanted, num_blocks))
-    return ceil_div(num_blocks, ceil_div(num_blocks, parts))  # none is empty
+def num_programs(tile: Int4Tile, matrix: Int4Matrix, num_rows: int) -> int:
+    """As many as run at once, each with at least MIN_BLOCKS."""
+    num_tiles = ceil_div(min(num_rows, MAX_ROWS), tile.rows) * ceil_div(
+        matrix.num_outputs, tile.outputs
+    )
+    assert num_tiles <= NUM_COUNTERS, f"{num_tiles} tiles are more than {NUM_COUNTERS}"
+    num_blocks = num_tiles * len(matrix.words_bnw)
+    return max(1, min(tile.programs * device_limits()[0], num_blocks // MIN_BLOCKS))
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """One for each tile; they are zeros before and after a product."""
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def _registers(tile: Int4Tile) -> int:
@@ -323,22 +417,16 @@ def _launch(
     tile: Int4Tile,
     gate: int,
 ) -> None:
-    num_rows, num_outputs, parts = len(x_mk), matrix.num_outputs, num_parts(tile, matrix)
+    num_rows, num_outputs, device = len(x_mk), matrix.num_outputs, x_mk.device
     stage = 4 * tile.outputs * PLANE + x_mk.itemsize * tile.rows * BLOCK  # bytes
     stages = max(1, min(tile.stages, device_limits()[1] // stage))
-    shape, parts_pmn = (parts, min(num_rows, MAX_ROWS), num_outputs), None
-    if parts > 1:
-        parts_pmn = torch.empty(shape, dtype=torch.float32, device=x_mk.device)
-    ends = matrix.bias_n, residual_mn, out_mn
+    programs = num_programs(tile, matrix, num_rows)
+    parts = torch.empty((2 * programs, tile.outputs, tile.rows), device=device)
     planes = gcd(matrix.group, BLOCK) // PLANE
     in_pairs = x_mk.dtype == torch.bfloat16 and x_mk.is_cuda
-    num_programs = ceil_div(num_outputs, tile.outputs) * ceil_div(num_rows, tile.rows)
-    _product[(num_programs, parts)](
-        x_mk, *matrix[:3], *ends, parts_pmn, num_rows, num_outputs, x_mk.stride(0),
-        out_mn.stride(0), matrix.num_inputs, matrix.group, PLANE, planes, parts, in_pairs, gate,
-        tile.rows, tile.outputs, maxnreg=_registers(tile),
-        **launch_options(tile.warps, stages, fuses=False),
+    _product[(programs,)](
+        x_mk, *matrix[:3], matrix.bias_n, residual_mn, out_mn, parts, _counters(device), num_rows,
+        num_outputs, x_mk.stride(0), out_mn.stride(0), matrix.num_inputs, matrix.group, PLANE,
+        planes, in_pairs, tile.scales_numbers, gate, tile.rows, tile.outputs,
+        maxnreg=_registers(tile), **launch_options(tile.warps, stages, fuses=False),
     )  # fmt: skip
-    if parts_pmn is not None:
-        given = (*ends, None, num_rows, num_outputs, 0.0)
-        sum_parts(parts_pmn, None, given, (matrix.num_inputs, 1, 1, gate), tile.outputs)
