@@ -11,7 +11,7 @@ kernels  microseconds of each kernel of a layer's experts by rows, in a CUDA gra
          kernels of one layer after those of another, as a model without attention runs them: it
          counts the waiting of kernels for each other. `error` is the distance of a layer's output
          from float32 over its norm; the report is not ok above 0.01. Up to 8 rows are measured both
-         listed by expert and not (`few`; the package decodes up to MAX_FEW rows so)
+         listed by expert and not (`few`; see max_few in products/experts.py)
 tiles    the same for the two products with each candidate, the fastest first; `chosen` is the tile of
          the package (products/grouped.py, products/experts.py)
 decode   output tokens per second of 1 to 256 requests of 256 prompt and 128 output tokens, prompts

@@ -34,7 +34,7 @@ from headway.model.kernels.attention.decode import HeadTransform, decode_attenti
 from headway.model.kernels.attention.rotary import rotate_and_store
 from headway.model.kernels.attention.scoring import Scoring
 from headway.model.kernels.norm import add_normed, norm_in_place, rms_norm
-from headway.model.kernels.products.experts import MAX_FEW, ExpertRows
+from headway.model.kernels.products.experts import ExpertRows, max_few
 from headway.model.kernels.products.gated import gated_product
 from headway.model.kernels.products.grouped import Stack
 from headway.model.kernels.products.linear import linear, num_squares, row_squares
@@ -48,7 +48,7 @@ ROUTER_TILE = Tile(64, 32, 64, slices=1, warps=4, stages=3)  # of prompts
 class GpuPass(ForwardPass):
     """One batch; `attention` is that of decodes."""
 
-    max_few_experts = 0  # rows whose experts are not listed
+    is_fused = False
 
     def __init__(self, given: PassArguments, shard: Shard | None = None) -> None:
         self._config, self._batch, self._blocks = given[:3]
@@ -67,10 +67,11 @@ class GpuPass(ForwardPass):
         logits = torch.empty((len(x), width), dtype=torch.float32, device=x.device)
         product(rows, experts.router, out_mn=logits)
         (gate_up,), (down,) = experts.gate_up, experts.down
+        stack = stack_of(gate_up)
         routed = ExpertRows(
-            rows, logits, stack_of(gate_up), stack_of(down), num_chosen=about.num_chosen,
+            rows, logits, stack, stack_of(down), num_chosen=about.num_chosen,
             normalizes=about.normalizes, activation=self._config.activation,
-            max_few=self.max_few_experts, **norm,
+            max_few=max_few(stack) if self.is_fused else 0, **norm,
         )  # fmt: skip
         shared = product(rows, layer.gate_up, is_gated=True) if about.shared_width else None
         if shared is not None and about.has_shared_gate:
@@ -134,7 +135,7 @@ class Squares:
 class FusedDecodePass(GpuPass):
     """A batch of decodes only, with few rows: fused kernels."""
 
-    max_few_experts = MAX_FEW
+    is_fused = True
 
     def __init__(self, given: PassArguments, shard: Shard | None = None) -> None:
         super().__init__(given, shard)
