@@ -1,4 +1,4 @@
-"""The configuration of a scheduler: six slots that hold policies, and a few numbers.
+"""The configuration of a scheduler: slots that hold policies, and a few numbers.
 
 This file says what a policy may read (`SchedulerView`), what a batching rule may do (`StepActions`)
 and which signature each slot has. The ready-made policies are in scheduler/policies/, one file for
@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from headway.checks import Checked, count
 from headway.errors import ConfigError
 from headway.request import Request
+from headway.step_cost import StepWork
 
 
 class SchedulerView(Protocol):
@@ -89,6 +90,23 @@ class Headroom(int):
     base: float = math.inf  # none of them is for recent preemptions
 
 
+class DraftStep(Protocol):
+    """What a draft rule may read of the step under construction."""
+
+    @property
+    def work(self) -> StepWork: ...  # of all decodes, and of the drafts so far
+    @property
+    def tokens(self) -> float: ...  # expected to be kept of them
+    def acceptance(self, request: Request) -> float: ...  # probability that its next draft is right
+
+
+class Drafter(Protocol):
+    """Makes drafts. It may keep what it needs of requests that run or have ended."""
+
+    def propose(self, request: Request, most: int) -> Sequence[int]: ...  # may follow its tokens
+    def forget(self, request: Request) -> None: ...  # it has ended, or its output was discarded
+
+
 BatchingRule = Callable[[StepActions], None]
 # (tokens wanted, tokens left, first of its step). A rule that limits the time of a step has a method
 # `most_tokens` as well: (tokens wanted, work of the step so far, first token) -> tokens that fit.
@@ -97,6 +115,8 @@ ChunkRule = Callable[[int, int, bool], int]
 HeadroomRule = Callable[[Request, SchedulerView], int]
 VictimRule = Callable[[Request, SchedulerView], Any]  # a key; the largest is preempted first
 # True: keep the computed tokens on the host; "discard": drop the output as well.
+DraftRule = Callable[[Request, DraftStep], int]  # draft tokens; see policies/draft.py
+DrafterRule = Callable[[], Drafter]  # makes a drafter, for one scheduler
 SwapRule = Callable[[Request, SchedulerView], bool | Literal["discard"]]
 
 
@@ -111,6 +131,8 @@ class Config(Checked):
     headroom: HeadroomRule
     victim: VictimRule
     swap: SwapRule
+    draft: DraftRule | None = None  # None: no drafts
+    drafter: DrafterRule | None = None  # None: scheduler.drafting has a default
     max_num_seqs: int = count(256, 1, 1 << 20)  # running requests
     max_num_batched_tokens: int = count(8192, 1, (1 << 31) - 1)  # computed in one step
     num_scheduler_steps: int = count(1, 1, 1 << 16)  # decode steps per plan if none waits

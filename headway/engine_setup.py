@@ -19,7 +19,7 @@ from headway.parallel.executor import ParallelExecutor
 from headway.parallel.ranks import ended_on_error
 from headway.record.writer import JournalWriter, header, open_journal
 from headway.scheduler import Scheduler
-from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.costs import StepCosts
 from headway.scheduler.policies.swap import swap_if_cheaper
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from headway.executor.gpu.executor import GpuExecutor
 
     ModelExecutor = CpuExecutor | GpuExecutor | ParallelExecutor
+
+DRAFT_SECONDS = 0.05  # steps up to about this time are measured for draft rules
 
 
 def start_executor(
@@ -62,16 +64,20 @@ def make_engine(
 
 
 def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = True) -> Config:
-    """The config; `swap_if_cheaper` and `hold_tbt` without times get those of this device.
+    """The config; `swap_if_cheaper` and rules with StepCosts get the times of this device.
+
+    Rules that were given times keep them.
 
     Without `has_swap`, the swap rule keeps its times: a CPU copies blocks within its own memory.
     """
     if has_swap and config.swap == swap_if_cheaper() and config.num_host_blocks:
         config = replace(config, swap=swap_if_cheaper(**measured(executor, config)._asdict()))
     chunk = config.chunk
-    if isinstance(chunk, hold_tbt) and chunk.has_default_costs:
-        costs = measured_step(executor, config, chunk.seconds)
-        config = replace(config, chunk=chunk.with_costs(costs))
+    for name, seconds in (("chunk", getattr(chunk, "seconds", 0.0)), ("draft", DRAFT_SECONDS)):
+        rule = getattr(config, name)
+        if isinstance(rule, StepCosts) and rule.has_default_costs:
+            costs = measured_step(executor, config, seconds)
+            config = replace(config, **{name: rule.with_costs(costs)})
     return config
 
 

@@ -97,6 +97,10 @@ class Completed:
             first = _num_repeated(request, kept) if request.history.num_discarded else 0
             if first < kept:
                 yield request, [int(column[row]) for column in columns[first:kept]]
+        for draft, tokens in zip(plan.drafts, self.result.draft_tokens, strict=True):
+            first = _num_repeated(draft.request, len(tokens))
+            if tokens[first:]:
+                yield draft.request, tokens[first:]
         sampled = (c.request for c in plan.chunks if c.is_last)
         for request, token in zip(sampled, self.result.first_tokens, strict=True):
             if plan.tokens_kept.get(request, 1) and not _num_repeated(request, 1):

@@ -78,6 +78,8 @@ class EngineOptions(Checked):
     headroom: Any = None
     victim: Any = None
     swap: Any = None
+    draft: Any = None
+    drafter: Any = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     num_scheduler_steps: int | None = None

@@ -39,6 +39,22 @@ class Chunk(NamedTuple):
     is_last: bool  # the known tokens end here, so the next token is sampled
 
 
+class Draft(NamedTuple):
+    """Compute the last token of a decoding request, and drafts of the tokens after it.
+
+    One token is sampled after each of these, up to the first that is not the next draft.
+    """
+
+    request: Request
+    start: int  # place of the last token
+    count: int  # drafts
+    tokens: tuple[int, ...] = ()  # the drafts; empty if the executor makes them
+
+    @property
+    def end(self) -> int:
+        return self.start + 1 + self.count
+
+
 class Admission(NamedTuple):
     """A request that starts to run, and the tokens that it need not compute."""
 
@@ -105,6 +121,7 @@ class Plan:
     new_blocks: list[tuple[Request, int]] = field(default_factory=list)  # blocks for decodes
     window_blocks: list[WindowBlocks] = field(default_factory=list)  # for decodes and chunks
     deferred: list[Request] = field(default_factory=list)  # decodes left out by the token budget
+    drafts: list[Draft] = field(default_factory=list)  # of requests that are not in `decodes`
     chunks: list[Chunk] = field(default_factory=list)
     copies_out: list[Copy] = field(default_factory=list)  # device to host
     copies_in: list[Copy] = field(default_factory=list)  # host to device
@@ -120,12 +137,24 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether an executor has nothing to do."""
-        return not (self.decodes or self.chunks or self.copies_out or self.copies_in)
+        work = self.decodes, self.drafts, self.chunks, self.copies_out, self.copies_in
+        return not any(work)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that compute tokens."""
+        others = (work.request for work in (*self.drafts, *self.chunks))
+        return [*self.decodes, *others]
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the first forward pass of this plan computes."""
-        return len(self.decodes) + self.num_prefill
+        return len(self.decodes) + self.num_drafted + self.num_prefill
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that requests with drafts compute."""
+        return sum([1 + draft.count for draft in self.drafts]) if self.drafts else 0
 
     @property
     def num_prefill(self) -> int:
@@ -169,3 +198,6 @@ class StepResult:
     extra: object = None  # logprobs, embeddings and the like; the scheduler does not read it
     failed: dict[Request, Failure] = field(default_factory=dict)
     num_builds: int = 0  # kernels compiled and graphs captured to launch it; it waited for them
+    # For each of the plan's drafts the tokens that were right, and the one sampled after them. Once
+    # the result is applied, those that the request gained.
+    draft_tokens: list[list[int]] = field(default_factory=list)

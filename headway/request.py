@@ -150,6 +150,11 @@ class History:
     group: str | None = None  # set by the queue's rule when the request is added
     num_discarded: int = 0  # most generated tokens that a preemption discarded
     max_num_computed: int = 0  # computing a token below this again is counted as recomputed
+    num_drafted: int = 0  # draft tokens that were computed for it
+    num_accepted: int = 0  # those that were right
+    acceptance: float = 0.5  # probability that the next draft is right, from the latest ones
+    drafts_from: int = 0  # no drafts are made before so many tokens are computed
+    num_misses: int = 0  # consecutive attempts without a draft
     resumed: tuple[int, ...] = ()  # tokens that another engine had generated when it was added
 
 

@@ -65,10 +65,26 @@ class StepWork(NamedTuple):
 
     def with_chunk(self, start: int, end: int, *, is_last: bool) -> StepWork:
         """The work with tokens [start, end) of a prompt in addition."""
+        return self._with_rows(start, end, int(is_last))
+
+    def with_draft(self, start: int, end: int) -> StepWork:
+        """The work with tokens [start, end) of a request in addition, after each of which is sampled."""
+        return self._with_rows(start, end, end - start)
+
+    def with_more_rows(self, start: int, count: int) -> StepWork:
+        """The work with `count` drafts of a request in addition, whose decode from `start` is in it."""
+        return StepWork(
+            self.tokens + count,
+            self.samples + count,
+            self.reads + count,
+            self.pairs + count * (start + (count + 3) / 2),
+        )
+
+    def _with_rows(self, start: int, end: int, samples: int) -> StepWork:
         count = end - start
         return StepWork(
             self.tokens + count,
-            self.samples + is_last,
+            self.samples + samples,
             self.reads + end,  # a later chunk reads the tokens of the earlier ones again
             self.pairs + count * (start + (count + 1) / 2),
         )
@@ -78,6 +94,8 @@ def work_of(plan: Plan) -> StepWork:
     """The work of a plan; also of one that is under construction."""
     num_rows, context = len(plan.decodes), plan.decode_context
     work = StepWork(num_rows, num_rows, context, float(context))
+    for draft in plan.drafts:
+        work = work.with_draft(draft.start, draft.end)
     for _, start, end, _, is_last in plan.chunks:
         work = work.with_chunk(start, end, is_last=is_last)
     return work

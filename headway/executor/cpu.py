@@ -83,14 +83,19 @@ class CpuExecutor:
         self, plan: Plan, chunks: list[Chunk], result: StepResult, extras: ExtraOutputs
     ) -> None:
         """Run one forward pass and sample its tokens."""
-        if not (plan.decodes or chunks):
+        if not (plan.decodes or plan.drafts or chunks):
             return
-        batch = self.rows.batch(plan.rows, chunks)
+        batch = self.rows.batch(plan.rows, chunks, plan.drafts)
         begun = time.perf_counter()
         output = self._output(batch)
         self.model_seconds += time.perf_counter() - begun
         last = [chunk.request for chunk in chunks if chunk.is_last]
         num_decodes, rows = len(plan.decodes), plan.rows
+        if plan.drafts:
+            self._sample_drafts(plan, output, num_decodes, result, extras)
+            others = np.arange(num_decodes + len(last))
+            others[num_decodes:] += plan.num_drafted
+            output = output.at(others)
         if last:
             first_tokens = np.array([request.row for request in last], dtype=np.intp)
             rows = np.concatenate([rows, first_tokens])
@@ -103,7 +108,7 @@ class CpuExecutor:
             extras.add_logprobs(logprobs, (*plan.decodes, *last))
         if chunks:
             self._finish_chunks(chunks, tokens[num_decodes:], result)
-            starts = batch.starts_s[num_decodes:-1].tolist()
+            starts = batch.starts_s[num_decodes + len(plan.drafts) : -1].tolist()
             extras.score_prompts(self.decoder, chunks, output.hidden, starts)
             extras.embeddings |= self.pooler.pool(self.decoder, chunks, output.hidden, starts)
 
@@ -115,6 +120,36 @@ class CpuExecutor:
                 batch, self.device_blocks, window_blocks=self.window_blocks
             )
         return self._forward()
+
+    def _sample_drafts(
+        self, plan: Plan, output: PassOutput, first: int, result: StepResult, extras: ExtraOutputs
+    ) -> None:
+        """Sample after the last token of each request, then after each draft that was right.
+
+        A token that may end the request is the last one.
+        """
+        places = first + np.cumsum([0, *(1 + draft.count for draft in plan.drafts[:-1])])
+        gained: list[list[int]] = [[] for _ in plan.drafts]
+        active, place = list(range(len(plan.drafts))), 0
+        while active:
+            drafts = [plan.drafts[i] for i in active]
+            rows = np.array([draft.request.row for draft in drafts], dtype=np.intp)
+            tokens = self._sample(output.at(places[active] + place), rows).tolist()
+            if logprobs := self.sampler.take_logprobs():
+                extras.add_logprobs(logprobs, [draft.request for draft in drafts])
+            if failed := self.sampler.grammars.take_failed(place):
+                result.failed = failed | result.failed
+            for i, token in zip(active, tokens, strict=True):
+                gained[i].append(token)
+            active = [
+                i for i, draft, token in zip(active, drafts, tokens, strict=True)
+                if place < draft.count and token == draft.tokens[place]
+                and token not in draft.request.stops
+            ]  # fmt: skip
+            place += 1
+        result.draft_tokens = gained
+        for draft, tokens in zip(plan.drafts, gained, strict=True):
+            self.rows.accept(draft, tokens)
 
     def _sample(self, output: PassOutput, rows: np.ndarray) -> np.ndarray:
         logits, shard = output.logits, self.decoder.shard

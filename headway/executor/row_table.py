@@ -7,13 +7,14 @@ use the same arrays again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from headway.model.batch import ForwardBatch
-from headway.plan import Chunk, Plan, Rows
+from headway.plan import Chunk, Draft, Plan, Rows
 from headway.request import Request
 
 
@@ -71,29 +72,31 @@ class RowTable:
         if self._latest is not None:
             self._latest.is_outdated = True
 
-    def batch(self, rows: Rows, chunks: list[Chunk]) -> ForwardBatch:
-        """Build the batch: decodes first, one token each, then the chunks.
+    def batch(
+        self, rows: Rows, chunks: Sequence[Chunk], drafts: Sequence[Draft] = ()
+    ) -> ForwardBatch:
+        """Build the batch: decodes first, one token each, then the drafts, then the chunks.
 
         A row at its limit still decodes with the others, but its key and value are not stored.
         Returns the same object again, with other values, for the same rows without chunks.
         """
         latest = self._latest
-        if latest is not None and latest.rows is rows and latest.num_left and not chunks:
+        if latest is not None and latest.rows is rows and latest.num_left and not (chunks or drafts):
             self._update(latest)
             return latest.batch
         columns, num_rows = self._decodes(rows), len(rows)
         starts, sampled = np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)
         ends, row_ids = (columns[1] + 1).astype(np.int32), rows
-        if chunks:
-            columns = tuple(
-                map(np.concatenate, zip(columns, *map(self._chunk, chunks), strict=True))
-            )
-            lengths = np.array([chunk.end - chunk.start for chunk in chunks])
+        if spans := [*drafts, *chunks]:
+            pieces = [*map(self._draft, drafts), *map(self._chunk, chunks)]
+            columns = tuple(map(np.concatenate, zip(columns, *pieces, strict=True)))
+            lengths = np.array([span.end - span.start for span in spans])
             starts = _joined(starts, num_rows + np.cumsum(lengths))
-            ends = _joined(ends, [chunk.end for chunk in chunks])
-            row_ids = _joined(rows, [chunk.request.row for chunk in chunks])
-            is_last = np.array([chunk.is_last for chunk in chunks])
-            sampled = _joined(sampled, starts[num_rows + 1 :][is_last] - 1)
+            ends = _joined(ends, [span.end for span in spans])
+            row_ids = _joined(rows, [span.request.row for span in spans])
+            sampled = np.arange(starts[num_rows + len(drafts)])  # decodes, and all of the drafts
+            is_last = np.array([chunk.is_last for chunk in chunks], dtype=bool)
+            sampled = _joined(sampled, starts[num_rows + len(drafts) + 1 :][is_last] - 1)
         tokens, positions, slots = map(torch.from_numpy, columns)
         longest = int(ends.max(initial=1))
         width = -(-longest // self.block_size)
@@ -110,7 +113,7 @@ class RowTable:
         if self.window is not None:
             batch.windowed = self._windowed(batch, row_ids, np.repeat(row_ids, np.diff(starts)))
         self._latest = None
-        if not chunks and self.window is None:
+        if not spans and self.window is None:
             last_positions, num_left = self.limits[rows] - 1, width * self.block_size - longest
             self._latest = LatestDecodes(
                 batch, rows, columns, ends, tables, last_positions, num_left
@@ -158,13 +161,29 @@ class RowTable:
         )
 
     def _chunk(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        request, size = chunk.request, self.block_size
-        positions = np.arange(chunk.start, chunk.end, dtype=np.int64)
-        slots = self.tables[request.row, positions // size].astype(np.int64) * size
-        slots += positions % size
+        request = chunk.request
+        positions, slots = self._places(request.row, chunk.start, chunk.end)
         slots[: chunk.store_from - chunk.start] = -1  # the shared block holds these already
         tokens = np.array(request.tokens[chunk.start : chunk.end], dtype=np.int64)
         return tokens, positions, slots
+
+    def _draft(self, draft: Draft) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        row = draft.request.row
+        tokens = np.array([self.last[row], *draft.tokens], dtype=np.int64)
+        return tokens, *self._places(row, draft.start, draft.end)
+
+    def _places(self, row: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions [start, end) and their slots."""
+        positions = np.arange(start, end, dtype=np.int64)
+        slots = self.tables[row, positions // self.block_size].astype(np.int64) * self.block_size
+        slots += positions % self.block_size
+        return positions, slots
+
+    def accept(self, draft: Draft, tokens: list[int]) -> None:
+        """Keep what was computed before the last of these tokens, which is the next input."""
+        row = draft.request.row
+        self.lengths[row], self.last[row] = draft.start + len(tokens), tokens[-1]
+        self.num_blocks[row] = -(-self.lengths[row] // self.block_size)
 
     def advance(self, rows: Rows, sampled: np.ndarray) -> None:
         """Advance every decode by one token, except rows that are at their limit."""

@@ -148,6 +148,28 @@ class KVCache:
                 self.window.extend(request, request.num_computed, request.num_computed + 1)
         return added
 
+    def num_slots(self, request: Request, num_more: int) -> int:
+        """Tokens for which a decoding request has blocks if it gets `num_more` for drafts.
+
+        The block that its next token needs is not one of them.
+        """
+        num_due = request.num_computed % self.block_size == 0
+        return (len(request.kv.blocks) + num_due + max(0, num_more)) * self.block_size
+
+    def extend(self, request: Request, end: int) -> list[tuple[Request, int]]:
+        """Give a request the blocks that tokens before `end` lack; the caller has checked them."""
+        blocks = request.kv.blocks
+        added = self.pool.take(max(0, -(-end // self.block_size) - len(blocks)))
+        blocks += added
+        return [(request, block) for block in added]
+
+    def cut(self, request: Request, end: int) -> None:
+        """Free the blocks of a request after those of tokens before `end`; they have no keys."""
+        blocks = request.kv.blocks
+        first = -(-end // self.block_size)
+        self.pool.drop(reversed(blocks[first:]))
+        del blocks[first:]
+
     def store(self, request: Request, start: int, end: int) -> int:
         """Hold and publish the blocks of tokens [start, end), which the plan computes.
 

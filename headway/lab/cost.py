@@ -21,7 +21,7 @@ from headway.checks import one_of, real_number, text, whole_number
 from headway.errors import ConfigError, FormatError
 from headway.lab.corrections import Corrections, factors
 from headway.plan import Plan
-from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.costs import StepCosts
 from headway.scheduler.policies.swap import swap_if_cheaper
 from headway.step_cost import UnitCosts, work_of
 
@@ -188,8 +188,13 @@ class Profile:
             pair=self.unit_costs.pair,
         )
 
-    def hold_tbt(self, rule: hold_tbt) -> hold_tbt:
-        """The chunk rule with this profile's times; scheduling between steps counts as fixed time."""
+    def with_costs(self, rule: T) -> T:
+        """The rule, with this profile's times if it needs times and has its default ones.
+
+        Scheduling between steps counts as fixed time.
+        """
+        if not isinstance(rule, StepCosts) or not rule.has_default_costs:
+            return rule
         fixed = self.unit_costs.fixed + self.machine.host_seconds
         return rule.with_costs(self.unit_costs._replace(fixed=fixed))
 

@@ -20,7 +20,6 @@ from headway.lab.workload.request import WorkloadRequest
 from headway.record.stats import RunStats
 from headway.record.writer import JournalWriter, Writable, header
 from headway.scheduler import Scheduler
-from headway.scheduler.policies.chunk import hold_tbt
 from headway.scheduler.policies.presets import read_preset
 from headway.scheduler.policies.swap import recompute, swap_if_cheaper
 from headway.scheduler.policies.text import READY_MADE
@@ -156,11 +155,10 @@ def config_for(
 
 
 def with_profile(config: Config, profile: Profile) -> Config:
-    """The config with the model's length limit and the times for `swap_if_cheaper` and `hold_tbt`."""
+    """The config with the model's length limit, and its times for the policies that need them."""
     length = min(config.max_model_len, profile.model.max_model_len)
-    swap, chunk = config.swap, config.chunk
+    swap = config.swap
     if swap == swap_if_cheaper():
         swap = profile.swap_if_cheaper()
-    if isinstance(chunk, hold_tbt) and chunk.has_default_costs:
-        chunk = profile.hold_tbt(chunk)
-    return replace(config, max_model_len=length, swap=swap, chunk=chunk)
+    chunk, draft = (profile.with_costs(rule) for rule in (config.chunk, config.draft))
+    return replace(config, max_model_len=length, swap=swap, chunk=chunk, draft=draft)

@@ -122,6 +122,7 @@ TIME_LIMIT = Call(
 )  # fmt: skip
 HEADROOM = Call("headroom", f"for {REQUEST}", _read_headroom, f"for {REQUEST}; return a number")
 VICTIM = Call("victim", f"for {REQUEST}", ordered, f"as the key of {REQUEST}; {ORDERED}")
+DRAFT = Call("draft", f"for {REQUEST}", index, f"for {REQUEST}; return a whole number")
 SWAP = Call("swap", f"for {REQUEST}", _read_swap, f'for {REQUEST}; return True, False or "discard"')
 
 
@@ -135,3 +136,4 @@ class Policies:
         self.headroom = checked(HEADROOM, config.headroom)
         self.victim = checked(VICTIM, config.victim)
         self.swap = checked(SWAP, config.swap)
+        self.draft = checked(DRAFT, config.draft) if config.draft is not None else None

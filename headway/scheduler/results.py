@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from headway.errors import ExecutorError
-from headway.plan import Column, Plan, StepResult
+from headway.plan import Column, Draft, Plan, StepResult
 from headway.request import Request
 from headway.scheduler.state import SchedulerState
 
@@ -25,6 +25,15 @@ def check_result(plan: Plan, result: StepResult) -> None:
             f"{num_first} first tokens; the executor returned {lengths} and "
             f"{len(result.first_tokens)}"
         )
+    counts = list(map(len, result.draft_tokens))
+    if len(counts) != len(plan.drafts) or any(
+        not 1 <= count <= draft.count + 1 for draft, count in zip(plan.drafts, counts, strict=True)
+    ):
+        wanted = [draft.count + 1 for draft in plan.drafts]
+        raise ExecutorError(
+            f"step {plan.step} samples at most {wanted} tokens after drafts, and at least one each; "
+            f"the executor returned {counts}"
+        )
 
 
 def apply_result(plan: Plan, result: StepResult, state: SchedulerState) -> list[Request]:
@@ -36,6 +45,8 @@ def apply_result(plan: Plan, result: StepResult, state: SchedulerState) -> list[
         finished += _finish_at_limit(plan, step, state)
     if not result.decode_tokens:
         finished += _finish_at_limit(plan, 0, state)
+    for draft, sampled in zip(plan.drafts, result.draft_tokens, strict=True):
+        finished += _apply_draft(draft, sampled, plan, state)
     return finished
 
 
@@ -43,9 +54,10 @@ def end_failed(
     plan: Plan, result: StepResult, finished: list[Request], state: SchedulerState
 ) -> list[Request]:
     """End the requests that the executor could not continue; returns those not in `finished`."""
-    ended = []
+    ended, drafts = [], zip(plan.drafts, result.draft_tokens, strict=True)
+    num_gained = {draft.request: len(tokens) for draft, tokens in drafts} | plan.tokens_kept
     for request, (step, reason, code) in result.failed.items():
-        if step >= plan.tokens_kept.get(request, plan.num_steps):
+        if step >= num_gained.get(request, plan.num_steps):
             continue  # it ended in an earlier step of the plan
         if request in finished:
             request.finish_reason = "error"
@@ -65,6 +77,38 @@ def _apply_first_tokens(plan: Plan, result: StepResult, state: SchedulerState) -
         if request not in plan.tokens_kept:
             request.flushed_tokens.append(token)
     return _finish_stopped(plan, 0, sampled, result.first_tokens, state) if sampled else []
+
+
+def _apply_draft(
+    draft: Draft, sampled: list[int], plan: Plan, state: SchedulerState
+) -> list[Request]:
+    """Hand out the tokens up to a stop token; returns the request if it ends with them."""
+    request, start = draft.request, draft.start
+    if request in plan.tokens_kept:  # it has ended
+        sampled.clear()
+        return []
+    if state.drafting is not None:
+        state.drafting.record(draft, len(sampled) - 1)
+    stop = _first_stop(request, sampled)
+    if stop is not None:
+        del sampled[stop + 1 :]
+    request.flushed_tokens.extend(sampled)
+    request.computed_base = start + len(sampled)
+    state.kv.cut(request, request.computed_base)
+    if stop is None and request.num_known < request.limit:
+        state.decode_batch.join(request)
+        return []
+    request.stop_token = None if stop is None else sampled[stop]
+    plan.tokens_kept[request] = len(sampled)
+    state.finish(request, "length" if stop is None else "stop")
+    return [request]
+
+
+def _first_stop(request: Request, sampled: list[int]) -> int | None:
+    """The place of the first token that stops the request."""
+    least = request.params.min_tokens - request.num_generated - 1
+    places = (i for i, token in enumerate(sampled) if token in request.stops and i >= least)
+    return next(places, None)
 
 
 def _deliver(plan: Plan, column: Column, state: SchedulerState) -> None:

@@ -126,6 +126,8 @@ class Scheduler:
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         state = self.state
         plan = Plan(state.num_steps)
+        if state.drafting is not None and state.drafting.must_wait(state):
+            return plan
         planned = Planned(plan, answers=Answers() if self.records_answers else None)
         state.planned, state.preempted = planned, plan.preempted
         state.queue.counters.start_step()
@@ -165,7 +167,7 @@ class Scheduler:
         ended: list[Request] = []
         state.preempted = []
         self.in_flight.clear()
-        failed = {r for p in plans for r in (*p.decodes, *(c.request for c in p.chunks))}
+        failed = {r for p in plans for r in p.requests}
         for request in [r for r in self.requests.values() if r in failed]:
             state.finish(request, "error", reason)
             ended.append(request)
@@ -217,6 +219,7 @@ class Scheduler:
         """The plan has work: it is in flight from now on."""
         state = self.state
         state.outputs.decay()
-        state.prefill_streak = 0 if planned.plan.decodes else state.prefill_streak + 1
+        has_decodes = planned.plan.decodes or planned.plan.drafts
+        state.prefill_streak = 0 if has_decodes else state.prefill_streak + 1
         state.num_steps += 1
         self.in_flight.append(planned)

@@ -18,6 +18,7 @@ from headway.kv.window import WindowCache
 from headway.plan import Admission, Chunk, Plan, Preemption
 from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
+from headway.scheduler.drafting import Drafting
 from headway.scheduler.fairness import group_of
 from headway.scheduler.policies.lengths import OutputStatistics
 from headway.scheduler.policy_calls import Policies
@@ -30,6 +31,7 @@ class SchedulerState:
     """All requests that are not finished, where they are, and the KV cache."""
 
     def __init__(self, config: Config) -> None:
+        self.drafting: Drafting | None = None
         self.use(config)
         window = WindowCache(config) if config.sliding_window else None
         self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks, window)
@@ -58,7 +60,12 @@ class SchedulerState:
 
     def use(self, config: Config) -> None:
         """Use the policies and numbers of a config; the waiting queue changes its rule itself."""
+        has_changed = self.drafting is None or config.drafter is not self.config.drafter
         self.config, self.policies = config, Policies(config)
+        if config.draft is None:
+            self.drafting = None
+        elif has_changed:
+            self.drafting = Drafting(config)
 
     def arrive(self, request: Request) -> None:
         """Count a new request that is in the queue."""
@@ -140,6 +147,8 @@ class SchedulerState:
         request.flushed_tokens = array("i")
         self.kv.trim_keys(request)
         self._drop_tokens_in_flight(request)
+        if self.drafting is not None:
+            self.drafting.forget(request)
 
     def _drop_tokens_in_flight(self, request: Request) -> None:
         for planned in self.in_flight:
@@ -170,6 +179,8 @@ class SchedulerState:
             if not self.stop_tokens[token]:
                 del self.stop_tokens[token]
         self.queue.counters.depart(group_of(request), self.num_steps)
+        if self.drafting is not None:
+            self.drafting.forget(request)
         if reason in ("stop", "length") and request.params.pooling is None:
             self.outputs.record(request)
 

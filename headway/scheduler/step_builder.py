@@ -25,7 +25,7 @@ class StepBuilder:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.plan.decodes or self.plan.chunks)
+        return not (self.plan.decodes or self.plan.drafts or self.plan.chunks)
 
     @property
     def num_decoding(self) -> int:
@@ -58,7 +58,7 @@ class StepBuilder:
     def decode(self, at_most: int | None = None) -> None:
         """Advance all decoding requests, as far as `at_most` and the token budget allow."""
         plan, state, batch = self.plan, self._state, self._state.decode_batch
-        if plan.decodes or not batch.members:
+        if plan.decodes or plan.drafts or not batch.members:
             return
         limit = state.tokens_left if at_most is None else min(at_most, state.tokens_left)
         plan.deferred = self._defer(max(0, limit)) if limit < len(batch.members) else []
@@ -67,13 +67,17 @@ class StepBuilder:
             self._admissions.had_to_preempt = True
             state.preempt(self._choose_victim(), num_due=len(due))
             due = batch.due()
+        if state.drafting and batch.members and not (state.in_flight or plan.preempted):
+            state.drafting.plan(plan, state, limit - len(batch.members))
+            state.tokens_left -= plan.num_drafted
+            due = batch.due()
         if batch.members:
             members = batch.batch
             plan.decodes, plan.rows = members.requests, members.rows
             plan.decode_context = batch.context
             state.tokens_left -= len(plan.decodes)
             self._advance(due)
-            if state.config.num_scheduler_steps > 1:
+            if state.config.num_scheduler_steps > 1 and not plan.drafts:
                 self._advance_further()
         for request in plan.deferred:
             if request in state.running:

@@ -47,9 +47,9 @@ RULES = [
     ("queue", "earliest_deadline(slack={})", 0, None, None),
     (
         "chunk", "hold_tbt({})", 0, None,
-        "hold_tbt(seconds=0.1, weights=0.0092, token=7.5e-05, sample=5.6e-06, read=8e-08, "
-        "pair=2.8e-09, fixed=0.0015, min_attention=0.0003, overlap=1.0, exchange=0.0, prompt=0.0, "
-        "experts=0.0, unchosen=1.0)",
+        "hold_tbt(weights=0.0092, token=7.5e-05, sample=5.6e-06, read=8e-08, pair=2.8e-09, "
+        "fixed=0.0015, min_attention=0.0003, overlap=1.0, exchange=0.0, prompt=0.0, experts=0.0, "
+        "unchosen=1.0, seconds=0.1)",
     ),
     *(
         ("chunk", f"hold_tbt({name}={{}})", 0, 1 if name in ("overlap", "unchosen") else None, None)

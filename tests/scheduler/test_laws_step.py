@@ -323,8 +323,8 @@ def test_a_new_request_has_no_history() -> None:
     request = Request("a", [1, 2], RequestParams())
     counts = {f.name: getattr(request.history, f.name) for f in fields(request.history)}
     assert (counts.pop("serial"), counts.pop("admission"), counts.pop("group")) == (-1, -1, None)
-    assert counts.pop("resumed") == ()
-    assert set(counts.values()) == {0} and len(counts) == 7
+    assert counts.pop("resumed") == () and counts.pop("acceptance") == 0.5
+    assert set(counts.values()) == {0} and len(counts) == 11
     assert (request.row, request.num_computed) == (-1, 0)
     assert (request.num_generated, request.num_known) == (0, 2)
     assert (request.sample, request.arrival, request.limit, request.prefill_end) == (0, 0.0, 0, 0)

@@ -24,9 +24,10 @@ from headway.scheduler.policies import headroom
 from headway.scheduler.policies import queue as queues
 from headway.scheduler.policies.batching import prefill_first_charge_cached
 from headway.scheduler.policies.chunk import at_most, hold_tbt, split_any, whole
+from headway.scheduler.policies.draft import by_cost, fixed
 from headway.scheduler.policies.presets import SLOTS
 from headway.scheduler.policies.swap import swap, swap_if_cheaper
-from tests.support.shadow import EOS, VOCABULARY, Handle, ShadowExecutor, oracle
+from tests.support.shadow import EOS, VOCABULARY, Handle, ShadowExecutor, draw, fold, oracle
 from tests.support.window_shadow import WindowShadow
 
 Tamper = Callable[[Plan, Scheduler], None]
@@ -278,12 +279,51 @@ def with_window(rng: random.Random, config: Config) -> Config:
     return replace(config, num_host_blocks=0, sliding_window=window, num_window_blocks=count)
 
 
-def random_scenario(seed: int, async_scheduling: int, *, has_window: bool = False) -> Scenario:
-    """The scenario with this seed, of a model with or without sliding-window layers."""
+class WildDrafter:
+    """Drafts of which most, or few, or none are right."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng, self._share = rng, rng.choice((0.0, 0.5, 0.9, 1.0))
+        self.open: set[Request] = set()  # drafted for, and not forgotten
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        assert most > 0, "nothing is asked for"
+        self.open.add(request)
+        state, drafts = 0, list[int]()
+        for token in request.tokens:
+            state = fold(state, token)
+        for _ in range(self._rng.choice((0, most, most, most // 2))):
+            token = draw(state, request.params.sampling)  # type: ignore[arg-type]
+            if self._rng.random() > self._share:
+                token = self._rng.randrange(VOCABULARY)
+            state = fold(state, token)
+            drafts.append(token)
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        self.open.discard(request)
+
+
+def with_drafts(rng: random.Random, config: Config) -> Config:
+    """The config with a random draft rule, and drafts that may be right."""
+    rules: list[Any] = [
+        fixed(rng.randrange(1, 9)), by_cost(most=6), by_cost(most=4, weights=0.0, token=1e-3),
+        lambda request, step: rng.randrange(-1, 5),
+        lambda request, step: round(6 * step.acceptance(request)),
+    ]  # fmt: skip
+    return replace(config, draft=rng.choice(rules), drafter=lambda: WildDrafter(rng))
+
+
+def random_scenario(
+    seed: int, async_scheduling: int, *, has_window: bool = False, has_drafts: bool = False
+) -> Scenario:
+    """The scenario with this seed, of a model with or without sliding-window layers, and drafts."""
     rng = random.Random(seed)
     config = random_config(rng)
     if has_window:
         config = with_window(random.Random(seed), config)
+    if has_drafts:
+        config = with_drafts(random.Random(seed), config)
     scenario = Scenario(config, async_scheduling, random_requests(rng, config))
     for request in scenario.requests:
         if rng.random() < 0.12:
@@ -394,14 +434,22 @@ class ScenarioRun:
             if self._tamper:
                 self._tamper(plan, scheduler)
             self.pending.append((plan, self.executor.launch(plan)))
-        self._check_plan(plan)
+        if plan is scheduler.last_planned.plan:  # else it waits for the tokens of drafts
+            self._check_plan(plan)
         self._count(plan)
         self.check_now()
         return plan
 
     def _complete(self) -> None:
         plan, handle = self.pending.popleft()
-        completed = self.scheduler.complete(plan, handle.wait())
+        result = handle.wait()
+        for draft, tokens in zip(plan.drafts, result.draft_tokens, strict=True):
+            self.seen["drafts that were right"] += len(tokens) - 1
+            self.seen["drafts that were wrong"] += draft.count + 1 - len(tokens)
+        completed = self.scheduler.complete(plan, result)
+        for draft, tokens in zip(plan.drafts, result.draft_tokens, strict=True):
+            is_stopped = draft.request.finish_reason == "stop" and 0 < len(tokens) <= draft.count
+            self.seen["ends within drafts"] += is_stopped
         for request, tokens in completed.outputs():
             assert tokens, f"{request} is reported without tokens"
             self.outputs[request] += tokens
@@ -414,9 +462,7 @@ class ScenarioRun:
     def _abort(self, step: int, moment: str) -> None:
         for id in self.scenario.aborts.get((step, moment), ()):
             request = self.scheduler.requests.get(id)
-            in_flight = {
-                r for p, _ in self.pending for r in (*p.decodes, *(c[0] for c in p.chunks))
-            }
+            in_flight = {request for plan, _ in self.pending for request in plan.requests}
             assert self.scheduler.abort(id) == (request is not None)
             if request is not None:
                 self.seen["aborts"] += 1
@@ -556,6 +602,9 @@ class ScenarioRun:
             self.swapped.discard(request)
             seen["resumed from cache"] += is_resume and num_cached > 0
             seen["full hits"] += num_cached == request.num_prompt - 1 and num_cached % size > 0
+        seen["drafts beside decodes"] += bool(plan.drafts and plan.decodes)
+        seen["drafts beside chunks"] += bool(plan.drafts and plan.chunks)
+        seen["blocks for drafts"] += sum(d.end > -(-d.start // size) * size for d in plan.drafts)
         if len(self.pending) > 1:
             seen["plans while another is in flight"] += 1
         self._count_work(plan)

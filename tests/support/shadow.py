@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.plan import Chunk, Plan, StepResult
+from headway.plan import Chunk, Draft, Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
 
@@ -187,7 +187,7 @@ class ShadowExecutor:
         for admission in plan.admitted:
             request = admission.request
             self.rows[request.row] = Row(request, list(request.kv.blocks))
-        working = [*plan.decodes, *(chunk.request for chunk in plan.chunks)]
+        working = plan.requests
         taken = [request.row for request in working]
         most = self._scheduler.config.max_num_seqs
         if len(set(taken)) != len(taken) or (taken and not 0 <= min(taken) <= max(taken) < most):
@@ -242,9 +242,15 @@ class ShadowExecutor:
             self._store_chunk(chunk, plan, stores)
         for row in growing:
             self._store_token(row, stores)
+        drafts = plan.drafts if chunks is plan.chunks else []
+        for draft in drafts:
+            self._store_draft(draft, stores)
         self._write(stores)
         for row in rows:
             self._read(row)
+        for draft in drafts:
+            self._read(self._row(draft.request))
+            result.draft_tokens.append(self._verify(draft))
         for chunk in chunks:
             self._read(self._row(chunk.request))
         sampled = [self._row(chunk.request) for chunk in chunks if chunk.is_last]
@@ -278,6 +284,28 @@ class ShadowExecutor:
         row.path = path
         for position in range(store_from, end):
             self._store(row, position, stores)
+
+    def _store_draft(self, draft: Draft, stores: dict[tuple[int, int], tuple[Request, int]]) -> None:
+        row, known = self._row(draft.request), draft.request.tokens
+        if draft.start != len(known) - 1 or not 0 < draft.count == len(draft.tokens):
+            raise ShadowError(f"{draft}: {len(known)} tokens are known")
+        if draft.end >= draft.request.limit:
+            raise ShadowError(f"{draft} exceeds the limit of {draft.request}")
+        for token in (None, *draft.tokens):
+            row.token = row.token if token is None else token
+            self._store_token(row, stores)
+
+    def _verify(self, draft: Draft) -> list[int]:
+        """Sample until a token is not the next draft; the row forgets the drafts that were wrong."""
+        row, gained = self._row(draft.request), list[int]()
+        path = row.path
+        for end in range(draft.start + 1, draft.end + 1):
+            row.path = path[:end]
+            gained.append(self._sample(row))
+            if draft.tokens[len(gained) - 1 : len(gained)] != (gained[-1],):
+                break
+        del row.blocks[-(-len(row.path) // self._size) :]
+        return gained
 
     def _store_token(self, row: Row, stores: dict[tuple[int, int], tuple[Request, int]]) -> None:
         request, position = row.owner, len(row.path)

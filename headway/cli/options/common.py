@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 from headway.errors import FormatError
-from headway.scheduler.policies.presets import PRESETS, SLOTS
+from headway.scheduler.policies.presets import NONE, OPTIONAL, PRESETS, SLOTS
 from headway.scheduler.policies.queue import custom
 
 SCHEDULER = "Scheduler"
@@ -38,6 +38,8 @@ SLOT_HELP = {
     "headroom": "KV blocks that must stay free at an admission",
     "victim": "Which request is preempted first",
     "swap": "Whether a preempted request is swapped or recomputed",
+    "draft": "Tokens that are drafted for a decoding request (speculative decoding)",
+    "drafter": "What makes drafts",
 }
 
 
@@ -61,6 +63,7 @@ scheduler_flag = partial(flag, panel=SCHEDULER)
 
 def _slot(name: str) -> Any:
     known = ", ".join(f.__name__ for f in SLOTS[name] if f is not custom)
+    known = f"{NONE}, {known}" if name in OPTIONAL else known
     text = f"{SLOT_HELP[name]}: {known}, module:function or 'module:name(number)'."
     return Annotated[str | None, scheduler_flag(text, show_default="from the preset")]
 

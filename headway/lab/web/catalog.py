@@ -31,6 +31,8 @@ SLOT_HELP = {
     "headroom": "How many blocks an admission must leave free",
     "victim": "Which running request is preempted first",
     "swap": "Whether a preempted request keeps its tokens on the host",
+    "draft": "How many tokens are drafted for a decoding request, to be verified in one step",
+    "drafter": "What makes drafts",
 }
 DEFAULT_SPEC = {
     "workload": "requests=24,arrivals=poisson(20),prompt=uniform(16,120),output=uniform(8,60)",

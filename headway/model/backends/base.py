@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from headway.model.batch import ForwardBatch
@@ -102,6 +103,13 @@ class PassOutput:
     hidden: Tensor  # [T, hidden], before the final norm
     logits: Tensor | None  # [N, V]; None if no row is sampled
     best: np.ndarray | None = None  # [N] intc: the first token with the highest logit, if computed
+
+    def at(self, sampled: np.ndarray) -> PassOutput:
+        """The output of some sampled rows."""
+        logits, best = self.logits, self.best
+        if logits is not None:
+            logits = logits[torch.from_numpy(sampled).to(logits.device)]
+        return PassOutput(self.hidden, logits, None if best is None else best[sampled])
 
 
 class PassArguments(NamedTuple):

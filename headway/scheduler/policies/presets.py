@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.config import Config
 from headway.errors import ConfigError, OwnPolicyError, shorten
-from headway.scheduler.policies import batching, chunk, headroom, queue, swap, text, victim
+from headway.scheduler.policies import batching, chunk, draft, headroom, queue, swap, text, victim
 from headway.scheduler.policies.text import ANY, READY_MADE
 
 SLOTS: dict[str, tuple[Any, ...]] = {
@@ -34,20 +34,27 @@ SLOTS: dict[str, tuple[Any, ...]] = {
         victim.lowest_priority, victim.fewest_private_blocks,
     ),
     "swap": (swap.recompute, swap.swap, swap.swap_if_cheaper, swap.discard_output),
+    "draft": (draft.fixed, draft.by_cost),
+    "drafter": (),
 }  # fmt: skip
 QUEUE_RULE = ("max_overtakes", "keys_change", "preempts", "group", "outranks")  # besides `key`
 ARGUMENTS = {"batching": "step", "chunk": "want left is_first"} | dict.fromkeys(
     ("queue", "headroom", "victim", "swap"), "request view"
 )
+ARGUMENTS |= {"draft": "request step", "drafter": ""}
+NONE = "none"  # the text of an empty slot
+OPTIONAL = ("draft", "drafter")  # slots that may be empty
 PARTS: tuple[Any, ...] = (headroom.limit, headroom.learned)  # estimates, arguments of future_peak
 OF_MODEL = ("sliding_window", "num_window_blocks")  # set by the model that runs, not by users
 NUMBERS = tuple(
-    f.name for f in fields(Config) if f.default is not MISSING and f.name not in OF_MODEL
+    f.name for f in fields(Config)
+    if f.default is not MISSING and f.name not in (*OF_MODEL, *OPTIONAL)
 )
 
 PLAIN: dict[str, str | int] = {
     "batching": "mixed", "queue": "fcfs", "chunk": "split_any",
     "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
+    "draft": NONE, "drafter": NONE,
 }  # fmt: skip
 PRESETS: dict[str, dict[str, str | int]] = {
     "headway": PLAIN | {
@@ -126,6 +133,8 @@ def read_changes(texts: Mapping[str, str]) -> dict[str, str | int]:
 
 def slot(name: str, value: Any, own: Container[str] = READY_MADE) -> Any:
     """The value of a slot; text is read, any other value is checked and used."""
+    if name in OPTIONAL and value in (None, NONE):
+        return None
     if isinstance(value, str) and not text.own_name(value):  # a user's module may change
         return _ready_made(name, value)
     return _read_slot(name, value, own)
@@ -162,4 +171,6 @@ def describe(config: Config) -> dict[str, str | int]:
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in hidden}
     if isinstance(config.queue, queue.custom) and not config.queue.max_overtakes:
         values["queue"] = config.queue.function
-    return {k: text.format_policy(v, known) if k in SLOTS else v for k, v in values.items()}
+    values |= {name: NONE for name in OPTIONAL if values[name] is None}
+    is_policy = {k: k in SLOTS and v != NONE for k, v in values.items()}
+    return {k: text.format_policy(v, known) if is_policy[k] else v for k, v in values.items()}

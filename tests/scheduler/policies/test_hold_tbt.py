@@ -79,7 +79,7 @@ def test_without_decodes_a_prompt_has_the_whole_budget() -> None:
 
 @pytest.mark.parametrize("start", [0, 700, 5000])
 def test_it_grants_the_most_tokens_that_fit(start: int) -> None:
-    rule = PROFILE.hold_tbt(hold_tbt(0.04))
+    rule = PROFILE.with_costs(hold_tbt(0.04))
     request = Request("a", [1], RequestParams())
     plan = Plan(0, decodes=[request] * 40, decode_context=40_000)
     plan.chunks = [Chunk(request, 100, 150, 100, False)]

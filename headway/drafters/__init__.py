@@ -1,0 +1,1 @@
+"""Drafters of speculative decoding: they propose tokens that may follow those of a request."""
