@@ -97,6 +97,8 @@ class DraftStep(Protocol):
     def work(self) -> StepWork: ...  # of all decodes, and of the drafts so far
     @property
     def tokens(self) -> float: ...  # expected to be kept of them
+    @property
+    def num_left(self) -> int: ...  # requests that may still get drafts, with the asked one
     def acceptance(self, request: Request) -> float: ...  # probability that its next draft is right
 
 

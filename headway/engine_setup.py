@@ -19,7 +19,8 @@ from headway.parallel.executor import ParallelExecutor
 from headway.parallel.ranks import ended_on_error
 from headway.record.writer import JournalWriter, header, open_journal
 from headway.scheduler import Scheduler
-from headway.scheduler.policies.costs import StepCosts
+from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.draft import by_cost
 from headway.scheduler.policies.swap import swap_if_cheaper
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = Tru
     """
     if has_swap and config.swap == swap_if_cheaper() and config.num_host_blocks:
         config = replace(config, swap=swap_if_cheaper(**measured(executor, config)._asdict()))
-    chunk = config.chunk
-    for name, seconds in (("chunk", getattr(chunk, "seconds", 0.0)), ("draft", DRAFT_SECONDS)):
-        rule = getattr(config, name)
-        if isinstance(rule, StepCosts) and rule.has_default_costs:
-            costs = measured_step(executor, config, seconds)
-            config = replace(config, **{name: rule.with_costs(costs)})
+    chunk, draft = config.chunk, config.draft
+    if isinstance(chunk, hold_tbt) and chunk.has_default_costs:
+        costs = measured_step(executor, config, chunk.seconds)
+        config = replace(config, chunk=chunk.with_costs(costs))
+    if isinstance(draft, by_cost) and draft.has_default_costs:
+        costs = measured_step(executor, config, DRAFT_SECONDS)
+        config = replace(config, draft=draft.with_costs(costs))
     return config
 
 

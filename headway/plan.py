@@ -39,7 +39,8 @@ class Chunk(NamedTuple):
     is_last: bool  # the known tokens end here, so the next token is sampled
 
 
-class Draft(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Draft:
     """Compute the last token of a decoding request, and drafts of the tokens after it.
 
     One token is sampled after each of these, up to the first that is not the next draft.
@@ -143,8 +144,8 @@ class Plan:
     @property
     def requests(self) -> list[Request]:
         """All that compute tokens."""
-        others = (work.request for work in (*self.drafts, *self.chunks))
-        return [*self.decodes, *others]
+        drafted = [draft.request for draft in self.drafts]
+        return [*self.decodes, *drafted, *(chunk.request for chunk in self.chunks)]
 
     @property
     def num_tokens(self) -> int:

@@ -27,7 +27,7 @@ class ngram(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max < self.min:
-            raise ConfigError(f"ngram: max must be at least min, which is {self.min}, not {self.max}")
+            raise ConfigError(f"ngram: max must be at least min ({self.min}), not {self.max}")
 
     def __call__(self) -> NgramDrafter:
         return NgramDrafter(self)
@@ -37,7 +37,7 @@ class ngram(Checked):
 class NgramDrafter:
     """The drafter of the rule `ngram`."""
 
-    rule: ngram = ngram()  # noqa: RUF009  # immutable
+    rule: ngram
 
     def propose(self, request: Request, most: int) -> array[int]:
         """The tokens after the latest occurrence of the longest n-gram that occurs earlier.

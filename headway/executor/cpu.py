@@ -18,12 +18,13 @@ from headway.config import Config
 from headway.executor import kv_blocks
 from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
+from headway.executor.sampling.drafts import verify
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
 from headway.model.backends.base import PassOutput
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
-from headway.plan import Chunk, Copy, Plan, StepResult
+from headway.plan import Chunk, Copy, Plan, Rows, StepResult
 
 NO_CHUNKS: list[Chunk] = []
 
@@ -92,7 +93,7 @@ class CpuExecutor:
         last = [chunk.request for chunk in chunks if chunk.is_last]
         num_decodes, rows = len(plan.decodes), plan.rows
         if plan.drafts:
-            self._sample_drafts(plan, output, num_decodes, result, extras)
+            self._verify(plan, output, num_decodes, result, extras)
             others = np.arange(num_decodes + len(last))
             others[num_decodes:] += plan.num_drafted
             output = output.at(others)
@@ -121,34 +122,16 @@ class CpuExecutor:
             )
         return self._forward()
 
-    def _sample_drafts(
+    def _verify(
         self, plan: Plan, output: PassOutput, first: int, result: StepResult, extras: ExtraOutputs
     ) -> None:
-        """Sample after the last token of each request, then after each draft that was right.
+        """Sample after the last token of each request with drafts, then after drafts that are right."""
 
-        A token that may end the request is the last one.
-        """
-        places = first + np.cumsum([0, *(1 + draft.count for draft in plan.drafts[:-1])])
-        gained: list[list[int]] = [[] for _ in plan.drafts]
-        active, place = list(range(len(plan.drafts))), 0
-        while active:
-            drafts = [plan.drafts[i] for i in active]
-            rows = np.array([draft.request.row for draft in drafts], dtype=np.intp)
-            tokens = self._sample(output.at(places[active] + place), rows).tolist()
-            if logprobs := self.sampler.take_logprobs():
-                extras.add_logprobs(logprobs, [draft.request for draft in drafts])
-            if failed := self.sampler.grammars.take_failed(place):
-                result.failed = failed | result.failed
-            for i, token in zip(active, tokens, strict=True):
-                gained[i].append(token)
-            active = [
-                i for i, draft, token in zip(active, drafts, tokens, strict=True)
-                if place < draft.count and token == draft.tokens[place]
-                and token not in draft.request.stops
-            ]  # fmt: skip
-            place += 1
-        result.draft_tokens = gained
-        for draft, tokens in zip(plan.drafts, gained, strict=True):
+        def sample(places: Rows, rows: Rows) -> list[int]:
+            return list(self._sample(output.at(first + places), rows).tolist())
+
+        result.draft_tokens = verify(plan.drafts, sample, self.sampler, extras, result)
+        for draft, tokens in zip(plan.drafts, result.draft_tokens, strict=True):
             self.rows.accept(draft, tokens)
 
     def _sample(self, output: PassOutput, rows: np.ndarray) -> np.ndarray:

@@ -81,13 +81,19 @@ class RowTable:
         Returns the same object again, with other values, for the same rows without chunks.
         """
         latest = self._latest
-        if latest is not None and latest.rows is rows and latest.num_left and not (chunks or drafts):
+        if (
+            latest is not None
+            and latest.rows is rows
+            and latest.num_left
+            and not (chunks or drafts)
+        ):
             self._update(latest)
             return latest.batch
         columns, num_rows = self._decodes(rows), len(rows)
         starts, sampled = np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)
         ends, row_ids = (columns[1] + 1).astype(np.int32), rows
-        if spans := [*drafts, *chunks]:
+        spans: list[Draft | Chunk] = [*drafts, *chunks]
+        if spans:
             pieces = [*map(self._draft, drafts), *map(self._chunk, chunks)]
             columns = tuple(map(np.concatenate, zip(columns, *pieces, strict=True)))
             lengths = np.array([span.end - span.start for span in spans])
@@ -168,9 +174,10 @@ class RowTable:
         return tokens, positions, slots
 
     def _draft(self, draft: Draft) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        row = draft.request.row
-        tokens = np.array([self.last[row], *draft.tokens], dtype=np.int64)
-        return tokens, *self._places(row, draft.start, draft.end)
+        request = draft.request
+        last = (request.output or request.prompt)[-1]
+        tokens = np.array([last, *draft.tokens], dtype=np.int64)
+        return tokens, *self._places(request.row, draft.start, draft.end)
 
     def _places(self, row: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions [start, end) and their slots."""

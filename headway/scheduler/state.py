@@ -60,12 +60,11 @@ class SchedulerState:
 
     def use(self, config: Config) -> None:
         """Use the policies and numbers of a config; the waiting queue changes its rule itself."""
-        has_changed = self.drafting is None or config.drafter is not self.config.drafter
         self.config, self.policies = config, Policies(config)
         if config.draft is None:
             self.drafting = None
-        elif has_changed:
-            self.drafting = Drafting(config)
+        elif self.drafting is None or config.drafter is not self.drafting.rule:
+            self.drafting = Drafting(config.drafter)
 
     def arrive(self, request: Request) -> None:
         """Count a new request that is in the queue."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 import numpy as np
@@ -26,6 +26,7 @@ from headway.executor.gpu.row_state import DeviceRowState, upload
 from headway.executor.gpu.swap import Swapper, SwapTimer
 from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
+from headway.executor.sampling.drafts import right_tokens, verify
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
 from headway.model.batch import ForwardBatch
@@ -33,6 +34,7 @@ from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
 from headway.model.kernels.attention.splits import choose_num_splits, split_counts
 from headway.model.kernels.launch import compile_all, num_builds
+from headway.model.kernels.logit_thresholds import SamplingTensors
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
 from headway.plan import Chunk, Copy, Plan, Rows, StepResult
@@ -49,6 +51,7 @@ class PendingStep:
     columns: list[tuple[Tensor, Rows | None]] = field(default_factory=list)
     arrived: torch.cuda.Event | None = None
     swap_in: SwapTimer | None = None
+    drafted: Tensor | None = None  # tokens sampled after drafts, on their way to the host
 
     def wait(self) -> StepResult:
         result, num_decodes = self.result, len(self.plan.decodes)
@@ -62,6 +65,8 @@ class PendingStep:
             if num_decodes:
                 result.decode_tokens.append(tokens[:num_decodes])
             result.first_tokens += tokens[num_decodes:].tolist()
+        if self.drafted is not None:
+            result.draft_tokens = self.owner.accepted(self.plan, self.drafted.tolist())
         result.started = max(result.started, self.owner.free_at)
         result.ended = self.owner.free_at = self.owner.now()
         return result
@@ -138,9 +143,10 @@ class GpuExecutor:
         pending, before = PendingStep(self, plan, StepResult(started=self.now())), self.num_builds
         pending.swap_in = self.swapper.run(plan)
         self._update_rows(plan)
-        if plan.decodes and not plan.chunks and not self._needs_host[plan.rows].any():
+        is_plain = not (plan.chunks or plan.drafts or self._needs_host[plan.rows].any())
+        if plan.decodes and is_plain:
             self._decode(plan, pending)
-        elif plan.decodes or plan.chunks:
+        elif plan.requests:
             extras = ExtraOutputs()
             for step in range(plan.num_steps if plan.decodes else 1):
                 self._mixed(plan, [] if step else plan.chunks, pending, extras)
@@ -280,7 +286,14 @@ class GpuExecutor:
     ) -> None:
         """Run one pass over decodes and prompt chunks."""
         last = [chunk for chunk in chunks if chunk.is_last]
-        hidden, sampled_n, first = self.mixed.run(plan.rows, chunks)
+        hidden, sampled_n, first = self.mixed.run(plan.rows, chunks, plan.drafts)
+        if plan.drafts:
+            num_decodes, num_drafted = len(plan.decodes), plan.num_drafted
+            end = num_decodes + num_drafted
+            logits = self.decoder.logits(hidden[sampled_n[num_decodes:end]])
+            self._verify(plan, logits, pending, extras)
+            sampled_n = torch.cat([sampled_n[:num_decodes], sampled_n[end:]])
+            first += num_drafted
         self.rows.advance_lengths(plan.rows)
         for chunk in chunks:
             self.rows.lengths[chunk.request.row] = chunk.end
@@ -296,6 +309,59 @@ class GpuExecutor:
         starts = np.cumsum([first, *counts])[:-1].tolist()
         extras.score_prompts(self.decoder, chunks, hidden, starts)
         extras.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
+
+    def _verify(
+        self, plan: Plan, logits: Tensor, pending: PendingStep, extras: ExtraOutputs
+    ) -> None:
+        """Sample after the last token of each request with drafts, and after each of its drafts."""
+        counts = [1 + draft.count for draft in plan.drafts]
+        rows = np.repeat([draft.request.row for draft in plan.drafts], counts)
+        if self._needs_host[rows].any():
+            sample = partial(self._sample_next, logits)
+            pending.result.draft_tokens = verify(
+                plan.drafts, sample, self.sampler, extras, pending.result
+            )
+            self._set_accepted(plan, pending.result.draft_tokens)
+            return
+        ahead = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+        pending.drafted = self._to_host(self._sample_ahead(logits, rows, ahead))
+
+    def _sample_next(self, logits: Tensor, places: Rows, rows: Rows) -> list[int]:
+        """Sample some rows of the logits, and advance the state of these requests."""
+        tokens = self._sample(logits[torch.from_numpy(places).to(logits.device)], rows)
+        finish(upload(rows.astype(np.int32), self.device), tokens, self.state.tensors)
+        return list(tokens.tolist())
+
+    def _sample_ahead(self, logits: Tensor, rows: Rows, ahead: Rows) -> Tensor:
+        """The tokens of these rows if their requests had `ahead` more tokens."""
+        ids, own = upload(rows.astype(np.int64), self.device), self.state.sampling
+        columns = {each.name: getattr(own, each.name)[ids] for each in fields(own)}
+        columns["num_generated"] += upload(ahead, self.device)
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=self.device)
+        out = torch.empty_like(numbers)
+        sample(logits, numbers, SamplingTensors(**columns), out)
+        return out
+
+    def accepted(self, plan: Plan, sampled: list[int]) -> list[list[int]]:
+        """The tokens that requests gain, of those sampled after all drafts."""
+        gained, first = [], 0
+        for draft in plan.drafts:
+            own = sampled[first : first + draft.count + 1]
+            first += len(own)
+            gained.append(right_tokens(draft, own))
+            row = draft.request.row
+            if row >= 0:  # else the request has ended
+                self.sampler.settings["num_generated"][row] += len(gained[-1])
+        self._set_accepted(plan, gained)
+        return gained
+
+    def _set_accepted(self, plan: Plan, gained: list[list[int]]) -> None:
+        for draft, tokens in zip(plan.drafts, gained, strict=True):
+            row = draft.request.row
+            if row >= 0:
+                self.rows.accept(draft, tokens)
+                num_generated = int(self.sampler.settings["num_generated"][row])
+                self.state.set_next(row, draft.start + len(tokens), tokens[-1], num_generated)
 
     def _sample(self, logits: Tensor, rows: Rows) -> Tensor:
         """Sample where the host takes part; rank 0 does it for all ranks of a group."""
@@ -313,9 +379,12 @@ class GpuExecutor:
     def _copy_to_host(
         self, tokens: Tensor, pending: PendingStep, order: Rows | None = None
     ) -> None:
+        pending.columns.append((self._to_host(tokens), order))
+
+    def _to_host(self, tokens: Tensor) -> Tensor:
+        """A copy of the tokens, which arrives with the step's event."""
         if self.device.type == "cpu":
-            pending.columns.append((tokens.clone(), order))
-            return
+            return tokens.clone()
         column = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
         column.copy_(tokens, non_blocking=True)
-        pending.columns.append((column, order))
+        return column

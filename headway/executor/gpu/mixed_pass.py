@@ -7,7 +7,7 @@ at warm-up: it is then one launch. A large pass keeps the device busy while the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
 from headway.model.kernels.attention.splits import choose_num_splits, mixed_num_splits, split_counts
 from headway.model.kernels.rows import RowTensors, start
-from headway.plan import Chunk, Rows
+from headway.plan import Chunk, Draft, Rows
 
 MAX_CAPTURED_TOKENS = 8192  # of a captured pass
 MAX_CAPTURED_CHUNKS = 256
@@ -101,7 +101,7 @@ class MixedPass:
         """Run a pass of padding of each size, so that its kernels are compiled and loaded."""
         if self.decoder.backend.supports_padding:
             for size in self.sizes:
-                self._send(np.zeros(0, dtype=np.intp), [], size, self._inputs.view_for(size))
+                self._send(np.zeros(0, dtype=np.intp), (), (), size, self._inputs.view_for(size))
                 self._step(*size)
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
@@ -122,28 +122,30 @@ class MixedPass:
             if self.decoder.shard is not None or not is_out_of_memory(error):
                 raise
 
-    def run(self, rows: Rows, chunks: list[Chunk]) -> tuple[Tensor, Tensor, int]:
-        """Run all decodes and chunks, and advance the rows' lengths on the device.
+    def run(
+        self, rows: Rows, chunks: Sequence[Chunk], drafts: Sequence[Draft] = ()
+    ) -> tuple[Tensor, Tensor, int]:
+        """Run all decodes, drafts and chunks, and advance the decodes' lengths on the device.
 
-        Returns the hidden states (decodes, padding, then chunks), the rows to sample (decodes, then
-        last chunks), and the row of the first chunk.
+        Returns the hidden states (decodes, padding, drafts, then chunks), the rows to sample
+        (decodes, all of the drafts, then last chunks), and the row of the first draft or chunk.
         """
-        size, is_small = self._size(rows, chunks)
+        size, is_small = self._size(rows, [*drafts, *chunks])
         if not is_small:
             inputs = self._allocate(size)
-            sampled = self._send(rows, chunks, size, inputs)
+            sampled = self._send(rows, chunks, drafts, size, inputs)
             return self._forward(size, inputs), sampled, size.decodes
-        sampled = self._send(rows, chunks, size, self._inputs.view_for(size))
+        sampled = self._send(rows, chunks, drafts, size, self._inputs.view_for(size))
         self.graphs.run(size)
         return self._hidden[: size.decodes + size.tokens], sampled, size.decodes
 
     def _allocate(self, size: PassSize) -> PassInputs:
         return PassInputs.allocate(size, self._blocks.device, self._num_columns)
 
-    def _size(self, rows: Rows, chunks: list[Chunk]) -> tuple[PassSize, bool]:
+    def _size(self, rows: Rows, spans: Sequence[Chunk | Draft]) -> tuple[PassSize, bool]:
         """The size to run, and whether it is one of the captured ones."""
-        num_tokens = sum(each.end - each.start for each in chunks)
-        num_decodes, num_chunks, is_small = len(rows), len(chunks), False
+        num_tokens = sum(each.end - each.start for each in spans)
+        num_decodes, num_chunks, is_small = len(rows), len(spans), False
         if self.decoder.backend.supports_padding:
             rounded = round_up_chunks(num_tokens, num_chunks)
             is_small = rounded[0] <= self._largest.tokens and num_chunks <= MAX_CAPTURED_CHUNKS
@@ -158,9 +160,13 @@ class MixedPass:
             num_splits = choose_num_splits(num_programs, self._rows.lengths[rows], num_heads)
         return PassSize(num_decodes, num_tokens, num_chunks, num_splits), is_small
 
-    def _send(self, rows: Rows, chunks: list[Chunk], size: PassSize, inputs: PassInputs) -> Tensor:
+    def _send(
+        self, rows: Rows, chunks: Sequence[Chunk], drafts: Sequence[Draft], size: PassSize,
+        inputs: PassInputs,
+    ) -> Tensor:  # fmt: skip
         """Send all inputs except those that decodes read from their rows; return rows to sample."""
-        batch, spare = self._rows.batch(rows[:0], chunks), self._state.spare
+        batch, spare = self._rows.batch(rows[:0], chunks, drafts), self._state.spare
+        spans: list[Chunk | Draft] = [*drafts, *chunks]
         columns = [batch.tokens_t, batch.positions_t, batch.slots_t]
         if batch.windowed is not None:
             columns.append(batch.windowed.slots_t)
@@ -172,9 +178,9 @@ class MixedPass:
         ints = np.zeros(inputs.ints.shape, dtype=np.int32)
         ints[0], ints[1] = spare, last  # a padding chunk has no rows
         ints[0, : len(rows)] = rows
-        ints[0, count : count + len(chunks)] = [chunk.request.row for chunk in chunks]
-        ints[1, : len(chunks) + 1] = batch.starts_s.numpy() + count
-        ints[2, : len(chunks)] = batch.ends_s
+        ints[0, count : count + len(spans)] = [span.request.row for span in spans]
+        ints[1, : len(spans) + 1] = batch.starts_s.numpy() + count
+        ints[2, : len(spans)] = batch.ends_s
         inputs.ints.copy_(upload(ints, self._blocks.device))
         sampled = np.concatenate([np.arange(len(rows)), batch.sampled_n.numpy() + count])
         sent = upload(np.concatenate([longs.ravel(), sampled]), self._blocks.device)

@@ -55,6 +55,12 @@ class DeviceRowState:
     def set_length(self, row: int, length: int) -> None:
         self._put(self._starts["lengths"] + row, [length])
 
+    def set_next(self, row: int, length: int, token: int, num_generated: int) -> None:
+        """What a row has after drafts: its tokens in the cache, and the next input."""
+        self.set_length(row, length)
+        self._put(self._starts["last"] + row, [token])
+        self._put(self._starts["num_generated"] + row, [num_generated])
+
     def set_blocks(self, row: int, first: int, blocks: list[int]) -> None:
         self._put(self._table + row * self.width + first, blocks)
 

@@ -12,6 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from headway.config import Config
+from headway.drafters.ngram import ngram
+from headway.drafters.suffix import suffix
 from headway.errors import ConfigError, OwnPolicyError, shorten
 from headway.scheduler.policies import batching, chunk, draft, headroom, queue, swap, text, victim
 from headway.scheduler.policies.text import ANY, READY_MADE
@@ -35,7 +37,7 @@ SLOTS: dict[str, tuple[Any, ...]] = {
     ),
     "swap": (swap.recompute, swap.swap, swap.swap_if_cheaper, swap.discard_output),
     "draft": (draft.fixed, draft.by_cost),
-    "drafter": (),
+    "drafter": (ngram, suffix),
 }  # fmt: skip
 QUEUE_RULE = ("max_overtakes", "keys_change", "preempts", "group", "outranks")  # besides `key`
 ARGUMENTS = {"batching": "step", "chunk": "want left is_first"} | dict.fromkeys(
