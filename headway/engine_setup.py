@@ -12,7 +12,7 @@ from headway.config import Config
 from headway.engine.clock import Clock
 from headway.engine.engine import Engine
 from headway.executor.factory import make_executor
-from headway.executor.gpu.costs import Timed, measured, measured_step
+from headway.executor.gpu.costs import Timed, measured, measured_drafts, measured_step
 from headway.loading import Loaded, Progress
 from headway.options import EngineOptions
 from headway.parallel.executor import ParallelExecutor
@@ -38,8 +38,9 @@ def start_executor(
     """The executor of a model, warmed up, on all its ranks."""
     config, ranks = loaded.config, loaded.ranks
     make = partial(
-        make_executor, loaded.decoder, config, progress, now=now, enforce_eager=enforce_eager
-    )
+        make_executor, loaded.decoder, config, progress, now=now, enforce_eager=enforce_eager,
+        draft_decoder=loaded.draft_decoder,
+    )  # fmt: skip
     if ranks is None:
         return make()
     with ended_on_error(ranks):
@@ -51,23 +52,26 @@ def make_engine(
     loaded: Loaded, executor: ModelExecutor, clock: Clock, async_scheduling: bool | None
 ) -> Engine:
     """An engine on this executor, with its measured costs; None: async scheduling on a GPU."""
-    config = with_measured_costs(loaded.config, executor, has_swap=loaded.is_on_gpu)
+    is_async = loaded.is_on_gpu if async_scheduling is None else async_scheduling
+    config = with_measured_costs(
+        loaded.config, executor, has_swap=loaded.is_on_gpu, is_async=is_async
+    )
     matchers = executor.sampler.grammars.matchers
     matchers.use(loaded.tokenizer, loaded.eos_ids)
     return Engine(
         Scheduler(config),
         executor,
         clock,
-        async_scheduling=loaded.is_on_gpu if async_scheduling is None else async_scheduling,
+        async_scheduling=is_async,
         preparation=matchers,
         vocab_size=loaded.decoder.config.vocab_size,
     )
 
 
-def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = True) -> Config:
-    """The config; `swap_if_cheaper` and rules with StepCosts get the times of this device.
-
-    Rules that were given times keep them.
+def with_measured_costs(
+    config: Config, executor: Timed, *, has_swap: bool = True, is_async: bool = False
+) -> Config:
+    """The config; rules that estimate times, and were given none, get the times of this device.
 
     Without `has_swap`, the swap rule keeps its times: a CPU copies blocks within its own memory.
     """
@@ -79,7 +83,8 @@ def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = Tru
         config = replace(config, chunk=chunk.with_costs(costs))
     if isinstance(draft, by_cost) and draft.has_default_costs:
         costs = measured_step(executor, config, DRAFT_SECONDS)
-        config = replace(config, draft=draft.with_costs(costs))
+        costs, verify = measured_drafts(executor, config, costs, in_advance=is_async)
+        config = replace(config, draft=replace(draft.with_costs(costs), verify=verify))
     return config
 
 

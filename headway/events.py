@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.config import Config
-from headway.plan import Plan, Preemption, StepResult
+from headway.plan import Draft, Plan, Preemption, StepResult
 from headway.request import Request
 
 
@@ -74,6 +74,7 @@ class Planned:
     has_failed: bool = False
     began: float = 0.0  # seconds on the engine's clock, set by the engine
     time: float = 0.0  # the end of planning
+    reaching_limit: list[list[Request]] = field(default_factory=list)  # decoding requests, by step
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +106,12 @@ class Completed:
         for request, token in zip(sampled, self.result.first_tokens, strict=True):
             if plan.tokens_kept.get(request, 1) and not _num_repeated(request, 1):
                 yield request, [token]
+
+    def verified(self) -> Iterator[tuple[Draft, int]]:
+        """Drafts with the number of those that became output; none of a request that had ended."""
+        for draft, gained in zip(self.plan.drafts, self.result.draft_tokens, strict=True):
+            if gained:
+                yield draft, len(gained) - 1
 
 
 def _num_repeated(request: Request, num_gained: int) -> int:

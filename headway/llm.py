@@ -95,6 +95,9 @@ class LLM:
     `trust_remote_code` has no effect, because no code of a model repository is ever run.
     `async_scheduling` plans the next step while one runs; the default is on for a GPU.
 
+    `speculative_config` is vLLM's dict for speculative decoding, which sets the slots `draft` and
+    `drafter`.
+
     `preset` names the scheduler's settings; `max_model_len`, `max_num_seqs`,
     `max_num_batched_tokens`, `block_size`, `num_blocks`, `queue`, `chunk` and so on change them, as
     in `headway.preset`. `progress` is called with a description, and what is done of a total, while

@@ -14,6 +14,7 @@ from typing import Any
 
 from headway.checks import whole_number
 from headway.config import Config
+from headway.draft_loading import load_draft_decoder, open_draft_checkpoint
 from headway.errors import ConfigError
 from headway.kv.window import most_useful_window_blocks
 from headway.model.backends.base import kv_itemsize
@@ -55,8 +56,8 @@ from headway.text.chat_template import read_template
 from headway.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Progress = Callable[[str, int, int], None]  # (description, done, total)
-# The number of KV blocks that fit in a fraction of GPU memory.
-Measure = Callable[[Decoder, Config, float], int]
+# The number of KV blocks that fit in a fraction of GPU memory; the last is the draft model, if any.
+Measure = Callable[[Decoder, Config, float, Decoder | None], int]
 KV_FRACTION = 0.1  # default fraction of free CPU memory for the KV cache
 PINNED_FRACTION = 0.125  # fraction of free host memory for blocks swapped out of a GPU
 CPU_NUM_SEQS, CPU_BATCHED_TOKENS = 64, 512  # on a CPU, more of either only makes steps longer
@@ -74,6 +75,7 @@ class Loaded:
     eos_ids: frozenset[int]
     config: Config
     kv_bytes: int  # size of all device blocks, of one rank
+    draft_decoder: Decoder | None = None  # of the drafter `model`
     ranks: Ranks | None = None  # the other ranks of a tensor-parallel group
 
     @property
@@ -129,7 +131,9 @@ def load(
     path = resolve(name, progress=_with_title(progress, f"downloading {name}"))
     checkpoint = open_checkpoint(path, options.load_format, device)
     # Before the weights are loaded, which takes long.
-    _max_model_len(checkpoint.config, options.max_model_len)
+    max_model_len = _max_model_len(checkpoint.config, options.max_model_len)
+    title = _with_title(progress, "downloading the draft model")
+    draft_checkpoint = open_draft_checkpoint(options, checkpoint.config, device, title)
     precision = stored_precision(
         checkpoint.config, precision, options.dtype, device, deterministic=options.deterministic
     )
@@ -152,15 +156,20 @@ def load(
         tokenizer = find_tokenizer(path)
         if template is not None and tokenizer is not None:
             tokenizer = tokenizer.with_chat_template(template)
+        draft, draft_bytes = None, 0
+        if draft_checkpoint is not None:
+            title = _with_title(progress, "loading the draft model")
+            draft = load_draft_decoder(draft_checkpoint, options, device, max_model_len, title)
+            draft_bytes = draft.config.kv_bytes(kv_itemsize(draft.backend, draft.config))
         itemsize = kv_itemsize(backend, decoder.config)
-        room = _gpu_room(decoder, device, options.gpu_memory_utilization, measure, ranks)
-        config = fit(decoder.config, itemsize, options, room)
+        room = _gpu_room(decoder, draft, device, options.gpu_memory_utilization, measure, ranks)
+        config = fit(decoder.config, itemsize, options, room, draft_bytes)
     ends = decoder.config.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
-    full, windowed = _block_bytes(decoder.config, config, itemsize)
+    full, windowed = _block_bytes(decoder.config, config, itemsize, draft_bytes)
     kv_bytes = config.num_blocks * full + config.num_window_blocks * windowed
     return Loaded(
         path=path, device=str(device), precision=with_forms(precision, forms), decoder=decoder, tokenizer=tokenizer,
-        eos_ids=ends, config=config, kv_bytes=kv_bytes, ranks=ranks,
+        eos_ids=ends, config=config, kv_bytes=kv_bytes, draft_decoder=draft, ranks=ranks,
     )  # fmt: skip
 
 
@@ -192,13 +201,18 @@ def _start_ranks(
 
 
 def _gpu_room(
-    decoder: Decoder, device: Device, fraction: float, measure: Measure, ranks: Ranks | None
+    decoder: Decoder,
+    draft: Decoder | None,
+    device: Device,
+    fraction: float,
+    measure: Measure,
+    ranks: Ranks | None,
 ) -> GpuRoom | None:
     if device.type != "cuda":
         return None
 
     def fitting(config: Config) -> int:
-        own = partial(measure, decoder, config, fraction)
+        own = partial(measure, decoder, config, fraction, draft)
         return own() if ranks is None else ranks.count_blocks(config, fraction, own)
 
     return GpuRoom(free=free_device_memory(device), measure=fitting)
@@ -223,10 +237,12 @@ def fit(
     itemsize: int | Fraction,
     options: EngineOptions,
     room: GpuRoom | None = None,
+    draft_bytes: int = 0,
 ) -> Config:
     """The preset with its changes, and with the length and blocks that model and memory allow.
 
     The ranks of a tensor-parallel group share the host's memory; `model` has the sizes of one rank.
+    `draft_bytes` are those of a token in the KV cache of the draft model.
     """
     changes, kv_memory = options.preset_changes(), options.kv_memory
     changes["max_model_len"] = _max_model_len(model, options.max_model_len)
@@ -234,8 +250,9 @@ def fit(
     config = preset(options.preset, **changes)
     if model.windowed_layers:
         is_given = "num_blocks" in changes
-        return _fit_windowed(model, itemsize, config, kv_memory, room, is_given=is_given)
-    block, _ = _block_bytes(model, config, itemsize)
+        both = _block_bytes(model, config, itemsize, draft_bytes)
+        return _fit_windowed(model, both, config, kv_memory, room, is_given=is_given)
+    block, _ = _block_bytes(model, config, itemsize, draft_bytes)
     host_block = options.tensor_parallel_size * block
     if room is None:
         block = host_block
@@ -252,16 +269,21 @@ def fit(
     return config
 
 
-def _block_bytes(model: ModelConfig, config: Config, itemsize: int | Fraction) -> tuple[int, int]:
-    """Bytes of a KV block of the layers that see all tokens, and of the sliding-window layers."""
+def _block_bytes(
+    model: ModelConfig, config: Config, itemsize: int | Fraction, draft_bytes: int
+) -> tuple[int, int]:
+    """Bytes of a KV block of the layers that see all tokens, and of the sliding-window layers.
+
+    The former are with the block of the draft model.
+    """
     full, windowed = (model.layers_of_kind(windowed=kind) for kind in (False, True))
     length = config.block_size
-    return length * full.kv_bytes(itemsize), length * windowed.kv_bytes(itemsize)
+    return length * (full.kv_bytes(itemsize) + draft_bytes), length * windowed.kv_bytes(itemsize)
 
 
 def _fit_windowed(
     model: ModelConfig,
-    itemsize: int | Fraction,
+    block_bytes: tuple[int, int],
     config: Config,
     kv_memory: int | str | None,
     room: GpuRoom | None,
@@ -273,7 +295,7 @@ def _fit_windowed(
     Sliding-window layers get as many blocks as the others, but no more than they can use.
     """
     assert model.sliding_window is not None
-    full, windowed = _block_bytes(model, config, itemsize)
+    full, windowed = block_bytes
     num_blocks = config.num_blocks
     most = most_useful_window_blocks(model.sliding_window, config)
     if not is_given:

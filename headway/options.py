@@ -9,6 +9,7 @@ from typing import Any
 from headway.checks import Checked, count, number, one_of
 from headway.errors import ConfigError
 from headway.parallel.progress import MAX_RANKS
+from headway.scheduler.policies.speculative_config import with_speculative_config
 
 MAX_THREADS = 1024  # with far more, the thread pool of torch or of the kernels ends the process
 SUMS = ("auto", "exact", "fast")
@@ -28,7 +29,6 @@ UNSUPPORTED = {
     "max_lora_rank": NO_LORA,
     "limit_mm_per_prompt": TEXT_ONLY,
     "mm_processor_kwargs": TEXT_ONLY,
-    "speculative_config": "there is no speculative decoding",
     "enable_prefix_caching": "the prefix cache is always on",
     "enable_chunked_prefill": "the slot `chunk` says how prompts are split",
     "swap_space": "num_host_blocks sets the memory for swapping",
@@ -71,6 +71,7 @@ class EngineOptions(Checked):
     trace_blocks: bool = False
     trace_redact: bool = False
     async_scheduling: bool | None = None
+    speculative_config: Any = None  # vLLM's form of `draft` and `drafter`
     preset: str = "headway"
     batching: Any = None
     queue: Any = None
@@ -96,12 +97,14 @@ class EngineOptions(Checked):
                 f"deterministic needs one device, not tensor_parallel_size "
                 f"{self.tensor_parallel_size}; use --tensor-parallel-size 1"
             )
+        self.preset_changes()  # an invalid speculative_config is refused now
 
     def preset_changes(self) -> dict[str, Any]:
         """The scheduler's settings that differ from those of the preset."""
         names = [field.name for field in fields(self)]
         given = {name: getattr(self, name) for name in names[names.index("preset") + 1 :]}
-        return {name: value for name, value in given.items() if value is not None}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return with_speculative_config(changes, self.speculative_config)
 
 
 def unsupported(name: str) -> str | None:

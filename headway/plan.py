@@ -19,6 +19,7 @@ from headway.request import Request
 Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
 NONE_DROPPED = (0, 0)
+UNKNOWN_TOKEN = -1  # a draft that the executor makes
 MAX_SEARCHED = 8  # requests that are searched in a list one by one, which is faster for a few
 Embedding = npt.NDArray[np.float32]  # [hidden size], normalized to length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
@@ -49,7 +50,7 @@ class Draft:
     request: Request
     start: int  # place of the last token
     count: int  # drafts
-    tokens: tuple[int, ...] = ()  # the drafts; empty if the executor makes them
+    tokens: tuple[int, ...] = ()  # the drafts; all are UNKNOWN_TOKEN if the executor makes them
 
     @property
     def end(self) -> int:
@@ -130,9 +131,7 @@ class Plan:
     admitted: list[Admission] = field(default_factory=list)
     blocked: list[Blocked] = field(default_factory=list)
     not_considered: NotConsidered | None = None
-    # For applying the result: requests that reach their limit, by step; and the number of tokens
-    # kept of requests that do not keep all.
-    reaching_limit: list[list[Request]] = field(default_factory=list)
+    # For applying the result: the number of tokens kept of requests that do not keep all.
     tokens_kept: dict[Request, int] = field(default_factory=dict)
 
     @property

@@ -11,11 +11,15 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from headway.checks import MAX_STOPS, MAX_TOKEN_ID, are_token_ids, token_array
 from headway.errors import InvalidRequest, shorten
 
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:
+    Tokens = array  # headway.remote sends 32-bit numbers
 NO_TOKENS: frozenset[int] = frozenset()
 Pooling = Literal["mean", "last"]  # over all prompt tokens, or the last one
 
@@ -70,6 +74,7 @@ class RequestParams:
     reads_cache: bool = True  # False: compute the whole prompt even if it is cached
     n: int = 1  # samples of one prompt
     pooling: Pooling | None = None  # the result is an embedding; the one sampled token is unused
+    prediction: Tokens | None = None  # tokens that the output may resemble, for drafts
     sampling: SamplingOptions | None = None
 
     @property
@@ -153,7 +158,7 @@ class History:
     num_drafted: int = 0  # draft tokens that were computed for it
     num_accepted: int = 0  # those that were right
     acceptance: float = 0.5  # probability that the next draft is right, from the latest ones
-    drafts_from: int = 0  # no drafts are made before so many tokens are computed
+    drafts_from: int = 0  # no drafts are made before this many tokens are computed
     num_misses: int = 0  # consecutive attempts without a draft
     resumed: tuple[int, ...] = ()  # tokens that another engine had generated when it was added
 

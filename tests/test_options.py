@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import fields, replace
 from math import inf, nan
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from headway.cli.options import model, serve
+from headway import preset
+from headway.cli.options import model, serve, simulation
 from headway.errors import ConfigError
 from headway.options import EngineOptions
 from headway.scheduler.policies.presets import NUMBERS, SLOTS
@@ -50,6 +52,76 @@ def test_a_wrong_option_is_refused_with_its_name_value_and_limit(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{name} .*{limit}.*{wrong}"):
         EngineOptions(**{name: wrong})
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+SUFFIX = "suffix(factor={}, min_probability={}, shared={})"
+
+
+@pytest.mark.parametrize(
+    ("config", "most", "drafter"),
+    [
+        (NGRAM, 4, "ngram(5, 5)"),
+        (json.dumps(NGRAM), 4, "ngram(5, 5)"),
+        ({**NGRAM, "prompt_lookup_min": 2, "prompt_lookup_max": 4}, 4, "ngram(2, 4)"),
+        ({**NGRAM, "prompt_lookup_min": 2}, 4, "ngram(2, 2)"),
+        ({**NGRAM, "prompt_lookup_max": 3, "prompt_lookup_min": None}, 4, "ngram(3, 3)"),
+        ({"method": "suffix"}, 24, SUFFIX.format(1.0, 0.1, True)),
+        ({"method": "suffix", "num_speculative_tokens": 8}, 8, SUFFIX.format(1.0, 0.1, True)),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 6}, 6,
+         SUFFIX.format(1.0, 0.1, True)),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 1 << 20}, 128,
+         SUFFIX.format(1.0, 0.1, True)),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 2,
+          "suffix_decoding_min_token_prob": 0.25, "suffix_decoding_max_cached_requests": 0}, 24,
+         SUFFIX.format(2.0, 0.25, False)),
+    ],
+)  # fmt: skip
+def test_a_speculative_config_sets_the_slots_draft_and_drafter(
+    config: Any, most: int, drafter: str
+) -> None:
+    changes = EngineOptions(speculative_config=config, max_num_seqs=3).preset_changes()
+    slots = {"draft": f"by_cost(most={most})", "drafter": drafter}
+    assert changes == {**slots, "max_num_seqs": 3}
+    assert preset(**changes) == preset(**slots, max_num_seqs=3)
+    assert simulation.SimulationOptions.from_flags(speculative_config=config).changes == slots
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"method": "eagle3", "model": "x"}, "method must be ngram or suffix, not 'eagle3'"),
+        ({"model": "x", "num_speculative_tokens": 3}, "ngram or suffix, not None"),
+        ({"method": []}, r"ngram or suffix, not \[\]"),
+        ({**NGRAM, "model": "x"}, "model is not supported: .* not by a second model"),
+        ({**NGRAM, "disable_by_batch_size": 8}, "disable_by_batch_size is not supported: .*costs"),
+        ({**NGRAM, "prompt_lookup": 8}, "ngram has no prompt_lookup; known: .*prompt_lookup_max"),
+        ({**NGRAM, "suffix_decoding_max_tree_depth": 8}, "ngram has no suffix_decoding"),
+        ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 128|at least 1, not 0"),
+        ({"method": "suffix", "num_speculative_tokens": 129}, "at most 128, not 129"),
+        ({**NGRAM, "prompt_lookup_min": 5, "prompt_lookup_max": 4}, r"at most .*max \(4\), not 5"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "min_token_prob .*1.5"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": "x"}, "max_spec_factor .*'x'"),
+        ("[1]", "must be an object"), ("{", "not valid JSON"), (5, "must be an object"),
+    ],
+)  # fmt: skip
+def test_a_wrong_speculative_config_is_refused_with_what_is_wrong(
+    config: Any, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^speculative_config.*({problem})"):
+        EngineOptions(speculative_config=config)
+    with pytest.raises(ConfigError, match=f"^speculative_config.*({problem})"):
+        simulation.SimulationOptions.from_flags(speculative_config=config)
+
+
+@pytest.mark.parametrize(("name", "value"), [("draft", "none"), ("drafter", "ngram(2, 4)")])
+def test_a_speculative_config_excludes_the_slots_that_it_sets(name: str, value: str) -> None:
+    given: dict[str, Any] = {"speculative_config": NGRAM, name: value}
+    with pytest.raises(ConfigError, match=f"{name} '.*' exclude each other"):
+        EngineOptions(**given)
+    with pytest.raises(ConfigError, match=f"{name} '.*' exclude each other"):
+        simulation.SimulationOptions.from_flags(**given)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ class FinishInfo(NamedTuple):
     total: float
     # "grammar": the grammar of the request caused the error; of a fleet: see RequestTable.fail
     error_code: str | None = None
+    num_drafted: int = 0  # draft tokens that were computed for the sample
+    num_accepted: int = 0  # those that became output
 
 
 class SampleUpdate(Message):
@@ -306,11 +308,12 @@ class StepUpdates:
     def _end(self, request: Request, now: float) -> FinishInfo:
         times = self.times.pop(request, None) or RequestTimes(request.arrival)
         admitted, first = times.admitted or now, times.first_token or now
+        history = request.history
         return FinishInfo(
             request.finish_reason or "abort", request.stop_token, request.error,
-            request.history.num_cached, request.history.num_preemptions,
+            history.num_cached, history.num_preemptions,
             admitted - times.arrival, first - times.arrival, now - times.arrival,
-            request.error_code,
+            request.error_code, history.num_drafted, history.num_accepted,
         )  # fmt: skip
 
 

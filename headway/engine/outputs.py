@@ -73,6 +73,8 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
+    num_drafted: int = 0  # draft tokens that were computed for the samples
+    num_accepted: int = 0  # those that became output
 
     @property
     def num_generated(self) -> int:
@@ -235,6 +237,16 @@ class OutputBuilder:
         end = self.samples[0].end
         return end.num_cached if end else 0
 
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens of the samples that have ended."""
+        return sum(sample.end.num_drafted for sample in self.samples if sample.end)
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that became output, of the samples that have ended."""
+        return sum(sample.end.num_accepted for sample in self.samples if sample.end)
+
     def add(self, updates: Sequence[SampleUpdate]) -> list[Delta]:
         """What each sample gained; several updates of one sample become one delta."""
         if len(updates) == 1:
@@ -289,6 +301,7 @@ class OutputBuilder:
             outputs=[self._completion(index) for index in range(self.sampling_params.n)],
             finished=not self.num_open, metrics=metrics, num_cached_tokens=self.num_cached,
             num_preemptions=sum(end.num_preemptions for end in ends),
+            num_drafted=self.num_drafted, num_accepted=self.num_accepted,
         )  # fmt: skip
 
     def _completion(self, index: int) -> CompletionOutput:

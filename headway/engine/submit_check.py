@@ -28,7 +28,8 @@ def check_submit(message: Submit, vocab_size: int | None) -> None:
             raise InvalidRequest(f"request {message.id!r}: {name} {problem}")
     if vocab_size is None:
         return
-    for name, tokens in (("prompt", message.prompt), *(("output", o) for o in message.outputs)):
+    given = ("prompt", message.prompt), ("prediction", message.params.prediction)
+    for name, tokens in (*given, *(("output", o) for o in message.outputs)):
         _check_known(f"request {message.id!r}: {name}", tokens or (), vocab_size)
     sampling = sampling_of(message.id, message.params.sampling)
     try:

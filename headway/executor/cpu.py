@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.executor import kv_blocks
+from headway.executor.draft_model import DraftMaker, DraftModel, completed, no_draft_model
 from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
 from headway.executor.sampling.drafts import verify
@@ -41,16 +42,27 @@ class CpuExecutor:
     """A decoder, its KV blocks on device and host, and the rows of the running requests."""
 
     def __init__(
-        self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
+        self,
+        decoder: Decoder,
+        config: Config,
+        now: Callable[[], float] = time.monotonic,
+        draft_decoder: Decoder | None = None,
     ) -> None:
+        """`draft_decoder` makes the drafts of the drafter `model`."""
         self.decoder, self.now = decoder, now
         decoder.use_length(config.max_model_len)
         self.device_blocks, self.window_blocks = kv_blocks.allocate(decoder, config)
-        self.host_blocks = torch.empty(
-            (config.num_host_blocks, *self.device_blocks.shape[1:]), dtype=self.device_blocks.dtype
-        )
+        self.host_blocks = _on_host(self.device_blocks, config.num_host_blocks)
+        self._pools = [(self.device_blocks, self.host_blocks)]
         window, num_rows = config.sliding_window or None, config.max_num_seqs
         self.rows = RowTable(num_rows, config.block_size, config.max_model_len, window)
+        self.draft_model: DraftModel | None = None
+        self._make_drafts: DraftMaker = no_draft_model
+        if draft_decoder is not None:
+            self.draft_model = DraftModel(draft_decoder, config)
+            self._make_drafts = partial(self.draft_model.make, self.rows)
+            blocks = self.draft_model.blocks
+            self._pools.append((blocks, _on_host(blocks, config.num_host_blocks)))
         device = self.device_blocks.device
         self.sampler = Sampler(num_rows, decoder.config.vocab_size, device)
         self.pooler = Pooler()
@@ -62,8 +74,9 @@ class CpuExecutor:
     def launch(self, plan: Plan) -> CompletedStep:
         with self._inference:
             result, extras = StepResult(started=self.now()), ExtraOutputs()
-            _copy(self.device_blocks, self.host_blocks, plan.copies_out)
-            _copy(self.host_blocks, self.device_blocks, plan.copies_in)
+            for on_device, on_host in self._pools:
+                _copy(on_device, on_host, plan.copies_out)
+                _copy(on_host, on_device, plan.copies_in)
             for admission in plan.admitted:
                 self.rows.add_request(admission.request)
             for chunk in plan.chunks:
@@ -71,6 +84,7 @@ class CpuExecutor:
                     request = chunk.request
                     self.sampler.add_request(request.row, request, request.tokens)
             self.rows.grow(plan)
+            plan = completed(plan, self._make_drafts)
             for step in range(plan.num_steps if plan.decodes else 1):
                 self._run(plan, NO_CHUNKS if step else plan.chunks, result, extras)
                 if failed := self.sampler.grammars.take_failed(step):
@@ -88,6 +102,8 @@ class CpuExecutor:
             return
         batch = self.rows.batch(plan.rows, chunks, plan.drafts)
         begun = time.perf_counter()
+        if self.draft_model is not None:
+            self.draft_model.compute(batch)
         output = self._output(batch)
         self.model_seconds += time.perf_counter() - begun
         last = [chunk.request for chunk in chunks if chunk.is_last]
@@ -152,6 +168,10 @@ class CpuExecutor:
             if chunk.is_last:
                 result.first_tokens.append(next(sampled))
                 self.rows.last[chunk.request.row] = result.first_tokens[-1]
+
+
+def _on_host(blocks: Tensor, count: int) -> Tensor:
+    return torch.empty((count, *blocks.shape[1:]), dtype=blocks.dtype)
 
 
 def _copy(source: Tensor, target: Tensor, copies: list[Copy]) -> None:

@@ -8,6 +8,7 @@ use the same arrays again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -185,6 +186,16 @@ class RowTable:
         slots = self.tables[row, positions // self.block_size].astype(np.int64) * self.block_size
         slots += positions % self.block_size
         return positions, slots
+
+    def branch(self) -> RowTable:
+        """A table with the same blocks, whose lengths and last tokens change on their own.
+
+        Its batches have nothing for sliding-window layers.
+        """
+        own = copy(self)
+        own.window, own._latest = None, None
+        own.lengths, own.last = self.lengths.copy(), self.last.copy()
+        return own
 
     def accept(self, draft: Draft, tokens: list[int]) -> None:
         """Keep what was computed before the last of these tokens, which is the next input."""

@@ -148,6 +148,11 @@ class KVCache:
                 self.window.extend(request, request.num_computed, request.num_computed + 1)
         return added
 
+    @property
+    def max_drafts(self) -> int | None:
+        """The most drafts that a request has blocks of sliding-window layers for; None: any number."""
+        return None if self.window is None else self.window.max_drafts
+
     def num_slots(self, request: Request, num_more: int) -> int:
         """Tokens for which a decoding request has blocks if it gets `num_more` for drafts.
 
@@ -156,11 +161,13 @@ class KVCache:
         num_due = request.num_computed % self.block_size == 0
         return (len(request.kv.blocks) + num_due + max(0, num_more)) * self.block_size
 
-    def extend(self, request: Request, end: int) -> list[tuple[Request, int]]:
-        """Give a request the blocks that tokens before `end` lack; the caller has checked them."""
+    def extend(self, request: Request, start: int, end: int) -> list[tuple[Request, int]]:
+        """Give a request the blocks for tokens [start, end) that it lacks; they must be free."""
         blocks = request.kv.blocks
         added = self.pool.take(max(0, -(-end // self.block_size) - len(blocks)))
         blocks += added
+        if self.window is not None:
+            self.window.extend(request, start, end)
         return [(request, block) for block in added]
 
     def cut(self, request: Request, end: int) -> None:
@@ -169,6 +176,8 @@ class KVCache:
         first = -(-end // self.block_size)
         self.pool.drop(reversed(blocks[first:]))
         del blocks[first:]
+        if self.window is not None:
+            self.window.cut(request, end)
 
     def store(self, request: Request, start: int, end: int) -> int:
         """Hold and publish the blocks of tokens [start, end), which the plan computes.

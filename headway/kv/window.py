@@ -12,6 +12,8 @@ from headway.kv.pool import BlockPool
 from headway.plan import WindowBlocks
 from headway.request import Request, WindowAllocation
 
+MAX_DRAFTS = 8  # of a request in a step; it reserves blocks for all of them
+
 
 def most_window_blocks(window: int, block_size: int, num_stored: int, num_computed: int) -> int:
     """The most blocks that a request of `num_stored` tokens holds at once.
@@ -23,12 +25,19 @@ def most_window_blocks(window: int, block_size: int, num_stored: int, num_comput
     return min(-(-num_stored // block_size), in_window)
 
 
+def most_decoded(config: Config) -> int:
+    """The most tokens that a step computes of a decoding request."""
+    return 1 if config.draft is None else 1 + MAX_DRAFTS
+
+
 def most_useful_window_blocks(window: int, config: Config) -> int:
     """The most blocks that `max_num_seqs` requests use, one of them with its prompt not computed."""
     num_stored = config.max_model_len - 1
     at_once = min(config.max_num_batched_tokens, num_stored)
+    decoded = most_decoded(config)
     decode, prefill = (
-        most_window_blocks(window, config.block_size, num_stored, count) for count in (1, at_once)
+        most_window_blocks(window, config.block_size, num_stored, count)
+        for count in (decoded, max(decoded, at_once))
     )
     return config.max_num_seqs * decode + prefill - decode
 
@@ -39,9 +48,14 @@ class WindowCache:
     def __init__(self, config: Config) -> None:
         self.pool = BlockPool(config.num_window_blocks)
         self._window, self._block_size = config.sliding_window, config.block_size
+        self._at_once = most_decoded(config)
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._num_reserved = 0
         self.new_entries: list[WindowBlocks] = []  # of the plan that is being built
+
+    @property
+    def max_drafts(self) -> int:
+        return self._at_once - 1
 
     @property
     def num_unreserved(self) -> int:
@@ -72,7 +86,7 @@ class WindowCache:
         return max(prefill, self._num_for_decodes(request))
 
     def _num_for_decodes(self, request: Request) -> int:
-        return most_window_blocks(self._window, self._block_size, request.limit - 1, 1)
+        return most_window_blocks(self._window, self._block_size, request.limit - 1, self._at_once)
 
     def allocate(self, request: Request, num_hits: int, num_computed: int) -> None:
         """Reserve blocks, and hold the hits that the next token reads; num_needed has been checked."""
@@ -97,6 +111,13 @@ class WindowCache:
             held.blocks += new
             assert len(held.blocks) <= held.num_reserved, f"{request} holds more than it reserved"
             self.new_entries.append(WindowBlocks(request, first, tuple(new)))
+
+    def cut(self, request: Request, end: int) -> None:
+        """Give back the blocks after those of tokens before `end`."""
+        held = self._held(request)
+        first = -(-end // self._block_size) - held.first
+        self.pool.drop(held.blocks[first:])
+        del held.blocks[first:]
 
     def end_prefill(self, request: Request) -> None:
         """Reduce the reservation to what decodes need; called when the plan has been built."""

@@ -24,7 +24,7 @@ from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, format_route, prefix_load
 from headway.lab.cost import Profile
 from headway.lab.replica import SimulatedReplica
-from headway.lab.simulate import Progress, with_profile
+from headway.lab.simulate import Progress, as_simulated
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest
 from headway.record.stats import RunStats, percentiles
@@ -104,7 +104,7 @@ class Pool:
         rule: RouteRule,
         async_scheduling: bool = False,
     ) -> None:
-        self.name, self.config = name, with_profile(config, profile)
+        self.name, self.config = name, as_simulated(config, profile, async_scheduling)
         self.router = Router(rule, config.block_size)
         common = self.router.tracker, self.config, profile, async_scheduling
         self.replicas = [SimulatedReplica(str(place), *common) for place in range(number)]

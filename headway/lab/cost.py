@@ -138,7 +138,7 @@ class Profile:
             if copies:
                 seconds += self.copy_seconds(len(copies) * block_size)
         num_rows, context = len(plan.decodes), plan.decode_context
-        if num_rows or plan.chunks:
+        if num_rows or plan.drafts or plan.chunks:
             seconds += self.pass_seconds(*work_of(plan))
         for _ in range(1, plan.num_steps if num_rows else 1):
             context += num_rows

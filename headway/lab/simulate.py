@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from headway.config import Config
+from headway.drafters.repeat import repeat_last
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine, Observer
 from headway.errors import ConfigError, PolicyError, RequestError
@@ -20,6 +21,7 @@ from headway.lab.workload.request import WorkloadRequest
 from headway.record.stats import RunStats
 from headway.record.writer import JournalWriter, Writable, header
 from headway.scheduler import Scheduler
+from headway.scheduler.policies.draft import by_cost
 from headway.scheduler.policies.presets import read_preset
 from headway.scheduler.policies.swap import recompute, swap_if_cheaper
 from headway.scheduler.policies.text import READY_MADE
@@ -79,7 +81,7 @@ def simulate(
 
     `stop` is asked after every step; if it returns True, the run ends there.
     """
-    config = with_profile(config, profile)
+    config = as_simulated(config, profile, async_scheduling)
     simulated = SimulatedEngine(config, profile, async_scheduling, observers)
     engine, result = simulated.engine, SimulationResult(simulated.metrics)
     if trace is not None:
@@ -162,3 +164,17 @@ def with_profile(config: Config, profile: Profile) -> Config:
         swap = profile.swap_if_cheaper()
     chunk, draft = (profile.with_costs(rule) for rule in (config.chunk, config.draft))
     return replace(config, max_model_len=length, swap=swap, chunk=chunk, draft=draft)
+
+
+def as_simulated(config: Config, profile: Profile, async_scheduling: bool = False) -> Config:
+    """As `with_profile`, for a run without a model: of drafts, only the number has a meaning.
+
+    With async scheduling, a step with drafts alone takes the host's time as well.
+    """
+    rule = config.draft
+    if rule is None:
+        return with_profile(config, profile)
+    if async_scheduling and isinstance(rule, by_cost) and rule.has_default_costs:
+        wait = rule.wait or profile.machine.host_seconds
+        rule = replace(rule.with_costs(profile.unit_costs), wait=wait)
+    return with_profile(replace(config, draft=rule, drafter=repeat_last), profile)

@@ -26,6 +26,7 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         started = min((request.arrival for request in requests), default=0.0)
     seconds = metrics.ended_at - started
     preemptions = totals["swaps"] + totals["recomputes"]
+    num_verified, num_right = totals["num_draft_steps"], totals["num_accepted"]
     ttft = [(x.num_prompt, x.first_token - x.arrival) for x in requests if x.first_token >= 0]
     deadlines = [(x.finished, x.deadline) for x in requests if x.deadline is not None]
     return {
@@ -61,6 +62,9 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         "recompute_tax": _ratio(totals["recomputed_tokens"], totals["computed_tokens"]),
         "swapped_blocks": {"out": totals["blocks_out"], "in": totals["blocks_in"]},
         "swap_in": percentiles(metrics.swap_ins),
+        "drafted_tokens": totals["num_drafted"],
+        "accepted_share": _ratio(num_right, totals["num_drafted"]),
+        "tokens_per_verification": _ratio(num_right + num_verified, num_verified),
         "cache_hit_ratio": _ratio(totals["cached_tokens"], totals["prompt_tokens"]),
         "waiting_steps_by_reason": dict(
             sorted(metrics.reasons.items(), key=lambda item: (-item[1], item[0]))

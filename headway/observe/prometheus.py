@@ -66,6 +66,10 @@ COUNTERS = {
     "prefill_tokens": "Tokens computed by prefill, including recomputed tokens.",
     "recomputed_tokens": "Tokens recomputed after a preemption.",
     "swapped_blocks": "KV blocks copied to the host (out) and from the host (in).",
+    "spec_decode_num_drafts": "Drafts that were verified: one per request and step.",
+    "spec_decode_num_draft_tokens": "Tokens of drafts.",
+    "spec_decode_num_accepted_tokens": "Tokens of drafts that became output.",
+    "spec_decode_num_accepted_tokens_per_pos": "Accepted tokens by their place in the draft.",
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": "Time from arrival to the first token.",
@@ -88,8 +92,13 @@ LABELS = {
     "waiting_by_reason": "reason",
     "request_success": "finished_reason",
     "swapped_blocks": "direction",
+    "spec_decode_num_accepted_tokens_per_pos": "position",
 }
-VALUES = {"request_success": ("stop", "length", "abort", "error"), "swapped_blocks": ("out", "in")}
+VALUES = {
+    "request_success": ("stop", "length", "abort", "error"),
+    "swapped_blocks": ("out", "in"),
+    "spec_decode_num_accepted_tokens_per_pos": ("0",),  # others begin with the first such draft
+}
 
 
 class Histogram:

@@ -101,6 +101,8 @@ class ServerMetrics:
                 gaps.observe(seconds, count)
             if plan.admitted or plan.chunks or plan.copies_out:
                 self._count_changes(event, stats)
+            if plan.drafts:
+                self._count_drafts(event, stats)
         else:
             counters["num_preemptions", ""] += len(preempted_by(event))
         for request, times in stats.finished:
@@ -123,6 +125,16 @@ class ServerMetrics:
         first = self.values.histograms["time_to_first_token_seconds"]
         for seconds in stats.first_tokens:
             first.observe(seconds)
+
+    def _count_drafts(self, event: Completed, stats: StepStats) -> None:
+        """Count the drafts of requests that had not ended before the step did."""
+        counters, accepted = self.values.counters, "spec_decode_num_accepted_tokens"
+        counters["spec_decode_num_drafts", ""] += stats.num_draft_steps
+        counters["spec_decode_num_draft_tokens", ""] += stats.num_drafted
+        counters[accepted, ""] += stats.num_accepted
+        for draft, num_accepted in event.verified():
+            for position in range(draft.count):
+                counters[f"{accepted}_per_pos", str(position)] += position < num_accepted
 
     def _count_completed(self, request: Request, times: RequestTimeline) -> None:
         params, is_generation, end = request.params, not times.is_pooling, times.finished

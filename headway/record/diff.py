@@ -11,7 +11,7 @@ from msgspec import to_builtins
 from headway.events import Completed, Event, Planned
 from headway.record.lines import HeaderLine, Line
 from headway.record.reader import EventReader, split_header
-from headway.record.sentences import computed, decisions_of, decoded
+from headway.record.sentences import accepted, computed, decisions_of, decoded, drafted
 from headway.record.writer import LineMaker
 
 MAX_LISTED = 8  # sentences for each run
@@ -112,7 +112,12 @@ def _sentences(event: Event, max_num_seqs: int) -> Iterator[str]:
     if isinstance(event, Planned):
         for chunk in event.plan.chunks:
             yield computed(chunk.request.id, chunk.start, chunk.end)
+        for draft in event.plan.drafts:
+            yield drafted(draft.request.id, draft.start, draft.count)
         yield decoded(len(event.plan.decodes), event.plan.num_steps)
+    elif isinstance(event, Completed):
+        for draft, num_accepted in event.verified():
+            yield accepted(draft.request.id, draft.count, num_accepted)
 
 
 def _num_free(step: Step) -> int:

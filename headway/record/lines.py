@@ -57,6 +57,7 @@ class RequestLine(Part, kw_only=True):
     sample: int = 0
     reads_cache: bool = True
     pooling: str | None = None
+    prediction: Packed | None = None
     output: Packed = 0  # that another engine had generated; 0: none
 
 
@@ -91,7 +92,7 @@ class BlocksLine(Part, kw_only=True):
 
     hits: list[int] = []  # of each admission: leading blocks that were in the prefix cache
     admitted: list[Packed] = []  # of each admission: its block table
-    new: list[int] = []  # of the decodes that need a block, in their order
+    new: list[int] = []  # of drafts, then of the decodes that need a block, in their order
     out: list[tuple[int, int]] = []
     in_: list[tuple[int, int]] = field(name="in", default_factory=list)
 
@@ -128,6 +129,7 @@ class PlannedLine(EventLine, tag="planned", kw_only=True):
     preempted: Sequence[PreemptionLine] = ()  # one object for all lines, unlike an empty list
     admitted: Sequence[tuple[Id, int, int, bool]] = ()
     chunks: Sequence[tuple[Id, int, int, bool]] = ()
+    drafts: Sequence[tuple[Id, int, int]] = ()
     decodes: int = 0
     num_steps: int = 1
     decode_context: int = 0
@@ -148,6 +150,7 @@ class CompletedLine(EventLine, tag="completed", kw_only=True):
     end: float
     swap_in: float = 0  # an int, as it is left out only if it is the same object
     builds: int = 0
+    gained: Sequence[int] = ()  # tokens, by each request with drafts
     failed: Sequence[tuple[Id, int, str, str | None]] = ()
     finished: Sequence[EndLine] = ()
 

@@ -44,11 +44,14 @@ def to_perfetto(journal: Iterable[HeaderLine | Line]) -> Iterator[Slice]:
 
 def _step(event: Completed, stats: StepStats, line: PlannedLine) -> Iterator[Slice]:
     start, plan, planned = event.result.started * MICRO, event.plan, event.planned
-    kinds = (("prefill", stats.num_prefill), ("decode", len(plan.decodes)))
+    decodes, drafts = ("decode", len(plan.decodes)), ("drafts", len(plan.drafts))
+    kinds = (("prefill", stats.num_prefill), decodes, drafts)
+    args = to_builtins(line)
+    if plan.drafts:
+        args["gained"] = list(map(len, event.result.draft_tokens))
     yield {
         "ph": "X", "pid": 1, "tid": 1, "ts": start, "dur": stats.now * MICRO - start,
-        "name": " + ".join(kind for kind, count in kinds if count) or "copies",
-        "args": to_builtins(line),
+        "name": " + ".join(kind for kind, count in kinds if count) or "copies", "args": args,
     }  # fmt: skip
     counters = {
         "running": planned.num_running, "waiting": planned.num_waiting,

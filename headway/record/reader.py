@@ -11,7 +11,8 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import chain, islice, repeat
+from operator import gt
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from headway.plan import (
     Blocked,
     Chunk,
     Copy,
+    Draft,
     Failure,
     NotConsidered,
     Plan,
@@ -107,6 +109,7 @@ class EventReader:
             min_tokens=line.min_tokens, stop_ids=frozenset(line.stop_ids), priority=line.priority,
             client=line.client, deadline=line.deadline, salt=line.salt,
             reads_cache=line.reads_cache, pooling=line.pooling,  # type: ignore[arg-type]
+            prediction=None if line.prediction is None else _tokens(line.prediction),
         )  # fmt: skip
         parent = None if line.parent is None else self._known.get(line.parent)
         request = self.open[line.id] = self._known[line.id] = Request(
@@ -132,6 +135,9 @@ class EventReader:
 
     def _planned(self, line: PlannedLine) -> Planned:
         plan = Plan(line.step, num_steps=line.num_steps, decode_context=line.decode_context)
+        planned = Planned(
+            plan, line.free, line.running, line.waiting, None, line.has_failed, line.t, line.t
+        )
         plan.deferred = [self.open[id] for id in line.deferred]
         deferred = [request for request in plan.deferred if request in self._batch.members]
         for request in deferred:
@@ -139,8 +145,11 @@ class EventReader:
         plan.preempted = self._preempt(line.preempted)
         if line.admitted or line.copied_out or line.copied_in:
             self._admit(plan, line)
+        numbers = iter(line.blocks.new if line.blocks is not None else ())
+        for id, start, count in line.drafts:
+            self._draft(plan, Draft(self.open[id], start, count), numbers)
         if line.decodes:
-            self._decode(plan, line)
+            self._decode(planned, line, numbers)
         for request in deferred:
             if not any(request is each.request for each in plan.preempted):
                 self._batch.join(request)
@@ -149,9 +158,6 @@ class EventReader:
         plan.blocked = [Blocked(self.open[each[0]], *each[1:]) for each in line.blocked]
         if line.not_considered:
             plan.not_considered = NotConsidered(*line.not_considered)
-        planned = Planned(
-            plan, line.free, line.running, line.waiting, None, line.has_failed, line.t, line.t
-        )
         if not plan.is_empty:
             self._in_flight.append(planned)
         return planned
@@ -172,19 +178,31 @@ class EventReader:
         plan.copies_out = [Copy(*each) for each in out or repeat(unknown, line.copied_out)]
         plan.copies_in = [Copy(*each) for each in back or repeat(unknown, line.copied_in)]
 
-    def _decode(self, plan: Plan, line: PlannedLine) -> None:
+    def _draft(self, plan: Plan, draft: Draft, numbers: Iterator[int]) -> None:
+        """Until the result, the request is not one of those that decode."""
+        request = draft.request
+        if not 0 <= draft.start < draft.end - 1 < request.limit - 1:
+            raise ValueError(f"request {request.id} has {draft.count} drafts after {draft.start}")
+        if request in self._batch.members:
+            self._batch.leave(request)
+        request.computed_base = draft.end
+        plan.drafts.append(draft)
+        num_held, num_needed = (-(-end // self._block_size) for end in (draft.start, draft.end))
+        new = islice(chain(numbers, repeat(NO_BLOCK)), num_needed - num_held)
+        plan.new_blocks += [(request, block) for block in new]
+
+    def _decode(self, planned: Planned, line: PlannedLine, numbers: Iterator[int]) -> None:
         """Advance the requests that decode; those that reach their limit leave."""
-        batch = self._batch
+        plan, batch = planned.plan, self._batch
         plan.decodes = [*batch.members]
         if self._is_partial:  # some of them may have begun before
             plan.decodes = [*plan.decodes, *repeat(UNKNOWN, line.decodes)][: line.decodes]
         if len(plan.decodes) != line.decodes:
             raise ValueError(f"{len(plan.decodes)} requests decode, not {line.decodes}")
-        numbers = iter(line.blocks.new if line.blocks is not None else ())
         for _ in range(line.num_steps):
             if due := batch.due():
                 plan.new_blocks += [(request, next(numbers, NO_BLOCK)) for request in due]
-            plan.reaching_limit.append(batch.advance())
+            planned.reaching_limit.append(batch.advance())
 
     def _compute(self, plan: Plan, chunk: Chunk) -> None:
         plan.chunks.append(chunk)
@@ -227,12 +245,28 @@ class EventReader:
             if end.kept or plan.num_steps == 1:
                 plan.tokens_kept[self.open[end.id]] = end.kept or 1
         finished = [self._end(end) for end in line.finished] if line.finished else []
-        self._batch.left_in_flight.clear()
+        gained = _gained(plan, line) if plan.drafts else []
         result = StepResult(
             started=line.start, ended=line.end, swap_in=line.swap_in, num_builds=line.builds,
-            failed=failed,
+            failed=failed, draft_tokens=gained,
         )  # fmt: skip
-        return Completed(planned, result, finished, line.end)
+        completed = Completed(planned, result, finished, line.end)
+        if gained:
+            self._verify(completed)
+        self._batch.left_in_flight.clear()
+        return completed
+
+    def _verify(self, completed: Completed) -> None:
+        """Count the drafts that were right; requests that have not ended decode again."""
+        for draft, num_right in completed.verified():
+            request = draft.request
+            request.history.num_drafted += draft.count
+            request.history.num_accepted += num_right
+            if self.open.get(request.id) is request:
+                request.computed_base = draft.start + num_right + 1
+                self._batch.join(request)
+            else:
+                completed.plan.tokens_kept[request] = num_right + 1
 
     def _failed(self, line: FailedLine) -> Failed:
         self._in_flight.clear()
@@ -244,6 +278,14 @@ class EventReader:
             del self.open[request.id]
         self._batch = self._new_batch()
         return Failed(line.reason, ended, preempted, line.t)
+
+
+def _gained(plan: Plan, line: CompletedLine) -> list[list[int]]:
+    """The tokens of requests with drafts; only their number is known yet."""
+    most = [draft.count + 1 for draft in plan.drafts]
+    if len(line.gained) != len(most) or any(map(gt, line.gained, most)):
+        raise ValueError(f"step {line.step} gains at most {most} tokens, not {line.gained}")
+    return [[HIDDEN] * count for count in line.gained]
 
 
 def _tokens(packed: Packed) -> array[int]:

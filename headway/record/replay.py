@@ -21,7 +21,7 @@ from headway.events import (
     Reconfigured,
     Reset,
 )
-from headway.plan import Column, Plan, StepResult
+from headway.plan import UNKNOWN_TOKEN, Column, Draft, Plan, StepResult
 from headway.record.diff import differences
 from headway.record.lines import HeaderLine, Line
 from headway.record.reader import MALFORMED, EventReader, split_header
@@ -52,6 +52,19 @@ class RecordedTokens:
         num_columns = plan.num_steps if plan.decodes else 0
         columns: list[Column] = [list(map(self._next, plan.decodes)) for _ in range(num_columns)]
         return columns, [self._next(chunk.request) for chunk in plan.chunks if chunk.is_last]
+
+    def gained(self, draft: Draft, num_gained: int) -> list[int]:
+        """As many tokens as a request gained with these drafts, and at least one."""
+        return [self._next(draft.request) for _ in range(max(1, num_gained))]
+
+    def verified(self, draft: Draft, most: int | None = None) -> list[int]:
+        """The drafts that may be the recorded tokens, `most` at most, and the token after them."""
+        tokens = self.gained(draft, 1)
+        for token in draft.tokens[:most]:
+            if token not in (tokens[-1], UNKNOWN_TOKEN):
+                break
+            tokens.append(self._next(draft.request))
+        return tokens
 
     def _next(self, request: Request) -> int:
         place = self._num_sampled[request]
@@ -112,7 +125,7 @@ class Replay:
         """The plans in flight with their tokens, and the times of these results, if they have one."""
         for planned, sampled in zip(self.scheduler.in_flight, self._sampled, strict=True):
             plan = planned.plan
-            yield plan, _result(*sampled, recorded.get(plan.step, StepResult()))
+            yield plan, self._result(plan, sampled, recorded.get(plan.step))
 
     def copy(self, recorded: Request) -> Request:
         """The recorded request as it was when it was added."""
@@ -128,9 +141,22 @@ class Replay:
     def _complete(self, recorded: Completed) -> None:
         if not self.scheduler.in_flight:
             raise ReplayMismatch(f"the replay has no step {recorded.plan.step}")
-        result = _result(*self._sampled.popleft(), recorded.result)
+        plan = self.scheduler.in_flight[0].plan
+        result = self._result(plan, self._sampled.popleft(), recorded.result)
         result.failed = {self.requests[r]: failure for r, failure in recorded.result.failed.items()}
-        self.scheduler.complete(self.scheduler.in_flight[0].plan, result)
+        self.scheduler.complete(plan, result)
+
+    def _result(self, plan: Plan, sampled: Tokens, recorded: StepResult | None) -> StepResult:
+        """The result of a plan; without a recorded one it has no times."""
+        result = StepResult(*sampled)
+        if recorded is None:
+            result.draft_tokens = list(map(self.tokens.verified, plan.drafts))
+            return result
+        result.started, result.ended = recorded.started, recorded.ended
+        result.swap_in, result.num_builds = recorded.swap_in, recorded.num_builds
+        counts = map(len, recorded.draft_tokens)
+        result.draft_tokens = list(map(self.tokens.gained, plan.drafts, counts))
+        return result
 
     def _plan(self, recorded: Planned) -> None:
         try:
@@ -143,11 +169,6 @@ class Replay:
             raise ReplayMismatch("no policy fails in the replay")
         if not plan.is_empty:
             self._sampled.append(self.tokens.sample(plan))
-
-
-def _result(columns: list[Column], first_tokens: list[int], recorded: StepResult) -> StepResult:
-    times = recorded.started, recorded.ended, recorded.swap_in
-    return StepResult(columns, first_tokens, *times, num_builds=recorded.num_builds)
 
 
 def check_replay(journal: Iterable[HeaderLine | Line], own: Container[str] = READY_MADE) -> int:

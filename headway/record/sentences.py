@@ -123,6 +123,14 @@ def decoded(num_decodes: int, num_steps: int) -> str:
     return f"{_count(num_decodes, 'request')} {verb}{often}"
 
 
+def drafted(id: str, start: int, num_drafts: int) -> str:
+    return f"request {id} verifies {_count(num_drafts, 'draft')} after token {start}"
+
+
+def accepted(id: str, num_drafts: int, num_accepted: int) -> str:
+    return f"{_count(num_drafts, 'draft')} for request {id}, {num_accepted} accepted"
+
+
 def finished(request: Request) -> str:
     num_output = request.num_generated
     result = _count(num_output, "token")
@@ -256,8 +264,16 @@ def _running(scheduler: Scheduler, num_in_flight: int, seconds_since_progress: f
         + (f" ({states_text})" if states_text else "")
         + f"; {config.num_blocks - num_free} of {config.num_blocks} KV blocks in use, "
         f"{num_free} free; {_count(num_in_flight, 'plan')} in flight; "
-        f"last progress {seconds_since_progress:.3f} s ago."
+        f"{_drafts(scheduler)}last progress {seconds_since_progress:.3f} s ago."
     )
+
+
+def _drafts(scheduler: Scheduler) -> str:
+    """The drafts of running requests so far; "" without any."""
+    histories = [request.history for request in scheduler.running]
+    num_drafted = sum(history.num_drafted for history in histories)
+    num_accepted = sum(history.num_accepted for history in histories)
+    return f"{_count(num_drafted, 'draft')} for them, {num_accepted} accepted; " * (num_drafted > 0)
 
 
 def _waiting(scheduler: Scheduler) -> list[str]:

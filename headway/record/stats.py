@@ -90,11 +90,15 @@ class RunStats:
         steps["running"].append(planned.num_running)
         steps["waiting"].append(planned.num_waiting)
         steps["free"].append(planned.num_free)
-        steps["tokens"].append(stats.num_prefill + len(plan.decodes))
+        steps["tokens"].append(stats.num_prefill + len(plan.decodes) + plan.num_drafted)
         steps["prefill"].append(stats.num_prefill)
         steps["decodes"].append(stats.num_computed - stats.num_prefill)
         steps["seconds"].append(stats.now - result.started)
         totals["computed_tokens"] += stats.num_computed
+        if plan.drafts:
+            totals["num_draft_steps"] += stats.num_draft_steps
+            totals["num_drafted"] += stats.num_drafted
+            totals["num_accepted"] += stats.num_accepted
         if plan.copies_out or plan.copies_in:
             totals["blocks_out"] += len(plan.copies_out)
             totals["blocks_in"] += len(plan.copies_in)

@@ -81,6 +81,9 @@ class StepStats:
     num_hit: int = 0  # prompt tokens found in the prefix cache
     first_tokens: list[float] = field(default_factory=list)  # seconds after the arrivals
     gaps: list[tuple[float, int]] = field(default_factory=list)  # seconds between tokens, count
+    num_draft_steps: int = 0  # drafts of a request that were verified; it had not ended
+    num_drafted: int = 0  # tokens of these drafts
+    num_accepted: int = 0  # those of them that became output
     finished: list[tuple[Request, RequestTimeline]] = field(default_factory=list)
 
 
@@ -135,6 +138,8 @@ class Timeline:
         stats.num_computed = stats.num_prefill + len(plan.decodes) * plan.num_steps
         if plan.decodes:
             self._decode(plan, stats)
+        if plan.drafts:
+            self._verify(event, stats)
         for chunk in plan.chunks:
             if chunk.is_last and plan.tokens_kept.get(chunk.request, 1) > 0:
                 self._sample(chunk.request, stats)
@@ -207,17 +212,17 @@ class Timeline:
 
     def _decode(self, plan: Plan, stats: StepStats) -> None:
         """Add one gap for all requests of the latest decode step, and one for each other."""
-        now, deferred = stats.now, set(plan.deferred) if plan.deferred else ()
+        now, absent = stats.now, _absent(plan) if plan.deferred or plan.drafts else ()
         dropped = plan.dropped if plan.tokens_kept else NONE_DROPPED
         num_rows = len(plan.decodes) - dropped[0]
         num_tokens = len(plan.decodes) * plan.num_steps - dropped[1]
-        for request in deferred:
+        for request in absent:
             if request not in self._preempted and request in self.open:
                 self._last_token.setdefault(request, self._last_decode)
                 self._leave(request)
         gap = now - self._last_decode
         self._shared.add(gap)
-        late = [r for r in self._last_token if r not in deferred] if self._last_token else ()
+        late = [r for r in self._last_token if r not in absent] if self._last_token else ()
         for request in late:
             self._add_gap(request, now - self._last_token.pop(request), stats)
             self._shared.join(request)
@@ -227,6 +232,22 @@ class Timeline:
             stats.gaps.append((0.0, num_tokens - num_rows))
         stats.num_output += num_tokens
         self._last_decode = now
+
+    def _verify(self, event: Completed, stats: StepStats) -> None:
+        """Add one gap for each request with drafts; what it gains comes together."""
+        stats.num_computed += event.plan.num_drafted
+        for draft, num_accepted in event.verified():
+            request = draft.request
+            self._leave(request)
+            last = self._last_token.get(request, self._last_decode)
+            self._add_gap(request, stats.now - last, stats)
+            self._last_token[request] = stats.now
+            stats.num_draft_steps += 1
+            stats.num_drafted += draft.count
+            stats.num_accepted += num_accepted
+        if stats.num_accepted:
+            stats.gaps.append((0.0, stats.num_accepted))
+        stats.num_output += stats.num_draft_steps + stats.num_accepted
 
     def _add_gap(self, request: Request, seconds: float, stats: StepStats) -> None:
         """A gap of one request alone."""
@@ -262,6 +283,11 @@ class Timeline:
         times.finished, times.finish_reason = stats.now, request.finish_reason or "abort"
         times.num_output = request.num_generated
         stats.finished.append((request, times))
+
+
+def _absent(plan: Plan) -> set[Request]:
+    """Requests past their prompt that are not in the decode step of a plan."""
+    return {*plan.deferred, *(draft.request for draft in plan.drafts)}
 
 
 def _times_of(request: Request) -> RequestTimeline:

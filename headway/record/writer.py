@@ -94,6 +94,8 @@ class LineMaker:
             ]
         if plan.chunks:
             line.chunks = [(c.request.id, c.start, c.end, c.is_last) for c in plan.chunks]
+        if plan.drafts:
+            line.drafts = [(d.request.id, d.start, d.count) for d in plan.drafts]
         if plan.preempted:
             line.preempted = _preempted(plan.preempted)
         if plan.copies_out or plan.copies_in:
@@ -112,6 +114,8 @@ class LineMaker:
             step=plan.step, start=result.started, end=result.ended, swap_in=result.swap_in or 0,
             builds=result.num_builds,
         )  # fmt: skip
+        if result.draft_tokens:
+            line.gained = list(map(len, result.draft_tokens))
         if result.failed:
             line.failed = [(r.id, *failure) for r, failure in result.failed.items()]
         if event.finished:
@@ -129,6 +133,7 @@ class LineMaker:
             salt=params.salt, stop_ids=sorted(request.stops),
             parent=request.parent.id if request.parent else None, sample=request.sample,
             reads_cache=params.reads_cache, pooling=params.pooling,
+            prediction=None if params.prediction is None else self._tokens(params.prediction),
             output=self._tokens(resumed) if resumed else 0,
         )  # fmt: skip
 

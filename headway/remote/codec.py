@@ -37,7 +37,7 @@ from headway.executor.simulated import Script
 from headway.request import SamplingOptions
 from headway.sampling_params import Sampling
 
-PROTOCOL = 4  # change it when the encoding or a message changes
+PROTOCOL = 5  # change it when the encoding or a message changes
 MAGIC = b"HEADWAY\0"
 GREETING = struct.Struct("<8sI")  # from an engine, before any frame: MAGIC, PROTOCOL
 MAX_FRAME = 1 << 28  # bytes

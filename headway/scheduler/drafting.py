@@ -1,121 +1,64 @@
-"""Chooses the requests that verify drafts in a step, and keeps count of how often drafts are right.
+"""Makes the drafts of a scheduler, and keeps count of how often they are right.
 
-A draft continues tokens that the host knows. So drafts are planned only while no plan is in flight,
-and no plan is made while one with drafts is. A request with drafts is not in the decode batch until
-its result is applied. Drafts never preempt a request: they use blocks and tokens that are left.
+Knows no plans in flight and no blocks; draft_planning.py chooses the requests of a step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from headway.config import Config, Drafter
-from headway.plan import Draft, Plan
+from headway.config import Drafter, DrafterRule
+from headway.drafters.ngram import ngram
+from headway.drafters.prediction import PredictionDrafter
+from headway.plan import Draft
 from headway.request import Request
+from headway.scheduler.acceptance import Acceptance
 from headway.step_cost import StepWork
 
-if TYPE_CHECKING:
-    from headway.scheduler.state import SchedulerState
-
-PRIOR = 0.5  # acceptance of a request without drafts so far
-WEIGHT = 0.15  # of the latest draft in the acceptance
-FORGETTING = 0.98  # of the distance from PRIOR, with each token without a draft
 MAX_PAUSE = 32  # tokens until a request whose drafter found nothing is asked again
 
 
 class Drafting:
     """The drafts of one scheduler, and what a draft rule may read (config.DraftStep)."""
 
-    def __init__(self, config: Config) -> None:
-        if config.drafter is None:
-            from headway.drafters.ngram import ngram
-        self._drafter: Drafter = (config.drafter or ngram())()
-        self.work, self.tokens = StepWork(0, 0, 0, 0.0), 0.0
+    def __init__(self, rule: DrafterRule | None) -> None:
+        self.rule = rule
+        self._drafter: Drafter = (rule or ngram())()
+        self._predictions = PredictionDrafter()  # asked first, for requests with a prediction
+        self._estimate = Acceptance()
+        self.work, self.num_left = StepWork(0, 0, 0, 0.0), 0
+        self.tokens = 0.0
 
-    def must_wait(self, state: SchedulerState) -> bool:
-        """Whether the next plan has to know the tokens of the one in flight."""
-        if any(planned.plan.drafts for planned in state.in_flight):
-            return True
-        if not state.in_flight or not (requests := self._eligible(state)):
-            return False
-        batch = state.decode_batch
-        self._begin(len(batch.members), batch.context)
-        best = max(requests, key=self.acceptance)
-        assert state.policies.draft is not None, "there is a rule"
-        return state.policies.draft(best, self) > 0
+    def begin(self, num_rows: int, context: int, num_left: int) -> None:
+        """Begin a step with this many decodes, of which `num_left` may get drafts."""
+        self.work, self.num_left = StepWork(num_rows, num_rows, context, float(context)), num_left
+        self.tokens = float(num_rows)
 
-    def plan(self, plan: Plan, state: SchedulerState, num_tokens: int) -> None:
-        """Move decoding requests with at most this many drafts from the batch to the plan."""
-        batch, rule = state.decode_batch, state.policies.draft
-        assert rule is not None, "there is a rule"
-        requests = self._eligible(state)
-        if not requests:
-            return
-        self._begin(len(batch.members), batch.context)
-        num_blocks = state.kv.num_free - len(batch.due())
-        if state.queue or state.prefilling:
-            num_tokens //= 2  # prompts need the others
-        for request in sorted(requests, key=self.acceptance, reverse=True):
-            wanted = rule(request, self)
-            if wanted <= 0 or num_tokens <= 0:
-                break
-            start = request.num_computed
-            room = state.kv.num_slots(request, num_blocks) - start - 1
-            most = min(wanted, num_tokens, room, request.limit - start - 2)
-            tokens = self._propose(request, most)
-            if not tokens:
-                continue
-            batch.leave(request)
-            draft = Draft(request, start, len(tokens), tokens)
-            request.computed_base = draft.end
-            plan.drafts.append(draft)
-            new = state.kv.extend(request, draft.end)
-            plan.new_blocks += new
-            # One block was counted for it above if it was due.
-            num_blocks -= len(new) - (start % state.kv.block_size == 0)
-            num_tokens -= len(tokens)
-            self.work = self.work.with_more_rows(start, len(tokens))
-            share = self.acceptance(request)
-            self.tokens += sum(share**number for number in range(1, len(tokens) + 1))
+    def add(self, draft: Draft) -> None:
+        """The step has these drafts."""
+        self.work = self.work.with_more_rows(draft.start, draft.count)
+        share = self.acceptance(draft.request)
+        self.tokens += sum(share**number for number in range(1, draft.count + 1))
 
     def record(self, draft: Draft, num_right: int) -> None:
         """Count how many drafts of a request were right."""
-        history = draft.request.history
-        history.num_drafted += draft.count
-        history.num_accepted += num_right
-        share = self.acceptance(draft.request)
-        for _ in range(num_right):
-            share += WEIGHT * (1 - share)
-        if num_right < draft.count:
-            share -= WEIGHT * share
-        history.acceptance, history.drafts_from = share, draft.start + num_right + 1
+        self._estimate.record(draft.request, draft.count, num_right)
+        draft.request.history.drafts_from = draft.start + num_right + 1
 
     def acceptance(self, request: Request) -> float:
         """The probability that the next draft of a request is right."""
-        history = request.history
-        num_since = max(0, request.num_computed - history.drafts_from)
-        return PRIOR + (history.acceptance - PRIOR) * FORGETTING**num_since
+        return self._estimate.of(request)
 
     def forget(self, request: Request) -> None:
         """The request has ended, or its output was discarded."""
         self._drafter.forget(request)
+        self._predictions.forget(request)
 
-    def _begin(self, num_rows: int, context: int) -> None:
-        self.work, self.tokens = StepWork(num_rows, num_rows, context, float(context)), num_rows
-
-    def _eligible(self, state: SchedulerState) -> list[Request]:
-        if state.kv.window is not None:  # a draft that is wrong may need a block already given back
-            return []
-        tick = state.decode_batch.tick
-        return [
-            request for request in state.decode_batch.members
-            if request.history.drafts_from <= request.computed_base + tick < request.limit - 2
-        ]  # fmt: skip
-
-    def _propose(self, request: Request, most: int) -> tuple[int, ...]:
+    def propose(self, request: Request, most: int) -> tuple[int, ...]:
         """Drafts; if there are none, the request is left alone for some tokens."""
         history = request.history
-        tokens = tuple(self._drafter.propose(request, most)) if most > 0 else ()
+        tokens: tuple[int, ...] = ()
+        if most > 0:
+            predicted = self._predictions.propose(request, most)
+            tokens = tuple(predicted or self._drafter.propose(request, most))
         if tokens:
             history.num_misses = 0
         else:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from headway.errors import ExecutorError
+from headway.events import Planned
 from headway.plan import Column, Draft, Plan, StepResult
 from headway.request import Request
 from headway.scheduler.state import SchedulerState
@@ -36,15 +37,16 @@ def check_result(plan: Plan, result: StepResult) -> None:
         )
 
 
-def apply_result(plan: Plan, result: StepResult, state: SchedulerState) -> list[Request]:
+def apply_result(planned: Planned, result: StepResult, state: SchedulerState) -> list[Request]:
     """Hand out what was sampled; returns the requests that finished with it."""
+    plan = planned.plan
     finished = _apply_first_tokens(plan, result, state) if plan.chunks else []
     for step, column in enumerate(result.decode_tokens):
-        _deliver(plan, column, state)
+        _deliver(planned, column, state)
         finished += _finish_stopped(plan, step, plan.decodes, column, state)
-        finished += _finish_at_limit(plan, step, state)
+        finished += _finish_at_limit(planned, step, state)
     if not result.decode_tokens:
-        finished += _finish_at_limit(plan, 0, state)
+        finished += _finish_at_limit(planned, 0, state)
     for draft, sampled in zip(plan.drafts, result.draft_tokens, strict=True):
         finished += _apply_draft(draft, sampled, plan, state)
     return finished
@@ -87,11 +89,11 @@ def _apply_draft(
     if request in plan.tokens_kept:  # it has ended
         sampled.clear()
         return []
-    if state.drafting is not None:
-        state.drafting.record(draft, len(sampled) - 1)
     stop = _first_stop(request, sampled)
     if stop is not None:
         del sampled[stop + 1 :]
+    if state.drafting is not None:  # a replay knows only the tokens that were gained
+        state.drafting.record(draft, len(sampled) - 1)
     request.flushed_tokens.extend(sampled)
     request.computed_base = start + len(sampled)
     state.kv.cut(request, request.computed_base)
@@ -111,10 +113,10 @@ def _first_stop(request: Request, sampled: list[int]) -> int | None:
     return next(places, None)
 
 
-def _deliver(plan: Plan, column: Column, state: SchedulerState) -> None:
+def _deliver(planned: Planned, column: Column, state: SchedulerState) -> None:
     """One token for each decode: through the batch, or singly to requests that have left it."""
-    batch = state.decode_batch
-    left = batch.left_in_flight.union(*plan.reaching_limit)
+    plan, batch = planned.plan, state.decode_batch
+    left = batch.left_in_flight.union(*planned.reaching_limit)
     singly = {request for request in left if not batch.expects_next(request)} if left else None
     batch.deliver(plan.rows, column)
     if not singly:
@@ -158,12 +160,13 @@ def _find_tokens(column: Column, tokens: Collection[int]) -> list[int]:
     return places
 
 
-def _finish_at_limit(plan: Plan, step: int, state: SchedulerState) -> list[Request]:
+def _finish_at_limit(planned: Planned, step: int, state: SchedulerState) -> list[Request]:
     """Finish requests that reach their limit with this step of the plan."""
-    if step >= len(plan.reaching_limit) or not plan.reaching_limit[step]:
+    reaching, kept = planned.reaching_limit, planned.plan.tokens_kept
+    if step >= len(reaching) or not reaching[step]:
         return []
-    ended = [r for r in plan.reaching_limit[step] if r not in plan.tokens_kept]
+    ended = [request for request in reaching[step] if request not in kept]
     for request in ended:
-        plan.tokens_kept[request] = step + 1
+        kept[request] = step + 1
         state.finish(request, "length")
     return ended

@@ -32,6 +32,7 @@ from headway.kv.cache import KVCache
 from headway.plan import Plan, StepResult
 from headway.request import Request
 from headway.scheduler.decode_batch import DecodeBatch
+from headway.scheduler.draft_planning import must_wait
 from headway.scheduler.policies.presets import describe
 from headway.scheduler.queue import WaitingQueue
 from headway.scheduler.results import apply_result, check_result, end_failed
@@ -126,7 +127,7 @@ class Scheduler:
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         state = self.state
         plan = Plan(state.num_steps)
-        if state.drafting is not None and state.drafting.must_wait(state):
+        if state.drafting is not None and must_wait(state):
             return plan
         planned = Planned(plan, answers=Answers() if self.records_answers else None)
         state.planned, state.preempted = planned, plan.preempted
@@ -153,7 +154,7 @@ class Scheduler:
         check_result(plan, result)
         planned = self.in_flight.popleft()
         self.state.preempted_in_flight.clear()
-        ended = apply_result(plan, result, self.state)
+        ended = apply_result(planned, result, self.state)
         if result.failed:
             ended += end_failed(plan, result, ended, self.state)
         self.state.decode_batch.left_in_flight.clear()

@@ -202,9 +202,9 @@ class SchedulerState:
         if request.num_computed + 1 < request.limit:
             self.decode_batch.join(request)
         else:  # the token that this plan samples is its last
-            if not self.plan.reaching_limit:
-                self.plan.reaching_limit.append([])
-            self.plan.reaching_limit[0].append(request)
+            if not self.planned.reaching_limit:
+                self.planned.reaching_limit.append([])
+            self.planned.reaching_limit[0].append(request)
 
 
 class StateView:

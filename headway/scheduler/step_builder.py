@@ -9,6 +9,7 @@ from __future__ import annotations
 from headway.plan import NotConsidered, Plan
 from headway.request import Request
 from headway.scheduler.admission import Admissions, grant
+from headway.scheduler.draft_planning import plan_drafts
 from headway.scheduler.policy_calls import call_batching
 from headway.scheduler.state import SchedulerState
 
@@ -67,8 +68,8 @@ class StepBuilder:
             self._admissions.had_to_preempt = True
             state.preempt(self._choose_victim(), num_due=len(due))
             due = batch.due()
-        if state.drafting and batch.members and not (state.in_flight or plan.preempted):
-            state.drafting.plan(plan, state, limit - len(batch.members))
+        if state.drafting is not None and not plan.preempted:
+            plan_drafts(plan, state, limit - len(batch.members))
             state.tokens_left -= plan.num_drafted
             due = batch.due()
         if batch.members:
@@ -125,7 +126,7 @@ class StepBuilder:
         """One token for each decode, and blocks for the `due` ones."""
         if due:
             self.plan.new_blocks += self._state.kv.append_blocks(due)
-        self.plan.reaching_limit.append(self._state.decode_batch.advance())
+        self._state.planned.reaching_limit.append(self._state.decode_batch.advance())
 
     def _advance_further(self) -> None:
         """More decode steps in one plan, while no request waits and none has to be preempted."""

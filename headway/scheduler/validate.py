@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from headway.checks import number_problem
 from headway.config import Config
 from headway.errors import InvalidRequest, RequestTooLong, shorten
-from headway.kv.window import most_window_blocks
+from headway.kv.window import most_decoded, most_window_blocks
 from headway.request import Request, RequestState, check_pooling
 from headway.scheduler.policy_calls import CHUNK, checked
 
@@ -94,7 +95,8 @@ def _check_length(length: int, request: Request, config: Config, name: str) -> N
     need, advice = -(-num_stored // size), ", or raise num_blocks"
     if need > config.num_blocks:
         raise too_long(need, f"needs {need} KV blocks", "num_blocks", advice)
-    need = most_window_blocks(window, size, num_stored, min(budget, num_stored)) if window else 0
+    at_once = max(most_decoded(config), min(budget, num_stored))
+    need = most_window_blocks(window, size, num_stored, at_once) if window else 0
     if need > config.num_window_blocks:
         problem = f"needs {need} KV blocks of the sliding-window layers"
         raise too_long(need, problem, "num_window_blocks", advice)
@@ -131,8 +133,20 @@ def _check_params(request: Request, name: str) -> None:
             raise InvalidRequest(f"{name}: {field} must be a {kind.__name__}, not {wrong}")
     if not params.salt.isprintable():
         raise InvalidRequest(f"{name}: salt must be printable text, not {shorten(params.salt)}")
+    if params.prediction is not None:
+        _check_prediction(params.prediction, name)
     if params.pooling is not None:
         _check_pooling(request, name)
+
+
+def _check_prediction(prediction: object, name: str) -> None:
+    if not isinstance(prediction, array) or prediction.typecode != "i":
+        wrong = shorten(prediction)
+        raise InvalidRequest(f"{name}: prediction must be an array of type 'i', not {wrong}")
+    if prediction and (least_token := np.frombuffer(prediction, TOKEN).min()) < 0:
+        raise InvalidRequest(
+            f"{name}: prediction: a token id must not be negative, got {least_token}"
+        )
 
 
 def _check_pooling(request: Request, name: str) -> None:

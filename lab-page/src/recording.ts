@@ -55,6 +55,7 @@ export interface Text {
 /** What one step does, besides the state that it leaves. */
 export interface StepWork {
   chunks: { r: number; start: number; end: number }[];
+  drafts: { r: number; count: number; right: number }[]; // right -1: the request or the step failed
   admitted: number[];
   preempted: number[];
   added: number[];
@@ -253,7 +254,7 @@ export class Recording {
   /** What the step of a frame does. */
   work(frame: number): StepWork {
     const work: StepWork = {
-      chunks: [], admitted: [], preempted: [], added: [], finished: [], deferred: [], joined: null,
+      chunks: [], drafts: [], admitted: [], preempted: [], added: [], finished: [], deferred: [], joined: null,
       copiedOut: 0, copiedIn: 0,
     };
     const ops = this.ops(frame);
@@ -261,6 +262,7 @@ export class Recording {
       const r = ops[p + 1];
       switch (ops[p]) {
         case OP.CHUNK: work.chunks.push({ r, start: ops[p + 2], end: ops[p + 3] }); break;
+        case OP.DRAFT: work.drafts.push({ r, count: ops[p + 2], right: ops[p + 3] }); break;
         case OP.ADMIT: work.admitted.push(r); break;
         case OP.PREEMPT: work.preempted.push(r); break;
         case OP.ADD: work.added.push(r); break;

@@ -4,11 +4,11 @@
 export const OP = {
   ADD: 1, ADMIT: 2, CHUNK: 3, DECODING: 4, JOIN: 5, LEAVE: 6, DECODE: 7, COMPUTED: 8, RESULT: 9,
   GENERATED: 10, BLOCK: 11, PREEMPT: 12, FINISH: 13, WAIT: 14, REST: 15, DEFER: 16, COPY: 17,
-  FORGET: 18,
+  FORGET: 18, CUT: 19, DRAFT: 20,
 } as const;
 
 // Number of arguments by operation. The last argument of ADMIT and PREEMPT is the length of a list.
-export const NUM_ARGUMENTS = [0, 1, 6, 3, 1, 1, 1, 1, 2, 1, 2, 2, 4, 4, 4, 2, 1, 2, 1];
+export const NUM_ARGUMENTS = [0, 1, 6, 3, 1, 1, 1, 1, 2, 1, 2, 2, 4, 4, 4, 2, 1, 2, 1, 2, 3];
 
 export const WAITING = 0, PREFILL = 1, DECODING = 2, SWAPPED = 3, FINISHED = 4;
 export const STATES = ["waiting", "prefill", "decoding", "swapped", "finished"] as const;
@@ -120,7 +120,13 @@ export class RecordedState {
           if (request.status === SWAPPED) request.status = WAITING;
         }
         break;
-      case OP.DEFER: case OP.COPY: break; // they concern one step only
+      case OP.CUT: {
+        const request = this.get(r);
+        request.computed = a - (request.isJoined ? this.decoded : 0);
+        for (const block of request.blocks.splice(Math.ceil(a / this.blockSize))) this.refs[block] -= 1;
+        break;
+      }
+      case OP.DEFER: case OP.COPY: case OP.DRAFT: break; // they concern one step only
       default: throw new Error(`unknown operation ${ops[place]}`);
     }
   }

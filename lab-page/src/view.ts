@@ -18,6 +18,7 @@ export interface Row {
   numHost: number;
   blocked: Blocked | null;
   chunk: [number, number] | null; // tokens that the step computes
+  drafts: [number, number] | null; // drafts that the step verifies, and those that were right
   finish: string | null;
 }
 
@@ -38,6 +39,7 @@ export interface View {
   state: RecordedState;
   work: StepWork;
   chunks: Map<number, [number, number]>; // tokens that the step computes, by request
+  drafts: Map<number, [number, number]>; // drafts and those that were right, by request
   groups: Groups;
   counts: number[]; // of requests by state
   numFinished: number;
@@ -49,6 +51,7 @@ const MAX_STILL = 8; // running requests that fit on the screen; of more, prefil
 export function makeView(recording: Recording, frame: number): View {
   const state = recording.state(frame), work = recording.work(frame);
   const chunks = new Map(work.chunks.map(({ r, start, end }) => [r, [start, end] as [number, number]]));
+  const drafts = new Map(work.drafts.map(({ r, count, right }) => [r, [count, right] as [number, number]]));
   const groups: Groups = { waiting: [], running: [], swapped: [], finished: [] };
   const counts = [0, 0, 0, 0, 0], rest: number[] = [], prefills: number[] = [];
   for (const [r, request] of state.requests) { // in the order of arrival
@@ -72,7 +75,7 @@ export function makeView(recording: Recording, frame: number): View {
   counts[FINISHED] = Math.max(numFinished + recording.timeline.numGone, state.numFinished);
   return {
     recording, frame, step: stepOf(recording, frame), isAfter: recording.column("step", frame) < 0,
-    time: recording.planned.at(frame), state, work, chunks,
+    time: recording.planned.at(frame), state, work, chunks, drafts,
     groups, counts, numFinished: counts[FINISHED],
   };
 }
@@ -90,14 +93,15 @@ export function rowsOf(view: View, group: keyof Groups, from: number, to: number
   return shown.map((r) => (group === "finished" ? finishedRow(view.recording, r) : openRow(view, r)));
 }
 
-function openRow({ recording, state, chunks }: View, r: number): Row {
+function openRow({ recording, state, chunks, drafts }: View, r: number): Row {
   const request = state.requests.get(r)!, entry = recording.entries[r], chunk = chunks.get(r) ?? null;
   return {
     r, id: entry?.id ?? String(r), status: chunk ? PREFILL : request.status,
     numPrompt: entry?.numPrompt ?? 0, limit: entry?.limit ?? 0, cached: request.cached,
     computed: state.computed(r), generated: state.generated(r),
     preemptions: request.numPreemptions, numBlocks: request.blocks.length,
-    numHost: request.host.length, blocked: request.blocked, chunk, finish: null,
+    numHost: request.host.length, blocked: request.blocked, chunk,
+    drafts: drafts.get(r) ?? null, finish: null,
   };
 }
 
@@ -108,7 +112,7 @@ function finishedRow(recording: Recording, r: number): Row {
     r, id: entry?.id ?? String(r), status: FINISHED, numPrompt, limit: entry?.limit ?? length,
     cached: 0, computed: finish.numOutput ? length : 0, generated: finish.numOutput,
     preemptions: life.preemptions.length,
-    numBlocks: 0, numHost: 0, blocked: null, chunk: null,
+    numBlocks: 0, numHost: 0, blocked: null, chunk: null, drafts: null,
     finish: recording.header!.finish_reasons[finish.reason] ?? "",
   };
 }

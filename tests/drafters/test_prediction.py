@@ -115,13 +115,13 @@ def test_an_output_that_was_discarded_is_followed_from_its_beginning() -> None:
     assert list(drafter.propose(request, 2)) == [1, 2]
 
 
-class Teller:
+class Dictated:
     """An executor whose requests generate a text; verifies drafts."""
 
     def __init__(self, text: Tokens) -> None:
         self.text, self.num_steps = text, 0
 
-    def launch(self, plan: Plan) -> Teller:
+    def launch(self, plan: Plan) -> Dictated:
         self.num_steps += 1
         self._result = result(plan, lambda request, place: self.text[place - request.num_prompt])
         return self
@@ -130,8 +130,10 @@ class Teller:
         return self._result
 
 
-def told(text: Tokens, prediction: Tokens | None, **policies: Any) -> tuple[Tokens, int, Request]:
-    executor = Teller(text)
+def generated(
+    text: Tokens, prediction: Tokens | None, **policies: Any
+) -> tuple[Tokens, int, Request]:
+    executor = Dictated(text)
     engine = Engine(Scheduler(preset("headway", **policies)), executor, VirtualClock())
     given = None if prediction is None else array("i", prediction)
     params = RequestParams(max_tokens=len(text), prediction=given)
@@ -143,25 +145,27 @@ def told(text: Tokens, prediction: Tokens | None, **policies: Any) -> tuple[Toke
 def test_a_right_prediction_saves_steps_and_a_wrong_one_changes_nothing() -> None:
     chance = random.Random(0)
     text = chance.choices(range(10_000), k=60)
-    plain, num_plain, _ = told(text, None, draft="fixed(4)")
+    plain, num_plain, _ = generated(text, None, draft="fixed(4)")
     assert plain == text and num_plain == 60
-    same, num_same, request = told(text, text, draft="fixed(4)")
+    same, num_same, request = generated(text, text, draft="fixed(4)")
     history = request.history
     assert same == text and num_same < 60 / 4
     assert 0 < history.num_accepted == history.num_drafted
-    wrong, _, request = told(text, chance.choices(range(10_000), k=60), draft="fixed(4)")
+    wrong, _, request = generated(text, chance.choices(range(10_000), k=60), draft="fixed(4)")
     assert wrong == text and request.history.num_accepted < 3
 
 
 def test_without_a_draft_rule_a_prediction_has_no_effect() -> None:
     text = list(range(20))
-    found, num_steps, request = told(text, text)
+    found, num_steps, request = generated(text, text)
     assert found == text and num_steps == 20 and request.history.num_drafted == 0
 
 
-@pytest.mark.parametrize("wrong", [[1, 2], (1,), "text", b"text", array("l", [1]), array("i", [-1])])
+@pytest.mark.parametrize(
+    "wrong", [[1, 2], (1,), "text", b"text", array("l", [1]), array("i", [-1])]
+)
 def test_a_wrong_prediction_is_refused(wrong: Any) -> None:
-    engine = Engine(Scheduler(preset("headway")), Teller([]), VirtualClock())
+    engine = Engine(Scheduler(preset("headway")), Dictated([]), VirtualClock())
     with pytest.raises(InvalidRequest, match="prediction"):
         engine.add("a", [7], RequestParams(prediction=wrong))
     assert engine.scheduler.is_idle
@@ -169,4 +173,4 @@ def test_a_wrong_prediction_is_refused(wrong: Any) -> None:
 
 def test_an_empty_prediction_is_none() -> None:
     text = [1, 2, 3]
-    assert told(text, [], draft="fixed(2)")[0] == text
+    assert generated(text, [], draft="fixed(2)")[0] == text

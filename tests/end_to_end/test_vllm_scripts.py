@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import randint, seed
@@ -15,6 +16,7 @@ from headway import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from headway.engine.input_processor import RESERVED_VARIABLES
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.events import Event, ended_by
+from headway.scheduler.policies.draft import by_cost, fixed
 from tests.support import real
 from tests.support.events import Events
 from tests.support.held import Held, Hold
@@ -186,6 +188,10 @@ def test_raising_max_model_len_is_advised_only_if_the_model_allows_it(llm: LLM, 
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size.*only tensor_parallel_size"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching is not supported: .*always on"),
         ({"enable_lora": True}, "enable_lora is not supported"),
+        (
+            {"speculative_config": {"method": "eagle"}},
+            "method must be ngram or suffix, not 'eagle'",
+        ),
     ],
 )
 def test_an_unknown_or_unsupported_argument_is_named(
@@ -193,6 +199,35 @@ def test_an_unknown_or_unsupported_argument_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         LLM(model, **settings)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
+        {"method": "suffix", "num_speculative_tokens": 6},
+    ],
+)
+def test_speculative_decoding_changes_no_tokens_and_is_counted(
+    llm: LLM, model: str, config: dict[str, Any]
+) -> None:
+    prompts = ["one two one two one two one", "Marta came back to the village"]
+    params = SamplingParams(
+        temperature=0.7, seed=3, max_tokens=60, n=2, logprobs=2, ignore_eos=True,
+        allowed_token_ids=[5, 6],  # so that a text repeats itself
+    )  # fmt: skip
+    plain = llm.generate(prompts, params)
+    with LLM(model, num_blocks=100, max_model_len=256, speculative_config=config) as drafting:
+        rule = drafting.config.draft
+        assert isinstance(rule, by_cost) and rule.most == config["num_speculative_tokens"]
+        always = replace(drafting.config, draft=fixed(4))  # whatever it costs
+        drafting.engine.scheduler.reconfigure(always)
+        drafted = drafting.generate(prompts, params)
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.outputs == other.outputs  # tokens, texts and logprobs
+        assert one.num_drafted == one.num_accepted == 0
+        assert 0 < other.num_accepted < other.num_drafted
+        assert other.num_accepted < sum(len(sample.token_ids) for sample in other.outputs)
 
 
 def test_priorities_are_one_for_each_prompt(llm: LLM) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ WRONG = {
     "age": sent(age=-1.0), "endless age": sent(age=math.inf), "deadline": sent(deadline_in=math.nan),
     "negative token": sent(prompt=[-1]), "unknown token": sent(prompt=[1 << 20]),
     "no prompt": sent(prompt=[]), "unknown output": sent(outputs=((1 << 20,),)),
+    "unknown prediction": sent(params={"prediction": array("i", [1, 1 << 20])}),
+    "negative prediction": sent(params={"prediction": array("i", [-1])}),
     "outputs": sent(outputs=((1,), (2,))), "ended": sent(outputs=(None,)),
     "n": sent(params={"n": 0}), "many": sent(params={"n": 1 << 40}),
     "max_tokens": sent(params={"max_tokens": -1}), "salt": sent(params={"salt": "\x00"}),

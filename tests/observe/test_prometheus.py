@@ -37,7 +37,7 @@ PROFILE = load_profile("qwen3-0.6b-h200")
 SMALL = {"block_size": 4, "num_blocks": 44, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 WORKLOAD = (
     "requests=40,arrivals=bursty(250,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
-    "prefix=2x16@0.5,clients=3,priorities=3,n=2,seed={}"
+    "prefix=2x16@0.5,clients=3,priorities=3,n=2,accept=uniform(0.2,1),seed={}"
 )
 Samples = dict[tuple[str, ...], float]
 
@@ -51,6 +51,7 @@ class Log:
         self.ends: dict[Request, float] = {}
         self.totals: Counter[str] = Counter()
         self.swap_ins: list[float] = []
+        self.accepted: list[int] = []  # the place of each accepted token in its draft
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Planned):
@@ -72,7 +73,13 @@ class Log:
         self.totals["prefill"] += (num_prefill := sum(c.end - c.start for c in plan.chunks))
         self.totals["computed"] += num_prefill
         self.swap_ins += [event.result.swap_in] if plan.copies_in else []
-        self.totals["computed"] += len(plan.decodes) * plan.num_steps
+        self.totals["computed"] += len(plan.decodes) * plan.num_steps + plan.num_drafted
+        for draft, gained in zip(plan.drafts, event.result.draft_tokens, strict=True):
+            if gained:
+                self.totals["drafts"] += 1
+                self.totals["drafted"] += draft.count
+                self.totals["accepted"] += len(gained) - 1
+                self.accepted += range(len(gained) - 1)
         self.totals["steps"] += 1
         self.totals["deferred"] += len(plan.deferred)
         self.totals["out"] += len(plan.copies_out)
@@ -175,6 +182,8 @@ def test_builds_are_counted_and_traced() -> None:
         ("vllm_v1", {"max_num_batched_tokens": 12}),
         ("minivllm", {"num_blocks": 36}),
         ("minivllm", {"num_blocks": 300, "max_num_batched_tokens": 5, "chunk": "split_any"}),
+        ("headway", {"draft": "fixed(3)"}),
+        ("vllm_v1", {"draft": "by_cost(most=5)", "num_blocks": 30}),
     ],
 )
 def test_metrics_equal_a_log_of_every_token(
@@ -228,6 +237,17 @@ def check_counters(found: Samples, log: Log) -> None:
         ("request_success_total", reason): reasons[reason]
         for reason in ("stop", "length", "abort", "error")
     }
+    name = "spec_decode_num"
+    expected |= {
+        (f"{name}_drafts_total",): totals["drafts"],
+        (f"{name}_draft_tokens_total",): sum(r.history.num_drafted for r in log.ends),
+        (f"{name}_accepted_tokens_total",): sum(r.history.num_accepted for r in log.ends),
+    }
+    assert totals["drafted"] == sum(r.history.num_drafted for r in log.ends)
+    by_place, per_position = Counter(log.accepted), f"{name}_accepted_tokens_per_pos_total"
+    places = {key[1] for key in found if key[0] == per_position}
+    assert {*map(str, by_place), "0"} <= places
+    expected |= {(per_position, place): by_place[int(place)] for place in places}
     assert {key: found[key] for key in expected} == expected
 
 
@@ -241,7 +261,14 @@ def test_the_runs_include_preemptions_swaps_recomputation_and_aborts() -> None:
         totals["aborted"] += sum(r.finish_reason == "abort" for r in log.ends)
     _, log, _ = run("minivllm", 1, 0, num_blocks=300, max_num_batched_tokens=5, chunk="split_any")
     totals["deferred"] = log.totals["deferred"]
-    counts = ("num_preemptions_total", "recomputed_tokens_total", "deferred", "swapped", "aborted")
+    for draft in ("fixed(3)", "by_cost(most=5)"):
+        _, log, _ = run("headway", 0, 0, draft=draft)
+        totals["accepted"] = log.totals["accepted"]
+        totals["rejected"] = log.totals["drafted"] - log.totals["accepted"]
+    counts = (
+        "num_preemptions_total", "recomputed_tokens_total", "deferred", "swapped", "aborted",
+        "accepted", "rejected",
+    )  # fmt: skip
     assert all(totals[name] > 0 for name in counts), totals
 
 

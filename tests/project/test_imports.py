@@ -30,13 +30,14 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "grammar.sandbox": (),
     "sampling_params": ("errors", "checks", "grammar", "request"),
     "plan": ("request",),
-    "config": ("errors", "checks", "request", "plan"),
+    "config": ("errors", "checks", "request", "plan", "step_cost"),
     "events": ("request", "plan", "config"),
     "record": (*TYPES, "scheduler", "record"),
     "step_cost": ("plan",),
+    "drafters": ("errors", "checks", "request", "plan", "drafters"),
     "kv": (*TYPES, "kv"),
-    "scheduler": (*TYPES, "kv", "scheduler"),
-    "scheduler.policies": (*TYPES, "scheduler.policies"),  # no mechanism
+    "scheduler": (*TYPES, "drafters", "kv", "scheduler"),
+    "scheduler.policies": (*TYPES, "drafters", "scheduler.policies"),  # no mechanism
     "text": (*TYPES, "text"),
     "model": (*TYPES, "model"),
     "executor": (*TYPES, "executor", "model"),
@@ -45,8 +46,9 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "observe": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "record"),
     "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "engine", "record"),
     "parallel": (*TYPES, "executor", "model", "parallel", "remote.tls"),
-    "options": ("errors", "checks", "parallel.progress"),
-    "loading": (*TYPES, "kv", "scheduler", "model", "text", "engine", "parallel", "options"),
+    "options": ("errors", "checks", "parallel.progress", "scheduler.policies"),
+    "draft_loading": (*TYPES, "drafters", "scheduler", "model", "options"),
+    "loading": (*TYPES, "draft_loading", "kv", "scheduler", "model", "text", "engine", "parallel", "options"),
     "engine_setup": (
         *TYPES, "scheduler", "executor", "engine", "record", "loading", "parallel", "options",
     ),
@@ -62,7 +64,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "fleet.prefixes.key_table": TYPES,
     "fleet.router": (*TYPES, "fleet.routing", "fleet.prefixes"),
     "lab": (
-        *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
+        *TYPES, "drafters", "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
         "fleet.routing", "fleet.router", "fleet.prefixes", "lab", "record",
     ),
     "lab.real": (
@@ -85,7 +87,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
 }  # fmt: skip
 TORCH = (
-    "executor.cpu", "executor.kv_blocks", "executor.row_table", "executor.pooling",
+    "executor.cpu", "executor.draft_model", "executor.kv_blocks", "executor.row_table", "executor.pooling",
     "executor.factory", "executor.gpu", "executor.sampling", "model", "parallel.group",
     "parallel.link", "parallel.ranks",
 )  # fmt: skip

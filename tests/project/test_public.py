@@ -57,6 +57,8 @@ POLICIES = {
         "fewest_private_blocks",
     ],
     "swap": ["recompute", "swap", "swap_if_cheaper", "discard_output"],
+    "draft": ["fixed", "by_cost"],
+    "drafter": ["ngram", "suffix", "model", "repeat_last"],
 }
 NUMBER_NAMES = [
     "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "block_size", "num_blocks", "num_host_blocks",
@@ -64,14 +66,14 @@ NUMBER_NAMES = [
 ]  # fmt: skip
 PARAM_NAMES = [
     "max_tokens", "max_total_tokens", "min_tokens", "eos_ids", "stop_ids", "ignore_eos", "priority", "client",
-    "deadline", "salt", "reads_cache", "n", "pooling", "sampling",
+    "deadline", "salt", "reads_cache", "n", "pooling", "prediction", "sampling",
 ]  # fmt: skip
 LLM_NAMES = [
     "model", "device", "dtype", "quantization", "load_format", "chat_template", "kv_cache_dtype",
     "attention", "deterministic", "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed",
     "tensor_parallel_size", "tensor_parallel_sums", "trust_remote_code", "threads", "trace_out",
-    "trace_blocks", "trace_redact", "async_scheduling", "preset", *POLICIES, *NUMBER_NAMES,
-    "progress", "observers", "rank_launcher",
+    "trace_blocks", "trace_redact", "async_scheduling", "speculative_config", "preset", *POLICIES,
+    *NUMBER_NAMES, "progress", "observers", "rank_launcher",
 ]  # fmt: skip
 ERRORS = {
     "HeadwayError": ["Exception"],
@@ -91,11 +93,14 @@ ERRORS = {
     "NoReplica": ["ExecutorError"],
 }
 SCHEDULER_FLAGS = {
-    "--batching", "--queue", "--chunk", "--headroom", "--victim", "--swap", "--max-num-seqs",
+    "--batching", "--queue", "--chunk", "--headroom", "--victim", "--swap", "--draft", "--drafter",
+    "--speculative-config", "--max-num-seqs",
     "--max-num-batched-tokens", "--num-scheduler-steps", "--block-size", "--num-blocks", "--num-host-blocks",
     "--max-model-len", "--async-scheduling", "--no-async-scheduling",
 }  # fmt: skip
-RUN_FLAGS = {*SCHEDULER_FLAGS, "--profile", "--json", "--limit", "--speed", "--allowed-tokens"}
+RUN_FLAGS = {
+    *SCHEDULER_FLAGS, "--profile", "--json", "--limit", "--speed", "--allowed-tokens", "--accept",
+}  # fmt: skip
 PLANNER_FLAGS = {
     *RUN_FLAGS, "--preset", "--jobs", "--history", "--no-history", "--ray",
 }  # fmt: skip
@@ -196,12 +201,12 @@ TRACE_FIELDS = {  # of a header, of each event, and of the parts of events; the 
     "AbortedLine": "event t end |",
     "ResetLine": "event t | is_forced preempted",
     "ReconfiguredLine": "event t config |",
-    "PlannedLine": "event step t running waiting free | preempted admitted chunks decodes num_steps "
-    "decode_context deferred copied_out copied_in blocked not_considered has_failed blocks",
-    "CompletedLine": "event step start end | swap_in builds failed finished",
+    "PlannedLine": "event step t running waiting free | preempted admitted chunks drafts decodes "
+    "num_steps decode_context deferred copied_out copied_in blocked not_considered has_failed blocks",
+    "CompletedLine": "event step start end | swap_in builds gained failed finished",
     "FailedLine": "event t reason | ended preempted",
     "RequestLine": "id arrival prompt max_tokens limit | max_total_tokens min_tokens priority client "
-    "deadline salt stop_ids parent sample reads_cache pooling output",
+    "deadline salt stop_ids parent sample reads_cache pooling output prediction",
     "EndLine": "id finish_reason output | kept cached recomputed preemptions stop_token error "
     "error_code",
     "BlocksLine": "| hits admitted new out in",
@@ -277,7 +282,7 @@ def test_sampling_params_have_the_names_and_defaults_of_vllm() -> None:
 def test_outputs_have_the_fields_of_vllm() -> None:
     assert [f.name for f in fields(headway.RequestOutput)] == [
         "request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished",
-        "metrics", "num_cached_tokens", "num_preemptions",
+        "metrics", "num_cached_tokens", "num_preemptions", "num_drafted", "num_accepted",
     ]  # fmt: skip
     assert [f.name for f in fields(headway.CompletionOutput)] == [
         "index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason",
@@ -322,7 +327,7 @@ def flags_of(name: str, command: Any) -> dict[str, set[str]]:
 def test_a_synthetic_workload_is_written_with_the_same_words() -> None:
     assert list(FIELDS) == [
         "requests", "arrivals", "prompt", "output", "max_tokens", "prefix", "clients", "skew",
-        "priorities", "slack", "n", "seed",
+        "priorities", "slack", "n", "accept", "seed",
     ]  # fmt: skip
 
 
@@ -395,7 +400,7 @@ def test_the_keys_of_a_trace() -> None:
         "HeaderLine", "AddedLine", "PlannedLine", "CompletedLine", "RequestLine", "EndLine",
     }  # fmt: skip
     required, optional = fields_of("PlannedLine")
-    assert seen["PlannedLine"] == (required | optional) - {"blocks", "has_failed"}
+    assert seen["PlannedLine"] == (required | optional) - {"blocks", "has_failed", "drafts"}
     assert {"swap_in", "finished"} <= seen["CompletedLine"]
     assert {"recomputed", "preemptions", "stop_token", "cached", "kept"} <= seen["EndLine"]
     assert kinds <= {"token_budget", "blocks", "headroom", "parent", "back_off", "just_preempted"}

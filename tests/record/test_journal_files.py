@@ -82,6 +82,7 @@ PARAMS = st.builds(
     deadline=st.none() | st.floats(-1.0, 5.0),
     salt=st.sampled_from(["", "s"]),
     reads_cache=st.booleans(),
+    prediction=st.none() | st.lists(TOKENS, max_size=5).map(lambda tokens: array("i", tokens)),
 )
 
 
@@ -102,6 +103,7 @@ def test_a_described_request_reads_back_as_the_same_request(
     assert again.parent is None or again.parent is event.requests[0]
     for field in (
         "max_tokens", "min_tokens", "priority", "client", "deadline", "salt", "reads_cache",
+        "prediction",
     ):  # fmt: skip
         assert getattr(again.params, field) == getattr(params, field), field
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from headway import Config, Engine, Plan, Scheduler, VirtualClock, preset
+from headway.drafters.repeat import repeat_last
 from headway.events import Aborted, Completed, Event, preempted_by
-from headway.executor.simulated import Script, SimulatedExecutor
+from headway.executor.simulated import Independent, Script, SimulatedExecutor
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
@@ -25,6 +26,9 @@ from tests.support.journals import PROFILE
 
 END = 2
 SMALL = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 24, "max_model_len": 200}
+DRAFTS = {  # some requests have drafts in a step, others decode
+    "draft": lambda request, step: request.num_computed * 7 % 5, "drafter": repeat_last,
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "recompute": {"num_blocks": 22, "headroom": "watermark(0.0)"},
     "swap": {"num_blocks": 22, "num_host_blocks": 30, "swap": "swap", "headroom": "watermark(0.0)"},
@@ -37,6 +41,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "multi-step": {"num_blocks": 60, "num_scheduler_steps": 4},
     "priority": {"num_blocks": 40, "queue": "priority(preempts=True)"},
     "prefill first": {"num_blocks": 60, "batching": "prefill_first"},
+    "drafts": {"num_blocks": 60, "draft": "fixed(3)", "drafter": repeat_last},
+    "some drafts": {"num_blocks": 60, **DRAFTS},
+    "drafts and preemption": {"num_blocks": 22, "headroom": "watermark(0.0)", **DRAFTS},
+    "drafts and deferral": {
+        "name": "minivllm", "num_blocks": 60, "max_num_batched_tokens": 4, "chunk": "split_any",
+        **DRAFTS,
+    },
+    "drafts and swaps": {
+        "num_blocks": 22, "num_host_blocks": 30, "swap": "swap", "headroom": "watermark(0.0)",
+        "batching": "prefill_first", **DRAFTS,
+    },
 }  # fmt: skip
 
 
@@ -53,6 +68,8 @@ class Tokens:
                 self.times[request] += [event.result.ended] * len(tokens)
             self.seen["deferred"] += len(event.plan.deferred)
             self.seen["multi"] += event.plan.num_steps > 1
+            self.seen["drafts right"] += sum(num_right for _, num_right in event.verified())
+            self.seen["drafts and decodes"] += bool(event.plan.drafts and event.plan.decodes)
         self.seen["preempted"] += sum(not p.is_swap for p in preempted_by(event))
         self.seen["swapped"] += sum(p.is_swap for p in preempted_by(event))
         self.seen["aborted"] += isinstance(event, Aborted)
@@ -102,7 +119,7 @@ def run_randomly(seed: int, async_scheduling: bool, **changes: Any) -> Follower:
             length, num_output = source.randint(1, 30), source.randint(1, 25)
             params = RequestParams(
                 max_tokens=25, priority=source.randint(0, 2), stop_ids=frozenset({END}),
-                sampling=Script(num_output, 7, END),
+                sampling=Script(num_output, 7, END, accept=Independent(0.6)),
             )  # fmt: skip
             engine.add(str(num_added), [num_added] * length, params)
             num_added += 1
@@ -126,6 +143,9 @@ def test_the_longest_stall_is_that_of_the_tokens(name: str, async_scheduling: bo
     assert seen["swapped"] > 3 or name != "swap"
     assert seen["deferred"] > 3 or not name.startswith("deferral")
     assert seen["multi"] > 3 or name != "multi-step"
+    assert (seen["drafts right"] > 9) == ("drafts" in name)
+    assert seen["drafts and decodes"] > 9 or "drafts" not in name or name == "drafts"
+    assert seen["preempted"] > 3 or name != "drafts and preemption"
 
 
 def test_shared_gaps_equal_a_list_of_all_gaps() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from headway import PRESETS, Request, preset
 from headway.events import Completed, Event, Planned, ended_by, preempted_by
+from headway.executor.simulated import Independent
 from headway.lab.cost import load_profile
 from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, fairness, summarize
@@ -55,6 +57,8 @@ class Log:
         if isinstance(event, Completed):
             for request, tokens in event.outputs():
                 self.times[request] += [event.result.ended] * len(tokens)
+            for draft, num_right in event.verified():
+                self._reached[draft.request] = draft.start + num_right + 1
             plan = event.plan
             self.totals["dropped"] += sum(not plan.tokens_kept.get(r, 1) for r in plan.decodes)
         for request in ended_by(event):
@@ -78,6 +82,9 @@ class Log:
         for request in plan.decodes:
             self._reached[request] += plan.num_steps
             self.totals["computed"] += plan.num_steps
+        for draft in plan.drafts:
+            self.totals["computed"] += 1 + draft.count
+            self.totals["drafts"] += 1
         self.totals["deferred"] += len(plan.deferred)
 
     def gaps(self) -> list[float]:
@@ -98,6 +105,7 @@ def run(
     log = Log()
     config = preset(name, **{**SMALL, **changes})
     jobs = parse_synthetic(workload.format(seed)).generate()
+    jobs = [replace(job, accept=Independent(0.6)) for job in jobs]
     return simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[log]), log
 
 
@@ -183,6 +191,18 @@ def test_the_summary_equals_the_log_with_multi_step_decodes(
         result, log = run(
             "vllm_v1", async_scheduling, seed, calm, num_scheduler_steps=num_scheduler_steps
         )
+        check(summarize(result.metrics), log)
+
+
+@each_scheduling
+@pytest.mark.parametrize("draft", ["fixed(4)", "fixed(1)", "by_cost"])
+def test_the_summary_equals_the_log_with_drafts(draft: str, async_scheduling: int) -> None:
+    swaps = {"num_blocks": 30, "num_host_blocks": 30, "swap": "swap"}
+    for seed, changes in enumerate(({}, {"num_blocks": 30}, swaps)):
+        result, log = run("vllm_v1", async_scheduling, seed, draft=draft, **changes)
+        totals = result.metrics.totals
+        assert log.totals["drafts"] >= totals["num_draft_steps"] > 20
+        assert 0.1 < totals["num_accepted"] / totals["num_drafted"] < 0.7
         check(summarize(result.metrics), log)
 
 

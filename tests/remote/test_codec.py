@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from headway.engine import messages, queries
 from headway.engine.messages import Query
 from headway.errors import ExecutorError
-from headway.executor.simulated import Script
+from headway.executor.simulated import Acceptance, Script
 from headway.grammar.grammar import Grammar
 from headway.remote import codec
 from headway.remote.codec import HELLO, Hello
@@ -31,9 +31,10 @@ from headway.sampling_params import Sampling, TokenLogprobs, pack_top
 from tests.support.waiting import on_loop
 
 SCORE = TokenLogprobs(7, -0.1, 1, pack_top([(7, -0.1), (9, -math.inf)]))
-END = messages.FinishInfo("stop", 3, None, 16, 0, 0.1, 0.2, 0.3)
+END = messages.FinishInfo("stop", 3, None, 16, 0, 0.1, 0.2, 0.3, None, 12, 7)
 PARAMS = RequestParams(
     eos_ids=frozenset({2}), stop_ids=frozenset({5, 6}), n=2, deadline=1.5, salt="a",
+    prediction=array("i", [7, 1 << 20]),
     sampling=Sampling(
         temperature=0.5, logit_bias={3: -1.5}, seed=2**64 - 1, logprobs=2, bad_words=((1, 2),),
         allowed_tokens=frozenset({1, 2, 3}), grammar=Grammar.json_schema({"type": "object"}),
@@ -84,6 +85,7 @@ KNOWN: dict[Any, st.SearchStrategy[Any]] = {
     array: st.lists(TOKENS, max_size=9).map(lambda ids: array("i", ids)),
     messages.Embedding: st.lists(st.floats(width=32), max_size=9).map(np.float32),
     Grammar: st.sampled_from([Grammar.regex("a+"), Grammar.json_object()]),
+    Acceptance: st.none(),  # of a simulation, which sends nothing
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ FULL = messages.Submit(
     params=RequestParams(
         max_tokens=4, max_total_tokens=90, min_tokens=1, eos_ids=frozenset({257}),
         stop_ids=frozenset({3}), n=2, deadline=1e6, salt="a", client="c", ignore_eos=True,
+        prediction=array("i", [72, 105]),
         sampling=Sampling(
             temperature=0.5, logit_bias={3: -1.5}, seed=7, logprobs=2, bad_words=((1, 2),),
             allowed_tokens=frozenset({1, 2, 3}), grammar=Grammar.json_object(),

@@ -131,7 +131,7 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
                 assert plan.preempted
         assert plan.decode_context == sum(
             r.num_computed - 1 for r in plan.decodes if r.row >= 0
-        ) or (plan.reaching_limit and any(plan.reaching_limit))
+        ) or any(planned.reaching_limit)
         assert (
             plan.num_tokens == len(plan.decodes) + sum(c.end - c.start for c in plan.chunks) <= 10
         )

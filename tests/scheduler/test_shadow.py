@@ -249,7 +249,8 @@ def publish_under_a_wrong_key(plan: Plan, scheduler: Scheduler) -> None:
 
 
 def ignore_limits(plan: Plan, scheduler: Scheduler) -> None:
-    plan.reaching_limit = [[] for _ in plan.reaching_limit]
+    planned = scheduler.last_planned
+    planned.reaching_limit = [[] for _ in planned.reaching_limit]
 
 
 TAMPERS: tuple[Tamper, ...] = (

@@ -354,6 +354,18 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HELLO, "logprobs": 3}, "logprobs"),
     (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+    *(
+        (CHAT, {"messages": HELLO, "prediction": wrong}, "prediction")
+        for wrong in (
+            "x",
+            {},
+            {"type": "content"},
+            {"type": "text", "content": "x"},
+            {"type": "content", "content": 5},
+            {"type": "content", "content": "x" * 300},
+            {"type": "content", "content": [{"type": "image_url"}]},
+        )
+    ),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
     ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from headway import Completed, Scheduler, preset
-from headway.plan import Column, Plan, StepResult
+from headway.plan import Column, Draft, Plan, StepResult
 from headway.request import Request, RequestParams
 from tests.support.events import Events
 
@@ -49,7 +49,19 @@ def result(plan: Plan, sample: Sample = count_up) -> StepResult:
         [sample(r, len(r.tokens) + step) for r in plan.decodes]
         for step in range(plan.num_steps if plan.decodes else 0)
     ]
-    return StepResult(columns, [sample(c.request, c.end) for c in plan.chunks if c.is_last])
+    first_tokens = [sample(c.request, c.end) for c in plan.chunks if c.is_last]
+    drafted = [verified(draft, sample) for draft in plan.drafts]
+    return StepResult(columns, first_tokens, draft_tokens=drafted)
+
+
+def verified(draft: Draft, sample: Sample) -> list[int]:
+    """The tokens up to the first that is not the next draft."""
+    gained: list[int] = []
+    for place, token in enumerate((*draft.tokens, None), start=draft.start + 1):
+        gained.append(sample(draft.request, place))
+        if gained[-1] != token:
+            break
+    return gained
 
 
 class Driver:

@@ -624,7 +624,9 @@ class ScenarioRun:
             seen["swaps both ways"] += 1
         if plan.num_steps > 1:
             seen["multi-step plans"] += 1
-            seen["ends within a multi-step plan"] += any(plan.reaching_limit[: plan.num_steps - 1])
+            seen["ends within a multi-step plan"] += any(
+                self.scheduler.last_planned.reaching_limit[: plan.num_steps - 1]
+            )
         if plan.deferred:
             seen["deferred decodes"] += len(plan.deferred)
 

@@ -164,6 +164,8 @@ class Capitals:
     def _gained(self, plan: Plan) -> Iterator[tuple[Request, list[int]]]:
         for row, request in enumerate(plan.decodes):
             yield request, [int(column[row]) for column in self._result.decode_tokens]
+        for draft, tokens in zip(plan.drafts, self._result.draft_tokens, strict=True):
+            yield draft.request, tokens
         sampled = (chunk.request for chunk in plan.chunks if chunk.is_last)
         for request, token in zip(sampled, self._result.first_tokens, strict=True):
             yield request, [token]

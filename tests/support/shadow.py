@@ -285,7 +285,9 @@ class ShadowExecutor:
         for position in range(store_from, end):
             self._store(row, position, stores)
 
-    def _store_draft(self, draft: Draft, stores: dict[tuple[int, int], tuple[Request, int]]) -> None:
+    def _store_draft(
+        self, draft: Draft, stores: dict[tuple[int, int], tuple[Request, int]]
+    ) -> None:
         row, known = self._row(draft.request), draft.request.tokens
         if draft.start != len(known) - 1 or not 0 < draft.count == len(draft.tokens):
             raise ShadowError(f"{draft}: {len(known)} tokens are known")
@@ -373,7 +375,7 @@ class ShadowExecutor:
         for request in (*plan.decodes, *(chunk.request for chunk in plan.chunks)):
             if request.num_computed != len(self._row(request).path):
                 raise ShadowError(f"{request}: {len(self._row(request).path)} tokens are computed")
-        ending = [set(requests) for requests in plan.reaching_limit]
+        ending = [set(requests) for requests in self._scheduler.last_planned.reaching_limit]
         ending += [set()] * (len(ends) - len(ending))
         if ending != [set(requests) for requests in ends]:
             raise ShadowError(f"reaching_limit is {ending}; by their lengths it is {ends}")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from headway import Request, Scheduler
-from headway.plan import Chunk, Plan
+from headway.plan import Chunk, Draft, Plan
 from tests.support.shadow import Row, ShadowError, ShadowExecutor, blank
 
 
@@ -43,6 +43,12 @@ class WindowShadow(ShadowExecutor):
     def _store_token(self, row: Row, stores: dict[tuple[int, int], tuple[Request, int]]) -> None:
         self._first[row.owner] = len(row.path)
         super()._store_token(row, stores)
+
+    def _store_draft(
+        self, draft: Draft, stores: dict[tuple[int, int], tuple[Request, int]]
+    ) -> None:
+        super()._store_draft(draft, stores)
+        self._first[draft.request] = draft.start
 
     def _write(self, stores: dict[tuple[int, int], tuple[Request, int]]) -> None:
         super()._write(stores)

@@ -56,7 +56,7 @@ def lab_command(
     ),
     allow_own_policies: bool = options.ALLOW_OWN_POLICIES,
     *,
-    simulation: Annotated[SimulationOptions, without("limit", "speed", "allowed_tokens")],
+    simulation: Annotated[SimulationOptions, without("limit", "speed", "allowed_tokens", "accept")],
 ) -> None:
     """Step through every decision of the scheduler on a web page or in the terminal."""
     for flag, value in {"--attach": attach, "--export": export, "--against": against}.items():

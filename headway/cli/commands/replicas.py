@@ -21,7 +21,7 @@ from headway.errors import ConfigError
 from headway.fleet.routing import DEFAULT_ROUTE, ROUTES, RouteRule, parse_route
 from headway.lab.cluster import ReplicasResult, simulate_replicas
 from headway.lab.doctor.replicas import diagnose_replicas
-from headway.lab.simulate import with_profile
+from headway.lab.simulate import as_simulated
 from headway.lab.summary import Summary
 from headway.lab.workload.request import WorkloadRequest
 from headway.record.writer import JournalWriter, header
@@ -93,7 +93,8 @@ def run_replicas(
             for place in range(number):
                 name = path.with_name(f"{path.stem}.{place}{path.suffix}")
                 head = header(
-                    with_profile(config, profile), simulation.async_scheduling,
+                    as_simulated(config, profile, simulation.async_scheduling),
+                    simulation.async_scheduling,
                     profile=profile.name, replica=str(place), has_blocks=trace.trace_blocks,
                     is_redacted=trace.trace_redact,
                 )  # fmt: skip

@@ -79,6 +79,10 @@ MAX_NUM_BATCHED_TOKENS = "Maximum number of tokens computed in one step."
 MAX_MODEL_LEN = "Maximum number of tokens of a request, prompt and output together."
 TRACE_BLOCKS = "Write the numbers of all KV blocks into the trace, for the lab."
 TRACE_REDACT = "Write lengths instead of token ids into the trace; it cannot be replayed."
+SPECULATIVE_CONFIG = (
+    "vLLM's JSON for speculative decoding, which sets --draft and --drafter: "
+    '\'{"method": "ngram", "num_speculative_tokens": 4}\'.'
+)
 ASYNC_SCHEDULING = "Schedule the next step while the current one runs."
 JSON = option(False, "Print one JSON object instead of tables.", "--json")
 ALLOW_OWN_POLICIES = option(
@@ -90,6 +94,7 @@ ALLOW_OWN_POLICIES = option(
 Flags = dict[str, object]  # by the name of a field: its option, or an annotation with another type
 SCHEDULER_FLAGS: Flags = {
     **{name: _slot(name) for name in SLOTS},
+    "speculative_config": Annotated[str | None, scheduler_flag(SPECULATIVE_CONFIG)],
     "max_num_seqs": number_flag(MAX_NUM_SEQS),
     "max_num_batched_tokens": number_flag(MAX_NUM_BATCHED_TOKENS),
     "num_scheduler_steps": number_flag("Decode steps per plan while no request waits."),

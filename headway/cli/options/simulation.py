@@ -15,6 +15,7 @@ from headway.lab.planner.workload import Workload
 from headway.lab.recording.spec import DEFAULT_PROFILE
 from headway.lab.simulate import config_for
 from headway.lab.workload.request import MAX_TOKENS
+from headway.scheduler.policies.speculative_config import with_speculative_config
 from headway.scheduler.policies.text import ANY
 
 DEFAULT_WORKLOAD = (
@@ -37,6 +38,11 @@ FLAGS: options.Flags = {
         min=1,
         max=MAX_TOKENS,
     ),
+    "accept": _workload(
+        "How often drafts are right, for a workload file that does not say: a probability, or "
+        "'hist(0.3,0.2,0.5)' for 0, 1 and 2 right ones.",
+        show_default="never",
+    ),
     "preset": options.Preset,
     "async_scheduling": options.scheduler_flag(
         options.ASYNC_SCHEDULING, "--async-scheduling/--no-async-scheduling"
@@ -53,6 +59,7 @@ class SimulationOptions:
     limit: int | None = None
     speed: float = 1.0
     allowed_tokens: int | None = None
+    accept: str | None = None
     preset: str = "headway"
     async_scheduling: bool = False
     changes: dict[str, str | int] = field(default_factory=dict)  # of the preset
@@ -61,7 +68,9 @@ class SimulationOptions:
     def from_flags(cls, **given: Any) -> SimulationOptions:
         """The options of some of FLAGS; the scheduler's that are not None are the changes."""
         own = {each.name: given.pop(each.name) for each in fields(cls) if each.name in given}
-        return cls(**own, changes={k: value for k, value in given.items() if value is not None})
+        config = given.pop("speculative_config", None)
+        changes = {name: value for name, value in given.items() if value is not None}
+        return cls(**own, changes=with_speculative_config(changes, config))
 
     @cached_property
     def machine(self) -> Profile:
@@ -80,8 +89,9 @@ class SimulationOptions:
     def workload(self, text: str) -> Workload:
         """A file or a synthetic workload, and the selected requests of it."""
         return Workload(
-            text=text, limit=self.limit, speed=self.speed, allowed_tokens=self.allowed_tokens
-        )
+            text=text, limit=self.limit, speed=self.speed, allowed_tokens=self.allowed_tokens,
+            accept=self.accept,
+        )  # fmt: skip
 
 
 SimulationFlags = Annotated[SimulationOptions, FLAGS]

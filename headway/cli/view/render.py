@@ -88,6 +88,11 @@ def _facts(summary: Summary) -> dict[str, str]:
         "prefix cache": f"{summary['cache_hit_ratio']:.1%} of prompt tokens hit",
         "waited for": ", ".join(f"{k} ({counted(v, 'step')})" for k, v in reasons.items()) or "-",
     }
+    if summary["drafted_tokens"]:
+        facts["drafts"] = (
+            f"{summary['drafted_tokens']:,} tokens, {summary['accepted_share']:.1%} accepted; "
+            f"{summary['tokens_per_verification']:.2f} tokens per verification"
+        )
     if summary["clients"] > 1:
         facts["fairness"] = f"{summary['fairness']:.3f} over {summary['clients']} clients"
     if summary["deadlines"]:
@@ -150,6 +155,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "between tokens": lambda s: _together(
         s["time_between_tokens"], "p50", "p99", "max", seconds_from=10.0
     ),
+    "accepted": lambda s: f"{s['accepted_share']:.0%}",
     "preempt": lambda s: f"{s['preemptions']:,}",
     "recomp": lambda s: f"{s['recomputed_tokens']:,}",
     "hits": lambda s: f"{s['cache_hit_ratio']:.0%}",
@@ -158,7 +164,15 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "rejected": lambda s: f"{s['rejected']:,}",
 }
 
-FIRST_HIDDEN = ("steps", "req/s", "recomp", "unfair", "hits", "late")  # in a narrow terminal
+FIRST_HIDDEN = (
+    "steps",
+    "req/s",
+    "recomp",
+    "unfair",
+    "hits",
+    "accepted",
+    "late",
+)  # in a narrow terminal
 
 
 def comparison(title: str, summaries: dict[str, Summary], header: str = "scheduler") -> Group:

@@ -8,6 +8,7 @@ better. Other requests that decode are not measured: they count as tokens that r
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple, Protocol
@@ -16,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.config import Config
-from headway.executor.base import Executor
-from headway.plan import Admission, Chunk, Copy, Plan
+from headway.executor.base import Executor, Handle
+from headway.plan import UNKNOWN_TOKEN, Admission, Chunk, Copy, Draft, Plan
 from headway.request import Request, RequestParams
 from headway.step_cost import StepWork, UnitCosts
 
@@ -29,6 +30,7 @@ SIMILAR = 0.9  # attempts stop when one takes at least this fraction of the best
 # Of the probes of a step:
 MAX_CONTEXT, MAX_CHUNK = 16384, 8192  # tokens, at most
 MIN_CHUNK = 16
+NUM_PROBED, NUM_DRAFTED = 16, 4  # steps of decodes and of drafts, and drafts of a step
 LONGEST = 2.0  # times the target; longer chunks are not measured
 KNEES = (0, 64, 128, 256, 384, 512, 768, 1024)  # tokens that take as long as reading the weights
 
@@ -187,6 +189,54 @@ def measured_step(executor: Timed, config: Config, target: float) -> UnitCosts:
     _, read = _fit([each.seconds for each in singles], [[each.work.reads for each in singles]])
     found = [_costs(chunks, read, 0.0, 0), *(_costs(chunks, read, 1.0, knee) for knee in KNEES)]
     return min(found, key=lambda costs: _error(costs, [*singles, *chunks]))
+
+
+def measured_drafts(
+    executor: Timed, config: Config, costs: UnitCosts, *, in_advance: bool
+) -> tuple[UnitCosts, float]:
+    """These costs as far as decodes alone differ, and the seconds that verifying drafts adds.
+
+    A decode of one request and the verification of its drafts are timed as an engine runs them. With
+    `in_advance`, decodes are launched while the one before runs, which drafts prevent.
+    """
+    request, start = Request("probe", [1] * NUM_PROBED, RequestParams()), NUM_PROBED
+    end = start + 2 * NUM_PROBED
+    if end > min(config.num_blocks * config.block_size, config.max_model_len - 1):
+        return costs, 0.0  # no request is long enough to matter
+    request.row, request.limit = 0, end + 1
+    request.kv.blocks = list(range(-(-end // config.block_size)))
+    rows = np.zeros(1, dtype=np.intp)
+    prompt = Plan(0, chunks=[Chunk(request, 0, start, 0, True)])
+    prompt.admitted = [Admission(request, 0, 0, False)]
+    decodes = [Plan(0, decodes=[request], rows=rows) for _ in range(NUM_PROBED)]
+    has_model = getattr(executor, "draft_model", None) is not None
+    token = UNKNOWN_TOKEN if has_model else 1
+    draft = Draft(request, start, NUM_DRAFTED, (token,) * NUM_DRAFTED)
+    verifications = [Plan(0, drafts=[draft]) for _ in range(NUM_PROBED)]
+
+    def seconds(plans: list[Plan], depth: int) -> float:
+        executor.launch(prompt).wait()
+        return _best_time(lambda: _in_turn(executor, plans, depth)) / len(plans)
+
+    plain, drafted = seconds(decodes, int(in_advance)), seconds(verifications, 0)
+    work = StepWork(1, 1, start, float(start))
+    surplus = costs.seconds(*work) - plain
+    fixed = max(0.0, costs.fixed - surplus)
+    weights = max(0.0, costs.weights - max(0.0, surplus - costs.fixed))
+    costs = costs._replace(fixed=fixed, weights=weights)
+    return costs, max(0.0, drafted - costs.seconds(*work.with_more_rows(start, NUM_DRAFTED)))
+
+
+def _in_turn(executor: Timed, plans: Sequence[Plan], depth: int) -> float:
+    """Seconds of plans of which at most `depth` are launched while another runs."""
+    begun, handles = executor.now(), deque[Handle]()
+    for plan in plans:
+        handles.append(executor.launch(plan))
+        while len(handles) > depth:
+            handles.popleft().wait()
+    for handle in handles:
+        handle.wait()
+    return executor.now() - begun
 
 
 def _probe(executor: Timed, config: Config, start: int, end: int) -> Probe:

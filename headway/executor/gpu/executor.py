@@ -19,23 +19,24 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.executor import kv_blocks
+from headway.executor.draft_model import DraftModel, completed, no_draft_model
+from headway.executor.gpu.draft_steps import DraftSteps
 from headway.executor.gpu.faults import Faults, idle_probe
-from headway.executor.gpu.graphs import Graphs, padded_rows
+from headway.executor.gpu.graphs import Graphs, decode_sizes, padded_rows
 from headway.executor.gpu.mixed_pass import MixedPass, add_windowed
-from headway.executor.gpu.row_state import DeviceRowState, upload
+from headway.executor.gpu.row_state import DeviceRowState, decode_batch, upload
 from headway.executor.gpu.swap import Swapper, SwapTimer
 from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
 from headway.executor.sampling.drafts import right_tokens, verify
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
-from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
-from headway.model.kernels.attention.splits import choose_num_splits, split_counts
+from headway.model.kernels.attention.splits import choose_num_splits
 from headway.model.kernels.launch import compile_all, num_builds
 from headway.model.kernels.logit_thresholds import SamplingTensors
-from headway.model.kernels.rows import finish, start
+from headway.model.kernels.rows import finish
 from headway.model.kernels.sampling import sample, workspace
 from headway.plan import Chunk, Copy, Plan, Rows, StepResult
 
@@ -76,8 +77,13 @@ class GpuExecutor:
     """A decoder on a device, its KV blocks on device and host, and the rows' state."""
 
     def __init__(
-        self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
+        self,
+        decoder: Decoder,
+        config: Config,
+        now: Callable[[], float] = time.monotonic,
+        draft_decoder: Decoder | None = None,
     ) -> None:
+        """`draft_decoder` makes the drafts of the drafter `model`."""
         self.decoder, self.now = decoder, now
         decoder.use_length(config.max_model_len)
         self.free_at = 0.0  # when the device was last seen idle
@@ -104,16 +110,25 @@ class GpuExecutor:
         self._order: Rows | None = None  # index in `_decoding` of each row of `_sent`
         self._num_kv_heads = decoder.max_kv_heads
         self.graphs = Graphs(self._decode_step, self.device)
+        self.draft_model = None if draft_decoder is None else DraftModel(draft_decoder, config)
+        self.drafts: DraftSteps | None = None
+        if self.draft_model is not None:
+            self.drafts = DraftSteps(self.draft_model, self.state, config)
         self.mixed = MixedPass(
             decoder, (self.device_blocks, self.window_blocks), self.rows, self.state,
-            config.max_num_batched_tokens,
+            config.max_num_batched_tokens, self.draft_model,
         )  # fmt: skip
         self.faults = Faults(idle_probe(self.device), self._discard_launch)
 
     @property
+    def all_graphs(self) -> list[Graphs]:
+        own = [self.graphs, self.mixed.graphs]
+        return own if self.drafts is None else [*own, self.drafts.graphs]
+
+    @property
     def num_builds(self) -> int:
         """Kernels compiled and graphs captured so far."""
-        return num_builds() + self.graphs.num_captures + self.mixed.graphs.num_captures
+        return num_builds() + sum([graphs.num_captures for graphs in self.all_graphs])
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
@@ -141,8 +156,11 @@ class GpuExecutor:
 
     def _launch(self, plan: Plan) -> PendingStep:
         pending, before = PendingStep(self, plan, StepResult(started=self.now())), self.num_builds
-        pending.swap_in = self.swapper.run(plan)
+        pending.swap_in = self._swap(plan)
         self._update_rows(plan)
+        if plan.drafts:
+            make = self.drafts.make if self.drafts else no_draft_model
+            plan = pending.plan = completed(plan, make)
         is_plain = not (plan.chunks or plan.drafts or self._needs_host[plan.rows].any())
         if plan.decodes and is_plain:
             self._decode(plan, pending)
@@ -159,6 +177,11 @@ class GpuExecutor:
             pending.arrived.record()
         return pending
 
+    def _swap(self, plan: Plan) -> SwapTimer | None:
+        if self.drafts:
+            self.drafts.swapper.run(plan)
+        return self.swapper.run(plan)
+
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compile all kernels and capture all decode sizes ahead of use."""
@@ -166,13 +189,16 @@ class GpuExecutor:
             return
         steps, progress = self._steps(), progress or (lambda *_: None)
         with torch.cuda.device(self.device):
-            with self.decoder.shortened(2):
+            draft = self.draft_model
+            with self.decoder.shortened(2), draft.decoder.shortened(2) if draft else nullcontext():
                 compile_all(self._run_everything, partial(progress, "compiling kernels"))
                 self.mixed.try_sizes()
             for done, step in enumerate(steps, start=1):
                 self._capture(*step)
                 progress("capturing steps", done, len(steps))
             self.mixed.capture(partial(progress, "capturing mixed steps"))
+            if self.drafts:
+                self.drafts.capture(partial(progress, "capturing steps of the draft model"))
             torch.cuda.synchronize()
 
     def _run_everything(self) -> None:
@@ -180,8 +206,10 @@ class GpuExecutor:
         self.mixed.try_sizes()  # first, because kernels for prompts take longest to compile
         for step in self._steps():
             self._decode_step(*step)
+        if self.drafts:
+            self.drafts.try_sizes()
         if len(self.host_blocks):
-            self.swapper.run(Plan(0, copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)]))
+            self._swap(Plan(0, copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)]))
         for dtype in {self.decoder.norm.dtype, torch.float32}:  # edited logits are float32
             for num_rows in (1, len(self._sampled)):
                 shape = num_rows, self.decoder.config.vocab_size
@@ -191,12 +219,7 @@ class GpuExecutor:
 
     def _steps(self) -> list[tuple[int, int]]:
         """All (number of rows, number of splits) of decode steps, largest first."""
-        sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
-        return [
-            (num_rows, num_splits)
-            for num_rows in sorted(sizes, reverse=True)
-            for num_splits in split_counts(num_rows * self._num_kv_heads)
-        ]
+        return decode_sizes(len(self.rows.lengths), self._num_kv_heads)
 
     def _capture(self, num_rows: int, num_splits: int) -> None:
         """Run a step of padding rows, capture it, and run the graph; see MixedPass.capture.
@@ -268,14 +291,11 @@ class GpuExecutor:
     def _decode_step(self, num_rows: int, num_splits: int) -> None:
         """Compute the next token of every row, all on the device."""
         row_ids, columns = self._decoding[:num_rows], self._inputs[:, :num_rows]
-        start(row_ids, self.state.tensors, self.rows.block_size, *columns)
-        tokens, positions, slots, *window_slots = columns
-        batch = ForwardBatch(
-            tokens_t=tokens, positions_t=positions, slots_t=slots, row_ids_s=row_ids,
-            tables_sw=self.state.tensors.tables, starts_s=tokens, ends_s=tokens, sampled_n=tokens,
-            num_decodes=num_rows, num_splits=num_splits,
-        )  # fmt: skip
-        add_windowed(batch, window_slots, self.state.tensors, self.rows.window)
+        tensors = self.state.tensors
+        batch = decode_batch(row_ids, columns, tensors, self.rows.block_size, num_splits)
+        add_windowed(batch, list(columns[3:]), tensors, self.rows.window)
+        if self.draft_model is not None:
+            self.draft_model.compute(batch)
         hidden = self.decoder.forward(batch, self.device_blocks, window_blocks=self.window_blocks)
         logits = self.decoder.logits(hidden)
         sample(logits, row_ids, self.state.sampling, self._sampled[:num_rows], self._workspace)

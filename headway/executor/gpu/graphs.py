@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from headway.model.kernels.attention.splits import split_counts
+
 GraphKey = tuple[int, ...]
 StepFunction = Callable[..., None]  # takes the numbers of a graph key
 FAILED_CAPTURES: list[torch.cuda.CUDAGraph] = []  # failed captures, kept until the process ends
@@ -24,6 +26,16 @@ def padded_rows(num_rows: int) -> int:
         if num_rows <= limit:
             return -(-num_rows // step) * step
     return -(-num_rows // 64) * 64
+
+
+def decode_sizes(num_rows: int, num_kv_heads: int) -> list[tuple[int, int]]:
+    """All (rows, splits) of decode steps of up to this many rows, largest first."""
+    sizes = {padded_rows(count) for count in range(1, num_rows + 1)}
+    return [
+        (padded, num_splits)
+        for padded in sorted(sizes, reverse=True)
+        for num_splits in split_counts(padded * num_kv_heads)
+    ]
 
 
 def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], None]) -> None:

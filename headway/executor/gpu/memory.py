@@ -79,6 +79,18 @@ def num_blocks_in(budget: Budget, utilization: float) -> int:
     return (have - need) // budget.block
 
 
+def both(model: Budget, draft: Budget) -> Budget:
+    """The budget of a model and its draft model. Each was measured with the weights of both loaded."""
+    return Budget(
+        total=model.total,
+        weights=model.weights + draft.weights,
+        others=model.others - draft.weights,
+        step=max(model.step, draft.step),
+        reserve=model.reserve + draft.reserve - DRIVER_BYTES,
+        block=model.block + draft.block,
+    )
+
+
 def measure(decoder: Decoder, config: Config) -> Budget:
     """Measure the GPU memory that a loaded model needs besides its KV blocks."""
     device = decoder.norm.device

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.executor.draft_model import DraftModel
 from headway.executor.gpu.graphs import Graphs
 from headway.executor.gpu.row_state import DeviceRowState, upload
 from headway.executor.row_table import RowTable
@@ -76,8 +77,13 @@ class MixedPass:
         rows: RowTable,
         state: DeviceRowState,
         max_num_batched_tokens: int,
+        draft_model: DraftModel | None = None,
     ) -> None:
-        """`both_blocks` are the KV blocks, and those of sliding-window layers."""
+        """`both_blocks` are the KV blocks, and those of sliding-window layers.
+
+        A `draft_model` computes every pass too.
+        """
+        self._draft_model = draft_model
         self.decoder, self._rows, self._state = decoder, rows, state
         blocks, self._window_blocks = self._blocks, _ = both_blocks
         self._num_columns = 3 if self._window_blocks is None else 4
@@ -204,6 +210,8 @@ class MixedPass:
             num_splits=size.num_splits, longest=size.tokens,
         )  # fmt: skip
         add_windowed(batch, window_slots, state, self._rows.window)
+        if self._draft_model is not None:
+            self._draft_model.compute(batch)
         return self.decoder.forward(batch, self._blocks, window_blocks=self._window_blocks)
 
 

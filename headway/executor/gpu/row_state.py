@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from headway.executor.sampling.draw import SamplingSettings
+from headway.model.batch import ForwardBatch
 from headway.model.kernels.logit_thresholds import SamplingTensors
-from headway.model.kernels.rows import RowTensors
+from headway.model.kernels.rows import RowTensors, start
 
 COLUMNS = ("lengths", "limits", "last", "num_generated", "temperature", "top_k", "top_p", "min_p")
 Words = npt.NDArray[np.int32]
@@ -98,6 +99,22 @@ class DeviceRowState:
             places, values = places[last], values[last]
         device = self.words.device
         self.words.scatter_(0, upload(places, device), upload(values, device))
+
+
+def decode_batch(
+    row_ids: Tensor, columns: Tensor, state: RowTensors, block_size: int, num_splits: int
+) -> ForwardBatch:
+    """The next decode of these rows, read into `columns`: tokens, positions, slots.
+
+    A fourth column has the slots of sliding-window layers. Advances the lengths of the rows.
+    """
+    start(row_ids, state, block_size, *columns)
+    tokens, positions, slots = columns[:3]
+    return ForwardBatch(
+        tokens_t=tokens, positions_t=positions, slots_t=slots, row_ids_s=row_ids,
+        tables_sw=state.tables, starts_s=tokens, ends_s=tokens, sampled_n=tokens,
+        num_decodes=len(row_ids), num_splits=num_splits,
+    )  # fmt: skip
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:

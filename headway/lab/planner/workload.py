@@ -30,6 +30,7 @@ class Workload:
     limit: int | None = None
     speed: float = 1.0
     allowed_tokens: int | None = None
+    accept: str | None = None  # of requests whose file has none
 
     def requests(self, seed: int = 0) -> list[WorkloadRequest]:
         """All requests of a seed; ConfigError or FormatError if the workload is invalid."""
@@ -41,16 +42,17 @@ class Workload:
         content = self.text
         if not is_synthetic(self.text):
             content = hashlib.sha256(Path(self.text).read_bytes()).hexdigest()
-        return f"{content}|{self.limit}|{self.speed!r}|{self.allowed_tokens}"
+        return f"{content}|{self.limit}|{self.speed!r}|{self.allowed_tokens}|{self.accept}"
 
 
 @lru_cache(maxsize=8)
 def _requests(workload: Workload, seed: int) -> list[WorkloadRequest]:
     text, limit, speed = workload.text, workload.limit, workload.speed
-    if is_synthetic(text) and workload.allowed_tokens is None and seed:
+    is_plain = workload.allowed_tokens is workload.accept is None  # others are for files
+    if is_synthetic(text) and is_plain and seed:
         synthetic = parse_synthetic(text)
         return adjust(replace(synthetic, seed=synthetic.seed + seed).generate(), limit, speed)
-    requests = load_workload(text, limit, speed, workload.allowed_tokens)
+    requests = load_workload(text, limit, speed, workload.allowed_tokens, workload.accept)
     return _rotated(requests, seed) if seed else requests
 
 

@@ -104,6 +104,8 @@ def observations(lines: Iterable[Line]) -> Observations:
 def _passes(plan: PlannedLine) -> list[StepWork]:
     rows, context = plan.decodes, plan.decode_context
     work = StepWork(rows, rows, context, float(context))
+    for _, start, count in plan.drafts:
+        work = work.with_draft(start, start + 1 + count)
     for _, start, end, is_last in plan.chunks:
         work = work.with_chunk(start, end, is_last=is_last)
     num_steps = plan.num_steps if rows else 1

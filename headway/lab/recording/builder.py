@@ -70,9 +70,9 @@ class RecordingBuilder:
         """Apply the next event."""
         match event:
             case Planned():
-                self._plan(event.plan)
+                self._plan(event)
             case Completed():
-                self._add_results()
+                self._add_results(event)
             case Added(requests):
                 for request in requests:
                     self._add(request)
@@ -102,7 +102,7 @@ class RecordingBuilder:
             self._emit(Op.GENERATED, r, len(request.history.resumed))
         return r
 
-    def _add_results(self) -> None:
+    def _add_results(self, event: Completed) -> None:
         state, gains = self.state, self._in_flight.popleft()
         others = gains.others.items()
         targets = {r: state.generated(r) + n for r, n in others if r in state.requests}
@@ -111,6 +111,14 @@ class RecordingBuilder:
         for r, target in targets.items():
             if state.generated(r) != target:
                 self._emit(Op.GENERATED, r, target)
+        for draft, num_accepted in event.verified():
+            request, num_gained = draft.request, num_accepted + 1
+            r = self.numbers[request]
+            self._emit(Op.GENERATED, r, state.generated(r) + num_gained)
+            if num_accepted < draft.count:
+                self._emit(Op.CUT, r, draft.start + num_gained)
+            if request not in event.finished:
+                self._join(request)
 
     def _finish(self, request: Request) -> None:
         r = self.numbers.pop(request, None)
@@ -122,7 +130,8 @@ class RecordingBuilder:
         reason = FINISH_REASONS.index(request.finish_reason or "abort")
         self._emit(Op.FINISH, r, reason, num_output, published)
 
-    def _plan(self, plan: Plan) -> None:
+    def _plan(self, planned: Planned) -> None:
+        plan = planned.plan
         self._preempt_all(plan.preempted, plan.copies_out)
         if plan.copies_out or plan.copies_in:
             self._emit(Op.COPY, len(plan.copies_out), len(plan.copies_in))
@@ -134,10 +143,14 @@ class RecordingBuilder:
             )
         for chunk in plan.chunks:
             self._emit(Op.CHUNK, self.numbers[chunk.request], chunk.start, chunk.end)
+        for draft in plan.drafts:
+            r = self.numbers[draft.request]
+            self._leave(r)
+            self._emit(Op.COMPUTED, r, draft.end)
         for request, block in plan.new_blocks:
             if block >= 0 and request in self.numbers:
                 self._emit(Op.BLOCK, self.numbers[request], block)
-        gains = self._decode(plan)
+        gains = self._decode(planned)
         for chunk in plan.chunks:
             if chunk.is_last:
                 r = self.numbers[chunk.request]
@@ -175,9 +188,10 @@ class RecordingBuilder:
         num_known = request.num_prompt + num_output
         return min(self.state.computed(r), num_known) // self.state.block_size
 
-    def _decode(self, plan: Plan) -> _Gains:
+    def _decode(self, planned: Planned) -> _Gains:
         """Advance the requests that decode; those that reach their limit do not decode again."""
-        requests, gains = self.state.requests, _Gains(plan.num_steps if plan.decodes else 0, {})
+        plan, requests = planned.plan, self.state.requests
+        gains = _Gains(plan.num_steps if plan.decodes else 0, {})
         deferred = [
             request for request in plan.deferred
             if request in self.numbers and requests[self.numbers[request]].status is Status.DECODING
@@ -189,7 +203,7 @@ class RecordingBuilder:
             self._leave(r)
         if plan.decodes:
             self._emit(Op.DECODE, plan.num_steps)
-        for num_steps, reaching in enumerate(plan.reaching_limit, start=1):
+        for num_steps, reaching in enumerate(planned.reaching_limit, start=1):
             for request in reaching:
                 r = self.numbers.get(request, -1)
                 if r in self.state.joined:  # not one that its chunk brings there

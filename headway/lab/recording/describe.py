@@ -25,6 +25,8 @@ def frame_lines(recording: RunRecording, frame: int) -> Iterator[str]:
     )
     for _, _, _, text in recording.texts(frame):
         yield f"  - {text}"
+    for r, number, accepted in recording.drafts(frame)[:MAX_LISTED]:
+        yield f"  - {sentences.accepted(recording.requests[r][0], number, max(0, accepted))}"
     for op, args in split(recording.ops(frame)):  # the last chunk of a prompt may be in flight
         if op is Op.CHUNK:
             state.requests[args[0]].status = Status.PREFILL

@@ -7,8 +7,8 @@ were recorded before.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 
 from msgspec.structs import replace as changed
@@ -22,7 +22,7 @@ from headway.lab.cost import load_profile
 from headway.lab.recording.run import Recorder
 from headway.lab.recording.spec import Edit, RunSpec, described
 from headway.lab.workload.request import TokenSpace
-from headway.plan import Plan, StepResult
+from headway.plan import UNKNOWN_TOKEN, Draft, Plan, StepResult
 from headway.record.lines import HeaderLine, Line
 from headway.record.reader import EventReader, split_header
 from headway.record.replay import RecordedTokens, Replay
@@ -34,9 +34,16 @@ class ForkedExecutor:
     """Samples recorded tokens, and estimates times at the pace of the recorded steps."""
 
     def __init__(
-        self, clock: VirtualClock, tokens: RecordedTokens, seconds: Callable[[Plan], float]
+        self,
+        clock: VirtualClock,
+        tokens: RecordedTokens,
+        seconds: Callable[[Plan], float],
+        wrong: Mapping[str, Container[int]],
+        is_simulated: bool,
     ) -> None:
+        """`wrong` are the places where drafts were wrong, by request."""
         self._clock, self._tokens, self._seconds = clock, tokens, seconds
+        self._wrong, self._is_simulated = wrong, is_simulated
         self._recorded = self._estimated = self._free_at = 0.0
 
     def compare(self, event: Completed) -> None:
@@ -46,7 +53,17 @@ class ForkedExecutor:
         self._free_at = event.result.ended
 
     def launch(self, plan: Plan) -> SimulatedHandle:
-        return self.run(plan, StepResult(*self._tokens.sample(plan)))
+        result = StepResult(*self._tokens.sample(plan))
+        result.draft_tokens = list(map(self._verify, plan.drafts))
+        return self.run(plan, result)
+
+    def _verify(self, draft: Draft) -> list[int]:
+        """Drafts are right if they are the recorded tokens; without tokens, where they were right."""
+        if not self._is_simulated and UNKNOWN_TOKEN not in draft.tokens:
+            return self._tokens.verified(draft)
+        wrong, places = self._wrong.get(draft.request.id, ()), range(draft.start + 1, draft.end)
+        most = next((n for n, place in enumerate(places) if place in wrong), draft.count)
+        return self._tokens.verified(draft, most)
 
     def run(self, plan: Plan, result: StepResult) -> SimulatedHandle:
         """A plan in flight with its result; if that has no times, they are estimated."""
@@ -78,6 +95,7 @@ class ForkedRun:
         self._executor = ForkedExecutor(
             self._clock, self._replay.tokens,
             lambda plan: profile.step_seconds(plan, self._config.block_size),
+            _wrong_places(self._recorded), bool(self.head.profile),
         )  # fmt: skip
 
     def events(self) -> Iterator[Event]:
@@ -133,6 +151,16 @@ class ForkedRun:
             values = {each.name: getattr(self._config, each.name) for each in fields(self._config)}
             config = read_preset({**values, **(edit.set or {})}, own=self._own)
             engine.scheduler.reconfigure(replace(config, max_model_len=self._config.max_model_len))
+
+
+def _wrong_places(events: Iterable[Event]) -> dict[str, set[int]]:
+    """The places of tokens for which a draft was wrong, by request."""
+    found = defaultdict[str, set[int]](set)
+    for event in events:
+        for draft, num_right in event.verified() if isinstance(event, Completed) else ():
+            if num_right < draft.count:
+                found[draft.request.id].add(draft.start + 1 + num_right)
+    return found
 
 
 def fork(

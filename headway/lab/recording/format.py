@@ -55,7 +55,8 @@ class Mark(IntFlag):
 TIMES = ("planned", "started", "ended")
 COLUMNS = (
     "step", "running", "waiting", "swapped", "free", "decodes", "prefill", "num_steps",
-    "preempted", "admitted", "blocked", "finished", "cached", "marks",
+    "preempted", "admitted", "blocked", "finished", "cached", "marks", "drafting", "drafted",
+    "accepted",
 )  # fmt: skip
 Text = tuple[int, str, int, str]  # frame, kind, request or -1, sentence
 
@@ -77,6 +78,7 @@ def header_record(header: HeaderLine, **more: Any) -> bytes:
     return record(Record.HEADER, json.dumps({**names, **to_builtins(header), **more}).encode())
 
 
+FAILED = -1  # in place of the number of drafts that were right
 NO_PLAN = Planned(Plan(-1, num_steps=0))
 
 
@@ -91,7 +93,9 @@ class _Frame:
     num_preempted: int = 0
     num_finished: int = 0
     num_cached: int = 0
+    num_accepted: int = 0
     marks: int = 0
+    drafts: list[tuple[int, int]] = field(default_factory=list)  # request, number
     texts: list[tuple[str, int, str]] = field(default_factory=list)  # kind, request or -1, sentence
 
     def row(self) -> tuple[int, ...]:
@@ -101,7 +105,14 @@ class _Frame:
             plan.step, planned.num_running, planned.num_waiting, self.num_swapped, planned.num_free,
             len(plan.decodes), plan.num_prefill, plan.num_steps, self.num_preempted,
             len(plan.admitted), len(plan.blocked), self.num_finished, self.num_cached, self.marks,
+            len(self.drafts), sum(number for _, number in self.drafts), self.num_accepted,
         )  # fmt: skip
+
+    def verify(self, accepted: list[int]) -> None:
+        """Add how many of the drafts of each request were right."""
+        for draft, number in zip(self.drafts, accepted, strict=True):
+            self.ops += (Op.DRAFT, *draft, number)
+        self.num_accepted = sum(number for number in accepted if number != FAILED)
 
 
 class RecordingWriter:
@@ -180,12 +191,15 @@ class RecordingWriter:
         if plan.admitted:
             frame.num_cached = sum(admission.num_cached for admission in plan.admitted)
             frame.marks |= Mark.ADMISSION | Mark.HIT * bool(frame.num_cached)
+        for draft in plan.drafts:
+            frame.drafts.append((self.builder.numbers[draft.request], draft.count))
         self._pending.append(frame)
 
     def _complete(self, event: Completed, texts: list[tuple[str, int, str]]) -> bytes:
         if self._pending and self._pending[0].planned is event.planned:
             frame, result = self._pending.popleft(), event.result
             self._add(event, texts, frame)
+            frame.verify([len(tokens) - 1 for tokens in result.draft_tokens])
             self._add_frame(frame, event.planned.time, result.started, result.ended or event.time)
         else:  # it was in flight when the recording started
             self._next.texts += texts
@@ -196,6 +210,7 @@ class RecordingWriter:
         """Plans in flight have no result; then a frame shows that everything was forgotten."""
         while self._pending:
             frame = self._pending.popleft()
+            frame.verify([FAILED] * len(frame.drafts))
             self._add_frame(frame, frame.planned.time, event.time, event.time)
         self._ended = event.time
         self.settle()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from headway.errors import HeadwayError
 from headway.lab.recording.format import COLUMNS, TIMES, VERSION, Record, Text
-from headway.lab.recording.state import RecordedState, split
+from headway.lab.recording.state import Op, RecordedState, split
 
 Ints = npt.NDArray[np.int32]
 Entry = tuple[str, int, int, float, int | None, int, str, str | None]  # as docs/recording.md says
@@ -97,6 +97,11 @@ class RunRecording:
     def column(self, name: str, frame: int) -> int:
         chunk = self.chunk_of(frame)
         return int(chunk.columns[name][frame - chunk.first])
+
+    def drafts(self, frame: int) -> list[tuple[int, int, int]]:
+        """Requests with drafts in a frame, the drafts, and those that were right (-1: unknown)."""
+        found = (tuple(args) for op, args in split(self.ops(frame)) if op is Op.DRAFT)
+        return [(r, number, accepted) for r, number, accepted in found]
 
     def texts(self, frame: int) -> Iterator[Text]:
         return (text for text in self.chunk_of(frame).texts if text[0] == frame)

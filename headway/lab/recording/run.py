@@ -18,7 +18,7 @@ from headway.lab.cost import load_profile
 from headway.lab.recording.format import RecordingWriter, header_record
 from headway.lab.recording.metrics import RunMetrics
 from headway.lab.recording.spec import Edit, RunSpec, config_of, described, requests_of
-from headway.lab.simulate import with_profile
+from headway.lab.simulate import as_simulated
 from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
@@ -78,7 +78,7 @@ class SimulatedRun:
         profile = self._profile = load_profile(spec.profile)
         self._requests = deque(requests_of(spec, self._space))
         self._edits = deque(sorted(spec.edits, key=lambda edit: edit.step))
-        config = with_profile(config_of(spec, profile, own=own), profile)
+        config = as_simulated(config_of(spec, profile, own=own), profile)
         self._clock, size = VirtualClock(), config.block_size
         executor = SimulatedExecutor(
             self._clock, lambda plan: profile.step_seconds(plan, size), profile.machine.host_seconds
@@ -137,7 +137,7 @@ class SimulatedRun:
             self._engine.abort(edit.abort)
         else:
             config = config_of(self._spec, self._profile, edit.set, self._own)
-            self._scheduler.reconfigure(with_profile(config, self._profile))
+            self._scheduler.reconfigure(as_simulated(config, self._profile))
 
 
 def recording_of_journal(journal: Iterable[HeaderLine | Line], **more: Any) -> Iterator[bytes]:

@@ -37,6 +37,8 @@ class Op(IntEnum):
     DEFER = 16  # r: its decode is left out of this step
     COPY = 17  # blocks to the host, blocks from the host
     FORGET = 18  # is_all: cached content; with 1 also the copies on the host
+    CUT = 19  # r, n: computed tokens, of which the last blocks are released; drafts were wrong
+    DRAFT = 20  # r, n, accepted: drafts of this step; accepted -1: the request or the step failed
 
 
 class Status(IntEnum):
@@ -136,6 +138,13 @@ class RecordedState:
         self.refs[block] = 1
         self.published.discard(block)
 
+    def _cut(self, r: int, n: int) -> None:
+        self._computed(r, n)
+        blocks, num_kept = self.requests[r].blocks, -(-n // self.block_size)
+        for block in blocks[num_kept:]:
+            del self.refs[block]  # no other request holds a block of tokens after the prompt
+        del blocks[num_kept:]
+
     def _preempt(self, r: int, is_swap: int, published: int, *host: int) -> None:
         request = self.requests[r]
         self._release(r, published)
@@ -156,9 +165,11 @@ class RecordedState:
         self.rest = (reason, n) if n else None
 
     def _defer(self, r: int) -> None:
-        """Concerns one step only, as `_copy`."""
+        """Concerns one step only, as `_copy` and `_draft`."""
 
     def _copy(self, num_out: int, num_in: int) -> None: ...
+
+    def _draft(self, r: int, n: int, accepted: int) -> None: ...
 
     def _forget(self, is_all: int) -> None:
         self.published.clear()

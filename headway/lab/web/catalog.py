@@ -58,7 +58,7 @@ def catalog(
         },
         "numbers": {
             f.name: {"low": f.metadata["low"], "high": f.metadata["high"], "default": f.default}
-            for f in fields(Config) if f.default is not MISSING
+            for f in fields(Config) if f.default is not MISSING and f.name not in SLOTS
         },
         "profiles": [
             {"name": name, "description": load_profile(name).description}

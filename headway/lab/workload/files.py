@@ -18,6 +18,8 @@ from typing import Any
 from headway.checks import real_number, whole_number
 from headway.engine.engine import MAX_SAMPLES
 from headway.errors import ConfigError, FormatError
+from headway.executor.simulated import Acceptance
+from headway.lab.workload.acceptance import format_acceptance, read_acceptance
 from headway.lab.workload.recorded import is_trace, trace_rows
 from headway.lab.workload.request import (
     LAST_TOKEN,
@@ -39,17 +41,27 @@ def is_synthetic(text: str) -> bool:
 
 
 def load_workload(
-    text: str, limit: int | None, speed: float, max_tokens: int | None
+    text: str, limit: int | None, speed: float, max_tokens: int | None, accept: str | None = None
 ) -> list[WorkloadRequest]:
     """The requests of a file or of a synthetic workload."""
     if is_synthetic(text):
-        if max_tokens is not None:
-            raise ConfigError(
-                "--allowed-tokens is for workload files; a synthetic workload has a field "
-                f"max_tokens: '{text},max_tokens={max_tokens}'"
-            )
+        _refuse(text, "--allowed-tokens", "max_tokens", max_tokens)
+        _refuse(text, "--accept", "accept", accept)
         return adjust(parse_synthetic(text).generate(), limit, speed)
-    return read_workload(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
+    requests = read_workload(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
+    if accept is None:
+        return requests
+    default = read_acceptance(accept)
+    return [r if r.accept is not None else replace(r, accept=default) for r in requests]
+
+
+def _refuse(text: str, option: str, field: str, value: object) -> None:
+    """ConfigError if a synthetic workload comes with an option for files."""
+    if value is not None:
+        raise ConfigError(
+            f"{option} is for workload files; a synthetic workload has a field {field}: "
+            f"'{text},{field}={value}'"
+        )
 
 
 def read_workload(
@@ -104,7 +116,11 @@ def _line(request: WorkloadRequest) -> dict[str, object]:
         "output": request.num_output, "max_tokens": request.max_tokens, "client": request.client,
         "priority": request.priority, "n": request.n,
     }  # fmt: skip
-    return line if request.deadline is None else {**line, "deadline": request.deadline}
+    if request.deadline is not None:
+        line["deadline"] = request.deadline
+    if request.accept is not None:
+        line |= {"accept": format_acceptance(request.accept), "seed": request.accept.seed}
+    return line
 
 
 def row_reader(max_tokens: int = 1) -> Callable[[Row], WorkloadRequest]:
@@ -126,9 +142,18 @@ def row_reader(max_tokens: int = 1) -> Callable[[Row], WorkloadRequest]:
             n=row.whole("n", 1, MAX_SAMPLES, default=1),
             priority=row.whole("priority", -MAX_TOKENS, default=0),
             deadline=row.seconds("deadline") if "deadline" in row else None,
+            accept=_accept(row),
         )  # fmt: skip
 
     return make
+
+
+def _accept(row: Row) -> Acceptance | None:
+    if "accept" not in row:
+        return None
+    value = row.get("accept")
+    text = str(value) if isinstance(value, float) else row.text("accept")
+    return read_acceptance(text, row.whole("seed", 0, default=0))
 
 
 def _recorded(path: Path, make: Callable[[Row], WorkloadRequest]) -> Iterator[WorkloadRequest]:

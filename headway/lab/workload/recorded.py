@@ -3,6 +3,7 @@
 A request has its recorded arrival, prompt, limit and output length; one that had not ended has its
 limit as length. Samples of one prompt become one request with `n`, and the mean of their lengths. A
 request that another engine had begun has the tokens from there in its prompt, as it was computed.
+If drafts were verified, `accept` is how often one was right.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from typing import Any
 
 from headway.lab.workload.request import MAX_TOKENS
 from headway.lab.workload.rows import Row
-from headway.record.lines import AddedLine, Line, Packed, RequestLine, ends_of
+from headway.record.lines import (
+    AddedLine,
+    CompletedLine,
+    Line,
+    Packed,
+    PlannedLine,
+    RequestLine,
+    ends_of,
+)
 from headway.record.packing import num_packed
 from headway.record.reader import complete, read_journal, split_header
 
@@ -42,6 +51,20 @@ def added_in(lines: Iterable[Line]) -> Iterator[RequestLine]:
     return (each for line in lines if isinstance(line, AddedLine) for each in line.requests)
 
 
+def acceptance_in(lines: Iterable[Line]) -> dict[str, float]:
+    """`accept`: the share of compared drafts that were right, up to the first wrong one."""
+    counts, num_right, num_wrong = dict[int, list[int]](), 0, 0
+    for line in lines:
+        if isinstance(line, PlannedLine) and line.drafts:
+            counts[line.step] = [count for _, _, count in line.drafts]
+        elif isinstance(line, CompletedLine) and line.step in counts:
+            for count, gained in zip(counts.pop(line.step), line.gained, strict=True):
+                num_right += max(0, gained - 1)
+                num_wrong += 0 < gained <= count
+    compared = num_right + num_wrong
+    return {"accept": round(num_right / compared, 4)} if compared else {}
+
+
 def prompts(config: Mapping[str, int], lines: Sequence[Line]) -> list[dict[str, Any]]:
     """The requests without a parent; each of the others is one more sample of its parent.
 
@@ -60,12 +83,13 @@ def prompts(config: Mapping[str, int], lines: Sequence[Line]) -> list[dict[str, 
             found.append((entry, limit, samples[entry.id]))
         length = min(limit, max(1, ends.popleft() - num_resumed if ends else limit))
         samples[entry.id if entry.parent is None else entry.parent].append(length)
+    accept = acceptance_in(lines)
     return [
         {
             "id": str(number), "arrival": entry.arrival, "max_tokens": limit,
             "prompt": known_tokens(entry), "n": len(outputs),
             "output": round(sum(outputs) / len(outputs)),
-            **{name: value for name in OPTIONAL if (value := getattr(entry, name))},
+            **{name: value for name in OPTIONAL if (value := getattr(entry, name))}, **accept,
         }
         for number, (entry, limit, outputs) in enumerate(found)
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.executor.simulated import Script
+from headway.executor.simulated import Acceptance, Script
 from headway.request import NO_TOKENS, Request, RequestParams
 
 EOS = 0  # ends a request whose output is shorter than its max_tokens
@@ -35,6 +35,7 @@ class WorkloadRequest:
     priority: int = 0
     deadline: float | None = None
     n: int = 1
+    accept: Acceptance | None = None  # of drafts of its tokens; None: all are wrong
 
     @property
     def num_prompt(self) -> int:
@@ -58,7 +59,9 @@ class WorkloadRequest:
             max_tokens=self.max_tokens, client=self.client, priority=self.priority, n=self.n,
             deadline=None if self.deadline is None else start + self.deadline,
             eos_ids=ENDS if self.num_output < self.max_tokens else NO_TOKENS,
-            sampling=Script(self.num_output, filler=last if last != EOS else 1, end=EOS),
+            sampling=Script(
+                self.num_output, filler=last if last != EOS else 1, end=EOS, accept=self.accept
+            ),
         )  # fmt: skip
 
     def request(self, start: float = 0.0) -> Request:

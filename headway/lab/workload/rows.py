@@ -24,7 +24,7 @@ ALIASES = {
 }  # fmt: skip
 FIELDS = (
     "arrival", "prompt", "output", "max_tokens", "prefix", "prefix_tokens", "client", "priority",
-    "deadline", "n", "id",
+    "deadline", "n", "id", "accept", "seed",
 )  # fmt: skip
 REQUIRED = FIELDS[:3]
 

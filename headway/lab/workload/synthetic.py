@@ -17,10 +17,13 @@ from typing import Any
 
 from headway.checks import real_number, whole_number
 from headway.errors import ConfigError
+from headway.executor.simulated import Acceptance
+from headway.lab.workload.acceptance import independent, read_acceptance
 from headway.lab.workload.request import MAX_TOKENS, Pieces, TokenSpace, WorkloadRequest, join
 
 Distribution = Callable[[Random], float]
 Weights = Callable[[int], list[float]]  # of that number of clients
+AcceptanceOf = Callable[[Random, int], Acceptance]  # of one request, with the seed of the workload
 
 
 def fixed(value: float) -> Distribution:
@@ -110,6 +113,7 @@ class Synthetic:
     priorities: int = 1
     slack: Distribution | None = None
     n: int = 1
+    accept: AcceptanceOf | None = None  # None: all drafts are wrong
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -128,12 +132,13 @@ class Synthetic:
             output = min(_length(self.output(random["output"])), self.max_tokens or MAX_TOKENS)
             client = random["clients"].choices(names, weights)[0]
             slack = self.slack(random["slack"]) if self.slack else None
+            accept = self.accept(random["accept"], self.seed) if self.accept else None
             requests.append(WorkloadRequest(
                 id=str(place), arrival=arrival, pieces=self._pieces(random, space),
                 num_output=output, max_tokens=self.max_tokens or output,
                 client=client if self.clients > 1 else "", n=self.n,
                 priority=random["priorities"].randrange(self.priorities),
-                deadline=None if slack is None else arrival + slack,
+                deadline=None if slack is None else arrival + slack, accept=accept,
             ))  # fmt: skip
             arrival += max(0.0, self.arrivals(random["arrivals"]))
         return requests
@@ -222,9 +227,18 @@ def _prefixes(text: str) -> Prefixes:
     return Prefixes(int(match[1]), min(int(match[2]), MAX_TOKENS), share)
 
 
+def _accept(text: str) -> AcceptanceOf:
+    """One histogram for all requests, or a probability for each of them, from a distribution."""
+    if text.startswith("hist"):
+        read_acceptance(text)
+        return lambda _, seed: read_acceptance(text, seed)
+    drawn = _distribution(text)
+    return lambda random, seed: independent(drawn(random), seed)
+
+
 FIELDS: dict[str, Callable[[str], Any]] = {
     "requests": _whole, "arrivals": partial(_call, ARRIVALS), "prompt": _distribution,
     "output": _distribution, "max_tokens": _whole, "prefix": _prefixes, "clients": _whole,
     "skew": partial(_call, SKEWS), "priorities": _whole, "slack": _distribution, "n": _whole,
-    "seed": _whole,
+    "accept": _accept, "seed": _whole,
 }  # fmt: skip

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.checks import Checked, count
+from headway.checks import Checked, count, number
 from headway.config import DraftStep
 from headway.request import Request
 from headway.scheduler.policies.costs import StepCosts
 
 MAX_DRAFTS = 128  # of a request in a step
+MIN_GAIN = 1.002  # in tokens per second, of one more draft for all requests
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,33 @@ class fixed(Checked):
 class by_cost(StepCosts):
     """Draft as many tokens, at most `most`, as give the step the most tokens per second.
 
-    The probability of a draft comes from the request's latest drafts, the time of the step from the
-    costs: a row is nearly free while reading the weights takes longer than computing. So the number
-    goes to 0 as the batch grows.
+    The number is the best one if all requests that are still to be asked had as many drafts, right
+    as often as those of this request. The time of the step comes from the costs: a row is nearly
+    free while reading the weights takes longer than computing. So the number goes to 0 as the batch
+    grows. `wait` is the time of planning a step, which a step with drafts adds to the next one,
+    and `verify` the time that a step with drafts takes longer than its rows.
     """
 
     most: int = count(8, 1, MAX_DRAFTS)
+    wait: float = number(0.0, 0)
+    verify: float = number(0.0, 0)
 
     def __call__(self, request: Request, step: DraftStep) -> int:
-        costs, start, share = self.costs, request.num_computed, step.acceptance(request)
-        best, chosen, tokens = step.tokens / costs.seconds(*step.work), 0, step.tokens
-        for number in range(1, self.most + 1):
-            tokens += share**number
-            work = step.work.with_more_rows(start, number)
-            rate = tokens / costs.seconds(*work)
-            if rate > best:
-                best, chosen = rate, number
+        seconds, start, share = self.costs.seconds, request.num_computed, step.acceptance(request)
+        (tokens, samples, reads, pairs), kept, num_left = step.work, step.tokens, step.num_left
+        now, more_time = seconds(tokens, samples, reads, pairs), self.wait + self.verify
+        has_drafts = kept < tokens
+        best = kept / (now + more_time if has_drafts else max(now, self.wait))
+        chosen, right = 0, 1.0
+        for count in range(1, self.most + 1):
+            right *= share
+            kept += num_left * right
+            more = num_left * count
+            attended = pairs + more * (start + (count + 3) / 2)
+            later = seconds(tokens + more, samples + more, reads + more, attended)
+            rate = kept / (more_time + later)
+            if rate > best * MIN_GAIN:
+                best, chosen = rate, count
+            elif chosen:  # it only falls from here on
+                break
         return chosen

@@ -12,7 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from headway.config import Config
+from headway.drafters.model import model
 from headway.drafters.ngram import ngram
+from headway.drafters.repeat import repeat_last
 from headway.drafters.suffix import suffix
 from headway.errors import ConfigError, OwnPolicyError, shorten
 from headway.scheduler.policies import batching, chunk, draft, headroom, queue, swap, text, victim
@@ -37,7 +39,7 @@ SLOTS: dict[str, tuple[Any, ...]] = {
     ),
     "swap": (swap.recompute, swap.swap, swap.swap_if_cheaper, swap.discard_output),
     "draft": (draft.fixed, draft.by_cost),
-    "drafter": (ngram, suffix),
+    "drafter": (ngram, suffix, model, repeat_last),
 }  # fmt: skip
 QUEUE_RULE = ("max_overtakes", "keys_change", "preempts", "group", "outranks")  # besides `key`
 ARGUMENTS = {"batching": "step", "chunk": "want left is_first"} | dict.fromkeys(
@@ -49,7 +51,8 @@ OPTIONAL = ("draft", "drafter")  # slots that may be empty
 PARTS: tuple[Any, ...] = (headroom.limit, headroom.learned)  # estimates, arguments of future_peak
 OF_MODEL = ("sliding_window", "num_window_blocks")  # set by the model that runs, not by users
 NUMBERS = tuple(
-    f.name for f in fields(Config)
+    f.name
+    for f in fields(Config)
     if f.default is not MISSING and f.name not in (*OF_MODEL, *OPTIONAL)
 )
 

@@ -20,7 +20,12 @@ from headway.server.generation.output_parser import (
     TokenKinds,
 )
 from headway.server.generation.prompt_runs import PromptRun
-from headway.server.generation.prompts import chat_tokens_of, max_prompt_tokens, truncate_prompt
+from headway.server.generation.prompts import (
+    chat_tokens_of,
+    max_prompt_tokens,
+    prediction_of,
+    truncate_prompt,
+)
 from headway.server.generation.request_fields import (
     check_model,
     check_num_choices,
@@ -64,8 +69,9 @@ async def prepare_chat(
     )  # fmt: skip
     params = await _sampling_params(context, body, use, tokenizer)
     tokens = await chat_tokens_of(context, body, use, max_prompt_tokens(context, body))
+    prediction = await prediction_of(context, body)
     id, prompt = new_id(id_prefix), truncate_prompt(tokens, body)
-    make_run = partial(PromptRun, context, id, prompt, field=field)
+    make_run = partial(PromptRun, context, id, prompt, field=field, prediction=prediction)
     if (reasoning := context.reasoning) is None:
         run = make_run(params, is_live=is_live)
         parsers = [OutputParser(use.parser(f"{id}/{n}") if use else None) for n in range(params.n)]

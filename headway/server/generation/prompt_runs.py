@@ -9,8 +9,10 @@ nothing of connections and JSON.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -61,6 +63,7 @@ class PromptRun(OutputBuilder):
     `field` is the body's field that holds the prompt. With `is_live`, text is made as it is
     generated. `number` is the position of the prompt in the body. `params` are the engine's
     params, if the caller has made them already. `tokenizer` makes the texts, by default the model's.
+    `prediction` has tokens that the output may resemble.
     """
 
     def __init__(
@@ -75,10 +78,13 @@ class PromptRun(OutputBuilder):
         number: int = 0,
         params: RequestParams | None = None,
         tokenizer: Tokenizer | None = None,
+        prediction: array[int] | None = None,
     ) -> None:
         self.field = field
         processor = context.input_processor
         self.params = processor.params(sampling_params, id) if params is None else params
+        if prediction is not None:
+            self.params = replace(self.params, prediction=prediction)
         self.engine = context.engine
         self._broken: Exception | None = None  # raised while writing directly
         self._cursor = CURSOR.get()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,19 @@ async def chat_tokens_of(
 
     with attribute_errors_to("messages"):
         return await offload(sum(map(_rendering_cost, body.messages)), tokens)
+
+
+async def prediction_of(context: Context, body: ChatRequest) -> array[int] | None:
+    """Tokens of the prediction. ApiError if there are more than the model's length."""
+    if body.prediction is None:
+        return None
+    text, limit = body.prediction.text, context.max_model_len
+
+    def tokens() -> list[int]:
+        return context.input_processor.tokens(text, limit, special=False)
+
+    with attribute_errors_to("prediction"):
+        return array("i", await offload(len(text), tokens))
 
 
 def _rendering_cost(message: ChatMessage) -> int:

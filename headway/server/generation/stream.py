@@ -42,7 +42,7 @@ from headway.server.http.errors import ApiError, api_error
 from headway.server.http.json_output import MAX_PART_ITEMS, large_to_json, to_json
 from headway.server.http.offload import MAX_INLINE_SIZE, offload
 from headway.server.openai.protocol import StreamOptions
-from headway.server.openai.response_models import Usage
+from headway.server.openai.response_models import CompletionDetails, Usage
 
 SIZE_PER_TOKEN = 20  # upper estimate of the numbers that a response contains per token
 DONE = b"data: [DONE]\n\n"
@@ -291,11 +291,26 @@ class ChunkOutput(Output):
     def usage(self) -> Usage:
         num_prompt = sum(len(run.prompt) for run in self.runs)
         num_generated = sum(run.num_generated for run in self.runs) if self.shows_output else 0
-        return {
+        usage: Usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": sum(run.num_cached for run in self.runs)},
+        }
+        if details := self.completion_details:
+            usage["completion_tokens_details"] = details
+        return usage
+
+    @property
+    def completion_details(self) -> CompletionDetails:
+        """The numbers of drafts, if there are drafts or the request has a prediction."""
+        num_drafted = sum(run.num_drafted for run in self.runs)
+        if not num_drafted and self.runs[0].params.prediction is None:
+            return {}
+        num_accepted = sum(run.num_accepted for run in self.runs)
+        return {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_drafted - num_accepted,
         }
 
     def response(self, choices: Sequence[object]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from headway.server.generation.stream import ChunkOutput
 from headway.server.http.json_output import to_json
 from headway.server.http.offload import offload
 from headway.server.openai.protocol import ChatRequest
-from headway.server.openai.response_models import ChatLogprobs, Usage
+from headway.server.openai.response_models import ChatLogprobs, CompletionDetails
 from headway.server.toolcalls.formats import (
     OutputPiece,
     ReasoningDelta,
@@ -101,12 +101,12 @@ class ChatOutput(ChunkOutput):
         return chunks
 
     @property
-    def usage(self) -> Usage:
-        usage = super().usage
+    def completion_details(self) -> CompletionDetails:
+        details = super().completion_details
         if self._parsers[0].has_reasoning:
             num_reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers)
-            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-        return usage
+            details["reasoning_tokens"] = num_reasoning
+        return details
 
     def _logprobs(self, parser: OutputParser) -> ChatLogprobs | None:
         if not self._body.logprobs:

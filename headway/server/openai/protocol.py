@@ -185,6 +185,18 @@ class ChatMessage(BaseModel):
     tool_call_id: ShortText | None = None
 
 
+class Prediction(RequestModel):
+    """A text that the output may resemble, such as a file that is to be edited."""
+
+    type: Literal["content"]
+    content: str | FailFastList[TextPart] = Field(description="Text, or parts of type text.")
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
 class ChatRequest(GenerationFields):
     messages: FailFastList[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = optional(
@@ -200,6 +212,7 @@ class ChatRequest(GenerationFields):
     continue_final_message: bool | None = optional(
         "Continue the last message instead of answering it."
     )
+    prediction: Prediction | None = optional("Text that the output may resemble; for drafts.")
     documents: list[dict[str, object]] | None = optional("For chat templates that show documents.")
     reasoning_effort: ShortText | None = optional(
         "For chat templates that use it; others ignore it."

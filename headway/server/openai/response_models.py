@@ -14,8 +14,10 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
-class ReasoningTokens(TypedDict):
-    reasoning_tokens: int
+class CompletionDetails(TypedDict):
+    reasoning_tokens: NotRequired[int]
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
 
 
 class Usage(TypedDict):
@@ -23,7 +25,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: NotRequired[ReasoningTokens]
+    completion_tokens_details: NotRequired[CompletionDetails]
 
 
 class PromptLogprob(TypedDict):

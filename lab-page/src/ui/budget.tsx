@@ -17,7 +17,9 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
   const chunks = now?.work.chunks ?? [];
   const isCharged = String(now?.recording.header?.config.batching).includes("charge_cached");
   const cached = now && isCharged ? now.recording.column("cached", now.frame) : 0;
-  const computed = decodes + chunks.reduce((sum, chunk) => sum + chunk.end - chunk.start, 0);
+  const drafts = now?.work.drafts ?? [];
+  const drafted = drafts.reduce((sum, draft) => sum + 1 + draft.count, 0);
+  const computed = decodes + drafted + chunks.reduce((sum, chunk) => sum + chunk.end - chunk.start, 0);
   const used = computed + cached;
   const total = Math.max(limit, used, 1), unused = Math.max(0, limit - used);
   const numSteps = now ? now.recording.column("num_steps", now.frame) : 1;
@@ -35,11 +37,25 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
       </h2>
       <div
         class="bar" role="img"
-        aria-label={`${decodes} decodes, ${computed - decodes} prefill tokens, ${unused} unused`}
+        aria-label={`${decodes} decodes, ${drafted} tokens of drafts, ${computed - decodes - drafted} prefill tokens, ${unused} unused`}
       >
         {decodes > 0 && (
           <i class="decodes" style={width(decodes)}>{fitting(decodes, plural(decodes, "decode"), count(decodes))}</i>
         )}
+        {drafts.map(({ r, count: number, right }) => {
+          const id = now!.recording.entries[r].id;
+          return (
+            <i
+              key={`draft ${r}`} class={lit.value === id ? "drafted lit" : "drafted"}
+              style={{ ...width(1 + number), borderColor: ownerColor(r) }}
+              title={`${id}: ${plural(number, "draft")}, ${Math.max(0, right)} right`}
+              onClick={() => select(id)}
+              onMouseEnter={() => (hovered.value = id)} onMouseLeave={() => (hovered.value = null)}
+            >
+              {fitting(1 + number, `${shortId(id)}: 1+${number}`, shortId(id))}
+            </i>
+          );
+        })}
         {chunks.map(({ r, start, end }) => {
           const id = now!.recording.entries[r].id;
           return (
@@ -67,6 +83,7 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
       <p class="legend one-line">
         {plural(decodes, "decode")}
         {numSteps > 1 && ` × ${numSteps} steps`}
+        {drafts.length > 0 && ` · ${plural(drafted - drafts.length, "draft")} of ${plural(drafts.length, "request")}`}
         {" · "}{plural(chunks.length, "prompt chunk")} {chunks.length > 0 && `(${chunkText(now!)})`}
         {cached > 0 && ` · ${count(cached)} cached tokens, charged too`}
         {" · "}{count(unused)} unused{isCut && ", not to scale"}

@@ -38,11 +38,18 @@ function workOf({ recording, frame, step, isAfter, work }: View): string {
   const decodes = recording.column("decodes", frame), tokens = recording.column("prefill", frame);
   const parts = [
     decodes > 0 && plural(decodes, "decode"),
+    work.drafts.length > 0 && draftsOf(work.drafts),
     tokens > 0 && `${plural(tokens, "token")} of ${plural(work.chunks.length, "prompt")}`,
     work.preempted.length > 0 && plural(work.preempted.length, "preemption"),
   ].filter(Boolean);
   const took = recording.ended.at(frame) - recording.started.at(frame);
   return `Step ${count(step)}: ${parts.join(", ") || "no work"}${took > 0 ? `; takes ${seconds(took)}` : ""}.`;
+}
+
+function draftsOf(drafts: View["work"]["drafts"]): string {
+  const sum = (values: number[]) => values.reduce((total, value) => total + value, 0);
+  const right = sum(drafts.map((draft) => Math.max(0, draft.right)));
+  return `${plural(sum(drafts.map((draft) => draft.count)), "draft")}, ${right} right`;
 }
 
 function noneText(view: View | null, r: number): string {

@@ -7,8 +7,9 @@ import { DECODING, PREFILL, STATES, WAITING } from "../state";
 import { catalog, chosenState, hovered, lateView, lit, select, selected } from "../store";
 import { type Groups, type Row, rowsOf, type View } from "../view";
 import { Legend } from "./legend";
-import { count, MAX_ID, shortId, thing } from "./words";
+import { count, MAX_ID, plural, shortId, thing } from "./words";
 
+const MAX_DRAFTS = 8; // drawn of one request
 const MAX_ROWS = 32, MAX_FIRST = 9; // rows of one group: in all, and without scrolling
 const LEGEND: [string, string][] = [
   ["cached", "cached"], ["computed", "computed"], ["generated", "generated"], ["lost", "to compute again"],
@@ -136,10 +137,24 @@ function noteOf(row: Row, view: View): preact.ComponentChildren {
     return <>needs {count(need)}<span class="unit"> {what}</span>, has {count(have)}</>;
   }
   if (row.blocked) return needOf(row, view);
+  if (row.drafts) return <Drafts drafts={row.drafts} />;
   if (row.chunk) return `+${count(row.chunk[1] - row.chunk[0])} tokens`;
   if (row.status === DECODING) return `${row.generated}/${row.limit - row.numPrompt}`;
   if (row.status === PREFILL) return `${row.computed}/${row.numPrompt + row.generated}`;
   return view.state.rest ? "not considered" : "next step";
+}
+
+/** Drafts as outlined tokens; those that were right are filled. */
+function Drafts({ drafts: [number, right] }: { drafts: [number, number] }) {
+  const text = `${plural(number, "draft")}, ${Math.max(0, right)} right`;
+  return (
+    <span class="drafts" role="img" aria-label={text} title={text}>
+      {Array.from({ length: Math.min(number, MAX_DRAFTS) }, (_, i) => (
+        <i key={i} class={i < right ? "draft right" : "draft"} />
+      ))}
+      {number > MAX_DRAFTS && `+${number - MAX_DRAFTS}`}
+    </span>
+  );
 }
 
 /** What a waiting request needs and what was available. */
