@@ -15,7 +15,6 @@ from headway.request import Request
 from headway.scheduler.policies.costs import StepCosts
 
 MAX_DRAFTS = 128  # of a request in a step
-MIN_GAIN = 1.002  # in tokens per second, of one more draft for all requests
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class by_cost(StepCosts):
             attended = pairs + more * (start + (count + 3) / 2)
             later = seconds(tokens + more, samples + more, reads + more, attended)
             rate = kept / (more_time + later)
-            if rate > best * MIN_GAIN:
+            if rate > best:
                 best, chosen = rate, count
             elif chosen:  # it only falls from here on
                 break
