@@ -27,6 +27,7 @@ from headway.model.weights.checkpoint import DummyCheckpoint
 from headway.plan import Chunk
 from headway.request import Request, RequestParams
 from headway.scheduler.policies.chunk import hold_tbt
+from headway.scheduler.policies.draft import by_cost
 from headway.scheduler.policies.presets import describe, slot
 from headway.scheduler.policies.swap import swap_if_cheaper
 from headway.step_cost import work_of
@@ -292,3 +293,34 @@ def test_without_a_device_to_copy_to_the_swap_rule_keeps_its_times() -> None:
     found = with_measured_costs(config, Pretended(profile), has_swap=False)
     assert found.swap == swap_if_cheaper() and found.chunk != config.chunk
     assert with_measured_costs(config, Pretended(profile)).swap != swap_if_cheaper()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.004])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_rule_for_drafts_gets_the_time_that_verifying_adds(
+    seconds: float, is_async: bool
+) -> None:
+    profile = load_profile(NAMES[0])
+
+    class Slower(Pretended):
+        def launch(self, plan: Plan) -> SimulatedHandle:
+            chunks = [chunk._replace(is_last=False) for chunk in plan.chunks]  # samples nothing
+            handle = super().launch(replace(plan, decodes=[], drafts=[], chunks=chunks))
+            spent = profile.step_seconds(plan) + seconds * bool(plan.drafts)
+            self.clock.advance_to(self.clock.now() + spent * bool(plan.decodes or plan.drafts))
+            return handle
+
+    config = replace(ROOMY, draft=by_cost(most=3))
+    found = with_measured_costs(config, Slower(profile), is_async=is_async).draft
+    assert isinstance(found, by_cost) and found.most == 3 and not found.has_default_costs
+    assert found.verify == pytest.approx(seconds, abs=0.0003)
+    own = replace(ROOMY, draft=by_cost(token=1e-6))
+    assert with_measured_costs(own, Slower(profile)) == own
+
+
+def test_measuring_drafts_changes_no_output() -> None:
+    executor: Any = on_cpu()
+    config = replace(SMALL, draft=by_cost())
+    measured = with_measured_costs(config, executor, has_swap=False).draft
+    assert isinstance(measured, by_cost) and measured.verify >= 0
+    assert outputs(executor) == outputs(on_cpu())
