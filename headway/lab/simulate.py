@@ -162,7 +162,7 @@ def with_profile(config: Config, profile: Profile) -> Config:
     swap = config.swap
     if swap == swap_if_cheaper():
         swap = profile.swap_if_cheaper()
-    chunk, draft = (profile.with_costs(rule) for rule in (config.chunk, config.draft))
+    chunk, draft = profile.with_costs(config.chunk), profile.with_costs(config.draft)
     return replace(config, max_model_len=length, swap=swap, chunk=chunk, draft=draft)
 
 

@@ -181,7 +181,7 @@ SUMMARY_KEYS = {
     "preemptions_by_swap", "preemptions_for_priority", "recomputed_tokens", "recompute_tax",
     "swapped_blocks", "cache_hit_ratio", "waiting_steps_by_reason", "clients", "fairness",
     "deadlines", "deadline_misses", "longest_stall", "ttft_by_prompt",
-    "swap_in",
+    "swap_in", "drafted_tokens", "accepted_share", "tokens_per_verification",
 }  # fmt: skip
 LATENCY = {"mean", "p50", "p90", "p99", "p99.9", "max"}
 TIMES = ("ttft", "time_between_tokens", "longest_stall", "swap_in", "end_to_end", "queue_time")
@@ -539,6 +539,8 @@ def test_a_wrong_field_of_a_synthetic_workload_is_reported_with_a_suggestion() -
 def test_allowed_tokens_are_refused_for_a_synthetic_workload() -> None:
     text = sentence("simulate", "requests=3", "--allowed-tokens", "99")
     assert "--allowed-tokens" in text and "'requests=3,max_tokens=99'" in text
+    text = sentence("simulate", "requests=3", "--accept", "0.5")
+    assert "--accept" in text and "'requests=3,accept=0.5'" in text
 
 
 def test_a_name_that_is_used_twice_is_reported() -> None:

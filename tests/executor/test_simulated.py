@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from headway import PRESETS, Engine, Plan, Scheduler, VirtualClock, preset
-from headway.executor.simulated import Script, SimulatedExecutor
+from headway.executor.simulated import (
+    Acceptance,
+    Histogram,
+    Independent,
+    Script,
+    SimulatedExecutor,
+)
 from headway.lab.cost import load_profile
 from headway.lab.simulate import SimulationResult, simulate, with_profile
 from headway.lab.summary import summarize
@@ -26,7 +32,7 @@ each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 SMALL = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 CROWDED = (
     "requests=24,arrivals=poisson(400),prompt=uniform(5,60),output=uniform(1,30),max_tokens=30,"
-    "prefix=2x16@0.5,n=2,clients=2,priorities=2,seed=4"
+    "prefix=2x16@0.5,n=2,clients=2,priorities=2,accept=uniform(0.2,0.9),seed=4"
 )
 
 
@@ -121,7 +127,13 @@ STRAINS: dict[str, dict[str, Any]] = {
         "num_blocks": 100,
     },
     "priority": {"queue": "priority(preempts=True)", "headroom": "watermark(0.0)"},
-}
+    "drafts": {"draft": "fixed(4)", "num_blocks": 100},
+    "drafts and swap": {
+        "draft": "fixed(2)", "num_blocks": 30, "headroom": "watermark(0.0)", "swap": "swap",
+        "num_host_blocks": 30,
+    },
+    "some drafts": {"draft": "by_cost(token=1e-3)", "max_num_batched_tokens": 40, "num_blocks": 50},
+}  # fmt: skip
 
 
 @each_scheduling
@@ -144,6 +156,7 @@ def test_every_request_generates_its_script(strain: str, async_scheduling: int) 
             assert request.output[-1] == request.stop_token == EOS
     preempts = strain in ("recompute", "swap", "priority")
     assert not preempts or run.metrics.totals["swaps"] + run.metrics.totals["recomputes"] > 3
+    assert ("draft" in strain) == (run.metrics.totals["num_accepted"] > 50)
 
 
 @each_scheduling
@@ -225,3 +238,106 @@ def test_the_models_length_limits_requests() -> None:
     assert {life.num_output for life in run.metrics.requests} == {10}
     long = parse_synthetic("requests=3,prompt=20,output=50").generate()
     assert len(simulate(long, preset(), short).rejected) == 3
+
+
+def verifications(
+    config: Any, async_scheduling: int, text: str = CROWDED
+) -> set[tuple[str, int, int]]:
+    """Every verified place, with the number of drafts that were right there."""
+    events = Events()
+    jobs = parse_synthetic(text).generate()
+    simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[events])
+    return {
+        (draft.request.id, draft.start, num_right)
+        for event in events.completed for draft, num_right in event.verified()
+    }  # fmt: skip
+
+
+def test_which_drafts_are_right_does_not_depend_on_the_schedule() -> None:
+    """Without limits of blocks or tokens a request is verified at the same places in every run."""
+    roomy = {**SMALL, "num_blocks": 2000, "max_num_batched_tokens": 4000, "draft": "fixed(3)"}
+    configs = [preset(name, **{**roomy, "max_num_seqs": n}) for name, n in SCHEDULES]
+    runs = [verifications(config, is_async) for config in configs for is_async in (0, 1)]
+    assert len(runs[0]) > 200 and all(run == runs[0] for run in runs)
+    assert verifications(configs[0], 0, CROWDED.replace("seed=4", "seed=5")) != runs[0]
+
+
+SCHEDULES = (("vllm_v1", 64), ("vllm_v1", 3), ("static", 5), ("nano_vllm", 8))
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])
+def test_independent_drafts_are_right_as_often_as_they_say(share: float, count: int) -> None:
+    found = [Independent(share).num_right("a", place, count) for place in range(0, 30_000, 10)]
+    expected = sum(share**number for number in range(1, count + 1))
+    assert sum(found) / len(found) == pytest.approx(expected, abs=0.12)
+    assert max(found) <= count
+
+
+def test_a_histogram_gives_each_length_its_share_and_none_beyond() -> None:
+    accept = Histogram((3.0, 2.0, 0.0, 5.0))
+    found = [accept.num_right("a", place, 8) for place in range(4000)]
+    for length, weight in enumerate(accept.weights):
+        assert found.count(length) / 4000 == pytest.approx(weight / 10, abs=0.03)
+    assert max(found) == 3
+    fewer = [accept.num_right("a", place, 1) for place in range(4000)]
+    assert fewer == [min(each, 1) for each in found]
+
+
+@pytest.mark.parametrize("accept", [None, Independent(0.0), Independent(1.0), Histogram((0, 0, 1))])
+def test_drafts_give_the_tokens_that_are_right_and_one_more(accept: Acceptance | None) -> None:
+    clock = VirtualClock()
+    executor = SimulatedExecutor(clock, PROFILE.step_seconds)
+    config = preset(**SMALL, draft="fixed(4)", drafter="repeat_last")
+    events = Events()
+    engine = Engine(Scheduler(config), executor, clock, observers=[events])
+    params = RequestParams(
+        max_tokens=20, eos_ids=frozenset({EOS}), sampling=Script(18, 7, EOS, accept)
+    )
+    (request,) = engine.add("a", [1, 2, 3], params)
+    engine.run()
+    assert list(request.output) == [7] * 17 + [EOS] and request.finish_reason == "stop"
+    right = 0 if accept is None else accept.num_right("a", 3, 4)
+    gained = [len(tokens) for each in events.completed for tokens in each.result.draft_tokens]
+    assert gained[0] == right + 1 and sum(gained) >= 15
+
+
+def test_verifying_drafts_takes_the_time_of_their_rows() -> None:
+    events = Events()
+    jobs = parse_synthetic("requests=3,prompt=40,output=30,accept=0.5").generate()
+    config = preset(**{**SMALL, "num_blocks": 200}, draft="fixed(5)")
+    simulate(jobs, config, PROFILE, observers=[events])
+    steps = [event for event in events.completed if event.plan.drafts and not event.plan.decodes]
+    assert len(steps) > 5
+    for event in steps:
+        drafts = event.plan.drafts
+        rows, reads = sum(draft.count + 1 for draft in drafts), sum(draft.end for draft in drafts)
+        pairs = sum(sum(range(draft.start + 1, draft.end + 1)) for draft in drafts)
+        seconds = event.result.ended - event.result.started
+        assert seconds == pytest.approx(PROFILE.pass_seconds(rows, rows, reads, pairs))
+
+
+def test_drafts_make_async_scheduling_wait_for_the_host() -> None:
+    slow = replace(PROFILE, machine=replace(PROFILE.machine, host_seconds=0.002))
+    jobs = parse_synthetic("requests=4,prompt=20,output=60,accept=0.5").generate()
+    plain, drafted = [
+        [
+            simulate(jobs, preset(draft=draft), slow, async_scheduling=is_async).metrics.ended_at
+            for is_async in (False, True)
+        ]
+        for draft in ("none", "fixed(2)")
+    ]
+    assert plain[1] < 0.7 * plain[0]
+    assert drafted[1] > 0.95 * drafted[0]
+
+
+def test_the_summary_counts_drafts() -> None:
+    jobs = parse_synthetic("requests=40,prompt=20,output=100,accept=0.6").generate()
+    summary = summarize(simulate(jobs, preset(draft="fixed(3)"), PROFILE).metrics)
+    assert summary["accepted_share"] == pytest.approx((0.6 + 0.36 + 0.216) / 3, rel=0.05)
+    assert summary["tokens_per_verification"] == pytest.approx(1 + 0.6 + 0.36 + 0.216, rel=0.05)
+    assert summary["output_tokens"] == 4000 and summary["drafted_tokens"] > 4000
+    plain = summarize(simulate(jobs, preset(), PROFILE).metrics)
+    assert (
+        plain["drafted_tokens"] == plain["accepted_share"] == plain["tokens_per_verification"] == 0
+    )

@@ -9,6 +9,7 @@ import pytest
 
 from bench.scheduler.quality import nano_vllm_workload
 from headway.errors import ConfigError
+from headway.executor.simulated import Histogram, Independent
 from headway.lab.workload.synthetic import parse_synthetic
 
 
@@ -107,3 +108,28 @@ def test_a_prefix_without_a_share_is_in_front_of_every_prompt() -> None:
 def test_invalid_text_is_rejected_with_the_value_and_the_limit(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_synthetic(text)
+
+
+def test_requests_have_the_acceptance_of_the_workload_and_its_seed() -> None:
+    def accepted(text: str) -> list[object]:
+        return [r.accept for r in parse_synthetic(f"requests=50,seed=3,{text}").generate()]
+
+    assert set(accepted("accept=0.7")) == {Independent(0.7, 3)}
+    assert set(accepted("accept=hist(1,0.5, 2)")) == {Histogram((1.0, 0.5, 2.0), 3)}
+    assert set(accepted("")) == {None}
+    drawn = accepted("accept=uniform(0.2,0.4)")
+    shares = [each.share for each in drawn if isinstance(each, Independent)]
+    assert len(set(shares)) > 40 and all(0.2 <= share <= 0.4 for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("accept", "named"),
+    [
+        ("1.5", "at most 1"), ("uniform(0.9,1.2)", "at most 1"), ("hist()", "number"),
+        ("hist(0,0)", "not all 0"), ("hist(0.5,x)", "'x'"), ("hist(1", "not a number"),
+        ("half", "function"), (f"hist({'1,' * 129}1)", "129"),
+    ],
+)  # fmt: skip
+def test_an_acceptance_that_is_not_one_is_refused(accept: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_synthetic(f"requests=20,accept={accept}").generate()

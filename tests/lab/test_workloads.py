@@ -12,9 +12,10 @@ import pytest
 
 from bench.lab.simulate import ideal_cache_hits, measure_hits
 from headway.errors import ConfigError, FormatError
+from headway.executor.simulated import Histogram, Independent
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
-from headway.lab.workload.files import read_workload, write_workload
+from headway.lab.workload.files import load_workload, read_workload, write_workload
 from headway.lab.workload.request import EOS, FIRST_TOKEN, LAST_TOKEN, TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.record.packing import num_packed
@@ -123,6 +124,8 @@ def test_token_ids_are_kept_and_runs_expanded(tmp_path: Path) -> None:
     "requests=40,arrivals=poisson(3),prompt=uniform(1,50),prefix=3x20@0.5",
     "requests=40,arrivals=bursty(3,4),clients=5,priorities=3,slack=uniform(0.5,2),n=2",
     "requests=40,output=lognormal(50,1),max_tokens=80",
+    "requests=20,accept=uniform(0.1,0.9),seed=7",
+    "requests=2,accept=hist(0.25,1e-3,3)",
 ])  # fmt: skip
 def test_written_requests_are_read_back(tmp_path: Path, text: str) -> None:
     requests = parse_synthetic(text).generate()
@@ -271,6 +274,28 @@ def test_a_trace_of_a_simulation_is_its_workload(tmp_path: Path) -> None:
     ]
     assert recorded(found) == trace
     assert any(job.deadline and job.client and job.priority for job in found)
+
+
+def test_a_trace_with_drafts_says_how_often_they_were_right(tmp_path: Path) -> None:
+    lines, profile = Lines(), load_profile("qwen3-0.6b-h200")
+    jobs = parse_synthetic("requests=20,prompt=30,output=100,accept=0.4").generate()
+    simulate(jobs, preset(draft="fixed(3)"), profile, trace=lines)
+    path = save(tmp_path, "a.jsonl", *(line.decode().rstrip() for line in lines))
+    shares = {
+        job.accept.share for job in read_workload(path) if isinstance(job.accept, Independent)
+    }
+    (share,) = shares
+    assert share == pytest.approx(0.4, abs=0.03)
+
+
+def test_the_given_acceptance_is_for_requests_without_one(tmp_path: Path) -> None:
+    first = {"arrival": 0, "prompt": 5, "output": 9}
+    rows = (first, {**first, "accept": 0.25, "seed": 4}, {**first, "accept": "hist(1,2)"})
+    path = str(save(tmp_path, "a.jsonl", *map(json.dumps, rows)))
+    found = [job.accept for job in load_workload(path, None, 1.0, None, "0.5")]
+    assert found == [Independent(0.5), Independent(0.25, 4), Histogram((1.0, 2.0))]
+    with pytest.raises(ConfigError, match="field accept: 'requests=3,accept=0.5'"):
+        load_workload("requests=3", None, 1.0, None, "0.5")
 
 
 def test_a_redacted_trace_has_prompts_of_the_same_length_without_prefixes(tmp_path: Path) -> None:

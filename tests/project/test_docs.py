@@ -30,7 +30,7 @@ import pytest
 import typer.main
 
 from headway.cli.main import app
-from headway.config import QueueRule, SchedulerView, StepActions
+from headway.config import DraftStep, QueueRule, SchedulerView, StepActions
 from headway.fleet.client import FleetClient
 from headway.fleet.settings import FleetSettings
 from headway.lab.cost import Machine, Model, Profile
@@ -275,7 +275,7 @@ def test_every_policy_is_documented_with_its_numbers() -> None:
         assert sorted(documented) == sorted(numbers), policy.__name__
 
 
-@pytest.mark.parametrize("protocol", [SchedulerView, StepActions, QueueRule])
+@pytest.mark.parametrize("protocol", [SchedulerView, StepActions, QueueRule, DraftStep])
 def test_every_member_of_a_policy_interface_is_documented(protocol: Any) -> None:
     members = {name for name in vars(protocol) if not name.startswith("_")}
     rows = rows_after(read("docs/policies.md"), f"`{protocol.__name__}` is")

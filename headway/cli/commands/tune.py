@@ -69,10 +69,13 @@ def tune_command(
         check_extras("--verify", "torch")
     with runs.evaluator() as evaluator:
         base, machine = simulation.settings, simulation.machine
-        space = parse_knobs(knob or ()) or default_space(make_config(base, machine))
+        asked = simulation.workload(workload)
+        space = parse_knobs(knob or ()) or default_space(
+            make_config(base, machine), has_drafts=asked.has_drafts
+        )
         free = {name: values for name, values in space.items() if name not in simulation.changes}
         question = TuneQuestion(
-            profile=machine, workload=simulation.workload(workload), base=base,
+            profile=machine, workload=asked, base=base,
             targets=planner_options.read_targets(targets), space=check(free, base, machine),
             async_scheduling=simulation.async_scheduling,
         )  # fmt: skip

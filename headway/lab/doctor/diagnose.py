@@ -15,6 +15,7 @@ NUM_TOKENS = "max_num_batched_tokens"
 CHUNK = 512  # tokens; a chunk that stops other streams for a short time on most machines
 MIN_BUDGET = 64  # tokens; a lower one makes the prefill of short prompts slow
 MIN_GAP = 0.05  # seconds; p99 of the times between tokens
+MIN_KEPT = 1.2  # tokens of a request with drafts in a step
 MEMORY = ("blocks", "headroom", "back_off", "just_preempted", "after_preemption")
 DERIVED = ("behind_blocked", "not_reached", "parent")  # other requests have the actual reason
 
@@ -73,7 +74,9 @@ def diagnose(summary: Summary, config: Mapping[str, str | int]) -> list[Finding]
     if not summary["steps"]:
         remedy = "read the reasons listed with the rejected requests"
         return [Finding("no steps ran", "all requests were rejected", remedy)]
-    checks = (_thrash, _waiting, _idle, _budget, _prefill, _swap, _swap_in, _stalls, _late, _unfair)
+    checks = (
+        _thrash, _waiting, _idle, _budget, _prefill, _swap, _swap_in, _stalls, _drafts, _late, _unfair,
+    )  # fmt: skip
     return [finding for check in checks if (finding := check(Examined(summary, config)))]
 
 
@@ -257,6 +260,19 @@ def _lower_budget(run: Examined, stall: float) -> Remedy | None:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f} ms"
+
+
+def _drafts(run: Examined) -> Finding | None:
+    kept, share = run.summary["tokens_per_verification"], run.summary["accepted_share"]
+    if not run.has("draft", "fixed") or not 0 < kept < MIN_KEPT:
+        return None
+    return _finding(
+        f"{share:.0%} of the drafts are right; verifying drafts gives a request {kept:.2f} tokens "
+        "instead of 1",
+        "the drafter cannot foresee these outputs, and a wrong draft costs a row of the step",
+        run.use("draft", "by_cost"),
+        Remedy("make no drafts", "draft=none"),
+    )
 
 
 def _late(run: Examined) -> Finding | None:

@@ -26,6 +26,8 @@ VLLM_SLOTS = {
     ("victim", "newest"): "",
     ("swap", "recompute"): "",
     ("headroom", "watermark(0.0)"): "",
+    ("draft", "none"): "",
+    ("drafter", "none"): "",
 }
 
 

@@ -34,8 +34,8 @@ Settings = dict[str, str | float]  # preset, slots as text, numbers
 PACKAGE = Path(__file__).parents[2]
 # What the result of a simulation depends on.
 CODE = (
-    "request.py", "plan.py", "events.py", "config.py", "step_cost.py", "kv", "scheduler", "engine",
-    "record", "executor/simulated.py", "lab/cost.py", "lab/corrections.py", "lab/simulate.py",
+    "request.py", "plan.py", "events.py", "config.py", "step_cost.py", "drafters", "kv", "scheduler",
+    "engine", "record", "executor/simulated.py", "lab/cost.py", "lab/corrections.py", "lab/simulate.py",
     "lab/summary.py", "lab/workload", "lab/planner/evaluate.py", "lab/planner/targets.py",
     "lab/planner/workload.py",
 )  # fmt: skip

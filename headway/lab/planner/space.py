@@ -24,6 +24,7 @@ Space = dict[str, list[Any]]
 WORKLOAD_KNOBS = ("speed", "seed")
 KNOBS = ("preset", *SLOTS, *NUMBERS)
 MAX_POINTS = 10_000
+DRAFT_RULES = ["none", "by_cost", "fixed(1)", "fixed(3)"]
 
 
 def parse_knobs(texts: Iterable[str], known: Sequence[str] = KNOBS) -> Space:
@@ -84,10 +85,13 @@ def check(space: Space, base: Settings, profile: Profile) -> Space:
     return space
 
 
-def default_space(config: Config) -> Space:
-    """The knobs and values that `tune` searches; host memory as multiples of the device's."""
+def default_space(config: Config, *, has_drafts: bool = False) -> Space:
+    """The knobs and values that `tune` searches; host memory as multiples of the device's.
+
+    Drafts are one of them only if the workload says how often they are right.
+    """
     blocks = config.num_blocks
-    return {
+    space: Space = {
         "preset": list(PRESETS),
         "batching": ["mixed", "swapped_first", "prefill_first"],
         "queue": ["fcfs", "shortest_first"],
@@ -105,6 +109,7 @@ def default_space(config: Config) -> Space:
         "max_num_batched_tokens": [256, 512, 1024, 2048, 4096, 8192, 16384, 32768],
         "num_host_blocks": [0, blocks // 2, blocks, 2 * blocks],
     }  # fmt: skip
+    return {**space, "draft": DRAFT_RULES} if has_drafts else space
 
 
 def neighbours(values: list[Any], now: Any) -> list[Any]:

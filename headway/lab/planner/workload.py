@@ -36,6 +36,11 @@ class Workload:
         """All requests of a seed; ConfigError or FormatError if the workload is invalid."""
         return _requests(self, seed)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it says of some requests how often drafts of their tokens are right."""
+        return any(request.accept is not None for request in self.requests())
+
     def fingerprint(self) -> str:
         """Identifies the content: the text, or the hash of a file; FormatError if it is invalid."""
         self.requests()
@@ -48,7 +53,7 @@ class Workload:
 @lru_cache(maxsize=8)
 def _requests(workload: Workload, seed: int) -> list[WorkloadRequest]:
     text, limit, speed = workload.text, workload.limit, workload.speed
-    is_plain = workload.allowed_tokens is workload.accept is None  # others are for files
+    is_plain = workload.allowed_tokens is None and workload.accept is None  # these are for files
     if is_synthetic(text) and is_plain and seed:
         synthetic = parse_synthetic(text)
         return adjust(replace(synthetic, seed=synthetic.seed + seed).generate(), limit, speed)

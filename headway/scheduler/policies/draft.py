@@ -45,19 +45,19 @@ class by_cost(StepCosts):
     def __call__(self, request: Request, step: DraftStep) -> int:
         seconds, start, share = self.costs.seconds, request.num_computed, step.acceptance(request)
         (tokens, samples, reads, pairs), kept, num_left = step.work, step.tokens, step.num_left
-        now, more_time = seconds(tokens, samples, reads, pairs), self.wait + self.verify
+        now, longer = seconds(tokens, samples, reads, pairs), self.wait + self.verify
         has_drafts = kept < tokens
-        best = kept / (now + more_time if has_drafts else max(now, self.wait))
+        best = kept / (now + longer if has_drafts else max(now, self.wait))
         chosen, right = 0, 1.0
-        for count in range(1, self.most + 1):
+        for length in range(1, self.most + 1):
             right *= share
             kept += num_left * right
-            more = num_left * count
-            attended = pairs + more * (start + (count + 3) / 2)
+            more = num_left * length
+            attended = pairs + more * (start + (length + 3) / 2)
             later = seconds(tokens + more, samples + more, reads + more, attended)
-            rate = kept / (more_time + later)
+            rate = kept / (later + longer)
             if rate > best:
-                best, chosen = rate, count
+                best, chosen = rate, length
             elif chosen:  # it only falls from here on
                 break
         return chosen

@@ -37,6 +37,9 @@ HEALTHY: Summary = {
     "deadline_misses": 1,
     "clients": 3,
     "fairness": 0.95,
+    "drafted_tokens": 5000,
+    "accepted_share": 0.5,
+    "tokens_per_verification": 2.5,
 }  # fmt: skip
 SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "preempting": ({"preemptions_per_second": 3.0}, "preempting often: 3.0", "future_peak"),
@@ -135,6 +138,17 @@ def test_waiting_in_order_is_not_the_main_reason_if_there_is_another() -> None:
     }  # fmt: skip
     (finding,) = diagnose(summary_with(changes), CONFIG)
     assert "blocks" in finding.cause and "behind" not in finding.cause
+
+
+def test_drafts_that_are_rarely_right_are_found_unless_the_rule_knows_the_costs() -> None:
+    changes = {"accepted_share": 0.04, "tokens_per_verification": 1.15}
+    for draft, is_found in (("fixed(4)", True), ("by_cost", False), ("none", False)):
+        config = describe(preset("vllm_v1", draft=draft))
+        findings = diagnose(summary_with(changes), config)
+        assert len(findings) == is_found
+        for finding in findings:
+            assert finding.changes == ("draft=by_cost", "draft=none") and "4%" in finding.symptom
+    assert not diagnose(HEALTHY, describe(preset("vllm_v1", draft="fixed(4)")))
 
 
 def test_swapping_without_host_memory_is_found() -> None:

@@ -154,7 +154,16 @@ def test_too_many_combinations_are_refused_with_their_number() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_value_of_the_default_space_is_valid(preset: str) -> None:
     base = {"preset": preset}
-    check(default_space(make_config(base, PROFILE)), base, PROFILE)
+    check(default_space(make_config(base, PROFILE), has_drafts=True), base, PROFILE)
+
+
+def test_drafts_are_searched_only_if_the_workload_says_how_often_they_are_right() -> None:
+    config = make_config({"preset": "headway"}, PROFILE)
+    for text, has_drafts in (("requests=3", False), ("requests=3,accept=0.5", True)):
+        workload = Workload(text=text)
+        assert workload.has_drafts is has_drafts
+        space = default_space(config, has_drafts=workload.has_drafts)
+        assert ("draft" in space) is has_drafts
 
 
 def test_numbers_change_to_their_neighbours_and_names_to_all_others() -> None:

@@ -25,7 +25,7 @@ from headway.lab.profiling.minimize import minimize
 from headway.lab.simulate import SimulatedEngine, simulate
 from headway.lab.workload.recorded import added_in
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
-from headway.plan import Chunk, Copy, Plan, StepResult
+from headway.plan import Chunk, Copy, Draft, Plan, StepResult
 from headway.record.lines import CompletedLine, Line, PlannedLine
 from headway.record.writer import LineMaker
 from headway.request import Request, RequestParams
@@ -257,6 +257,9 @@ def random_plan(random: Random) -> Plan:
     rows = random.randrange(40)
     plan = Plan(0, decodes=[REQUEST] * rows, decode_context=rows * random.randrange(1, 900))
     plan.num_steps = random.choice([1, 1, 3])
+    if plan.num_steps == 1:
+        starts = [random.randrange(1, 900) for _ in range(random.randrange(4))]
+        plan.drafts = [Draft(REQUEST, start, random.randrange(1, 9)) for start in starts]
     for _ in range(random.randrange(0 if rows else 1, 4)):
         start = random.choice([0, random.randrange(900)])
         end = start + random.randrange(1, 600)
@@ -265,7 +268,7 @@ def random_plan(random: Random) -> Plan:
 
 
 def lines_of(plan: Plan, seconds: float = 1.0) -> list[Line]:
-    result = StepResult(started=0.0, ended=seconds)
+    result = StepResult(started=0.0, ended=seconds, draft_tokens=[[1] for _ in plan.drafts])
     planned = Planned(plan)
     events: list[Event] = [planned, Completed(planned, result, [])]
     return [MAKER.line(event) for event in events]
