@@ -103,7 +103,10 @@ class DraftStep(Protocol):
 
 
 class Drafter(Protocol):
-    """Makes drafts. It may keep what it needs of requests that run or have ended."""
+    """Makes drafts: the same calls in the same order make the same drafts.
+
+    It may keep what it needs of requests that run or have ended.
+    """
 
     def propose(self, request: Request, most: int) -> Sequence[int]: ...  # may follow its tokens
     def forget(self, request: Request) -> None: ...  # it has ended, or its output was discarded

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from headway.drafters.base import Drafter
 from headway.request import Request
 
 
-def repeat_last() -> Drafter:
+def repeat_last() -> RepeatDrafter:
     """Draft the last token, as often as asked: what a simulation uses."""
     return RepeatDrafter()
 

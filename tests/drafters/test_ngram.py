@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.checks import MAX_TOKEN_ID
-from headway.drafters.base import Drafter
+from headway.config import Drafter
 from headway.drafters.ngram import ngram
 from headway.errors import ConfigError
 from headway.request import Request, RequestParams

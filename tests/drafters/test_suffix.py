@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from headway.config import Drafter
 from headway.drafters import suffix as module
-from headway.drafters.base import Drafter
 from headway.drafters.suffix import MAX_ADDED, MAX_CONTEXT, MAX_INDEXED, SuffixAutomaton, suffix
 from headway.errors import ConfigError
 from headway.request import Request, RequestParams
