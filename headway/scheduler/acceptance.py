@@ -10,6 +10,7 @@ from __future__ import annotations
 from headway.request import Request
 
 FIRST = 0.8  # estimate before any draft
+NUM_FIRST = 4  # drafts that it counts as
 WEIGHT = 0.15  # of the latest draft in the average of a request
 NUM_RECENT = 200  # drafts in the average of all requests
 FORGETTING = 0.997  # of the distance from FIRST, with each token without a draft
@@ -20,7 +21,7 @@ class Acceptance:
     """The averages of one scheduler; those of requests are in their history."""
 
     def __init__(self) -> None:
-        self._share, self._spread, self._num_seen = FIRST, 0.0, 1
+        self._share, self._spread, self._num_seen = FIRST, 0.0, NUM_FIRST
         self._own_part = 0.0  # of a request's own average in its estimate
 
     def record(self, request: Request, count: int, num_right: int) -> None:

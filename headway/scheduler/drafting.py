@@ -11,6 +11,7 @@ from headway.drafters.prediction import PredictionDrafter
 from headway.plan import Draft
 from headway.request import Request
 from headway.scheduler.acceptance import Acceptance
+from headway.scheduler.policy_calls import DRAFTER, checked
 from headway.step_cost import StepWork
 
 MAX_PAUSE = 32  # tokens until a request whose drafter found nothing is asked again
@@ -22,6 +23,7 @@ class Drafting:
     def __init__(self, rule: DrafterRule | None) -> None:
         self.rule = rule
         self._drafter: Drafter = (rule or ngram())()
+        self._propose = checked(DRAFTER, self._drafter)
         self._predictions = PredictionDrafter()  # asked first, for requests with a prediction
         self._estimate = Acceptance()
         self.work, self.num_left = StepWork(0, 0, 0, 0.0), 0
@@ -58,7 +60,7 @@ class Drafting:
         tokens: tuple[int, ...] = ()
         if most > 0:
             predicted = self._predictions.propose(request, most)
-            tokens = tuple(predicted or self._drafter.propose(request, most))
+            tokens = tuple(predicted or self._propose(request, most))[:most]
         if tokens:
             history.num_misses = 0
         else:

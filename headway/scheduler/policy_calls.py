@@ -10,8 +10,10 @@ from collections.abc import Callable
 from operator import index
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from headway.checks import MAX_TOKEN_ID
 from headway.config import BatchingRule, Config, Headroom, StepActions
 from headway.errors import bad_result, line_of_policy, policy_failed
+from headway.plan import UNKNOWN_TOKEN
 
 SEQUENCES, SCALARS = (tuple, list), (float, int, str)  # quicker than unions
 T = TypeVar("T")
@@ -101,6 +103,13 @@ def _read_swap(answer: Any) -> bool | Literal["discard"]:
     return "discard"
 
 
+def _read_tokens(tokens: Any) -> tuple[int, ...]:
+    found = tuple(map(index, tokens))
+    if found and not UNKNOWN_TOKEN <= min(found) <= max(found) <= MAX_TOKEN_ID:
+        raise ValueError
+    return found
+
+
 REQUEST, TOKENS = "request {0.id!r}", "for {0} tokens wanted and {1} left"
 ORDERED = "return a number, a string or a tuple of these, without NaN or None"
 
@@ -123,6 +132,9 @@ TIME_LIMIT = Call(
 HEADROOM = Call("headroom", f"for {REQUEST}", _read_headroom, f"for {REQUEST}; return a number")
 VICTIM = Call("victim", f"for {REQUEST}", ordered, f"as the key of {REQUEST}; {ORDERED}")
 DRAFT = Call("draft", f"for {REQUEST}", index, f"for {REQUEST}; return a whole number")
+DRAFTER = Call(
+    "drafter", f"for {REQUEST}", _read_tokens, f"for {REQUEST}; return token ids", "propose"
+)
 SWAP = Call("swap", f"for {REQUEST}", _read_swap, f'for {REQUEST}; return True, False or "discard"')
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from headway import Plan, Scheduler, preset
-from headway.errors import ExecutorError
+from headway.errors import ExecutorError, PolicyError
 from headway.plan import StepResult
 from headway.request import Request, RequestParams
 from tests.support.scenarios import Scenario, random_scenario, run
@@ -152,3 +152,35 @@ def test_a_request_that_is_aborted_with_drafts_in_flight_gains_nothing() -> None
     completed = scheduler.complete(plan, StepResult(draft_tokens=[output[1:4]]))
     assert not dict(completed.outputs()) and request.output.tolist() == [output[0]]
     assert scheduler.is_idle
+
+
+class Broken(Knowing):
+    """Returns or raises something."""
+
+    def __init__(self, found: object) -> None:
+        super().__init__()
+        self._found = found
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("found", [ValueError("no"), None, ["a"], [1.5], [-2], [1 << 31], 7])
+def test_a_drafter_that_fails_ends_only_its_request(found: object) -> None:
+    scheduler = Scheduler(preset("vllm_v1", draft="fixed(2)", drafter=lambda: Broken(found)))
+    (request,) = requests(1)
+    scheduler.add(request)
+    scheduler.complete(scheduler.schedule(), StepResult(first_tokens=[3]))
+    with pytest.raises(PolicyError, match="drafter") as raised:
+        scheduler.schedule()
+    assert raised.value.request_id == request.id
+
+
+def test_more_drafts_than_were_asked_for_are_left_out() -> None:
+    scheduler = Scheduler(preset("vllm_v1", draft="fixed(2)", drafter=lambda: Broken([5] * 9)))
+    (request,) = requests(1)
+    scheduler.add(request)
+    scheduler.complete(scheduler.schedule(), StepResult(first_tokens=[3]))
+    assert [draft.tokens for draft in scheduler.schedule().drafts] == [(5, 5)]
