@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "some drafts": {"num_blocks": 60, **DRAFTS},
     "drafts and preemption": {"num_blocks": 22, "headroom": "watermark(0.0)", **DRAFTS},
     "drafts and deferral": {
-        "name": "minivllm", "num_blocks": 60, "max_num_batched_tokens": 4, "chunk": "split_any",
+        "name": "minivllm", "num_blocks": 60, "max_num_batched_tokens": 5, "chunk": "split_any",
         **DRAFTS,
     },
     "drafts and swaps": {
